@@ -1,9 +1,9 @@
 """Gradients: from M losses to the Jacobian [M, d], its Gram matrix [M, M] and one direction [d].
 
-Vision, tables and language share this code; they differ only in how they make the losses. Where
-objectives differ by a number per sequence alone, ``PerSequenceGradients`` gives all rows from one
-backward pass. Compressors turn a client's Jacobian into a message, and the ``*_gram`` functions
-turn all clients' messages into the Gram matrix of their mean Jacobian.
+Vision, tabular and language tasks share this code; they differ only in how the losses are computed.
+Where objectives differ only by one coefficient per sequence, ``PerSequenceGradients`` computes all
+rows in one backward pass. Compressors turn a client's Jacobian into a message, and the ``*_gram``
+functions estimate the Gram matrix of the clients' mean Jacobian from their messages.
 """
 
 from firm.gradients.approx_gram import (

@@ -1,11 +1,12 @@
 """ApproxGramJacobian: the Gram matrix of the clients' mean Jacobian, from compressed messages.
 
-Algorithms 3, 6 and 9 and Eq. (13) and (14) of Askin et al. (2024), FedCMOO. They approximate the
-Gram matrix of (1/n) Σ_i A_i, where A_i [M, d] is client i's Jacobian (the paper's H̃_i transposed),
-H_i the server's reconstruction of it, and R_i = A_i - H_i.
+Algorithms 3, 6 and 9 and Eq. (13) and (14) of Askin et al. (2024), FedCMOO. They estimate the Gram
+matrix of (1/n) Σ_i A_i, where A_i [M, d] is client i's Jacobian (the paper's H̃_i transposed), H_i
+the server's reconstruction of it, and R_i = A_i - H_i.
 
-In one-way communication, a client uploads one message. In two-way communication, the server answers
-with a compressed Σ_i H_i (`broadcast`), and the client sends 2M² more numbers (`two_way_reply`).
+In one-way communication, each client uploads one message. In two-way communication, the server then
+broadcasts a compressed Σ_i H_i (`broadcast`), and each client uploads another 2M² numbers
+(`two_way_reply`).
 """
 
 from collections.abc import Sequence
@@ -41,33 +42,36 @@ def one_way_gram(
 ) -> torch.Tensor:
     """Returns the Gram matrix of the mean Jacobian, estimated from messages (Algorithm 3).
 
-    For messages that are reconstructed this is the Gram matrix of the mean reconstruction; for
-    sketches that of the mean sketch, which no decompression improves.
+    This is the Gram matrix of the mean reconstruction, or, for sketches, of the mean sketch:
+    decompressing sketches first would not improve the estimate.
 
-    With `own_grams` the terms A_i A_iᵀ are exact and only those between two clients are estimated,
-    as in the first two terms of Eq. (13). This removes the bias of unbiased compressors, whose
-    noise is correlated with nothing but itself, for M² more numbers a client.
+    With `own_grams` the terms A_i A_iᵀ are exact and only the cross terms between clients are
+    estimated, as in the first two terms of Eq. (13). With unbiased compressors, whose noise is
+    independent across clients, this removes the estimate's bias at the cost of M² more numbers per
+    client.
 
     Args:
-        messages: One per client, of one compressor; or, for sketches, their sum alone.
+        messages: One message per client, all from the same compressor; for sketches, their sum
+            alone is enough.
         own_grams: Each client's `gram_matrix` of its own Jacobian, [M, M], in the same order.
-        num_clients: n; by default the number of messages. Needed when secure aggregation leaves one
-            message that is the sum of n.
+        num_clients: n; by default the number of messages. Required with secure aggregation, where
+            the only message is the sum over n clients.
 
     Returns:
         float64 [M, M], symmetric and positive semidefinite. Estimates that are differences (with
-        `own_grams`, or of `HybridMessage`) may be indefinite and are projected, which is a
-        departure: solvers of weights do not accept an indefinite Gram matrix, and the true one is
-        never indefinite.
+        `own_grams`, or of `HybridMessage`) may be indefinite and are projected. This departs from
+        the paper: the weight solvers reject an indefinite Gram matrix, and the true one is never
+        indefinite.
 
     Raises:
         ValueError: When there are no messages, they differ in kind, shape or shared seed, or
-            `own_grams` do not belong to them.
+            `own_grams` do not match them.
     """
     _check_alike(messages)
     if num_clients is not None and num_clients < len(messages):
         raise ValueError(
-            f"num_clients must be at least the {len(messages)} messages given, got {num_clients}."
+            f"num_clients must be at least the number of messages, {len(messages)}, "
+            f"got {num_clients}."
         )
     num_clients = num_clients or len(messages)
     total = sum_of_parts(messages)
@@ -76,8 +80,8 @@ def one_way_gram(
         _check_own_grams(own_grams, messages[0].shape[0])
         if not len(own_grams) == len(messages) == num_clients:
             raise ValueError(
-                f"own_grams need one message per client, got {len(own_grams)} Gram matrices beside "
-                f"{len(messages)} messages of {num_clients} clients."
+                "own_grams requires one Gram matrix and one message per client, got "
+                f"{len(own_grams)} matrices and {len(messages)} messages for {num_clients} clients."
             )
         for message, own_gram in zip(messages, own_grams, strict=True):
             parts = message.parts()
@@ -92,11 +96,11 @@ def broadcast(
     generator: torch.Generator,
     shared_seed: int = 0,
 ) -> Message:
-    """Returns the server's answer, the compressed sum of reconstructions (Algorithm 6, line 12).
+    """Returns the message the server broadcasts: the compressed Σ_i H_i (Algorithm 6, line 12).
 
     Raises:
-        ValueError: When there are no messages, they differ in kind or shape, or they are sketches,
-            whose errors are correlated across clients of one seed: Eq. (14) neglects Σ R_i R_jᵀ.
+        ValueError: When there are no messages, they differ in kind or shape, or they are sketches:
+            sketches with a shared seed have correlated errors, and Eq. (14) neglects Σ R_i R_jᵀ.
     """
     _check_two_way(messages)
     ((_, total),) = sum_of_parts(messages)
@@ -132,28 +136,31 @@ def two_way_gram(messages: Sequence[Message], replies: Sequence[TwoWayReply]) ->
 
     (1/n²) (Σ_i A_i A_iᵀ + Σ_{i≠j} H_i H_jᵀ + X + Xᵀ),  X = Σ_i R_i (h - H_i)ᵀ
 
-    The second term takes the exact sum of the H_i, which the server has. Two departures from
-    Algorithm 6, line 18: its 2X is symmetrised, since the term of Eq. (13) that it replaces is
-    symmetric; and the estimate, which is sometimes indefinite because the last term is neglected,
-    is projected, as in `one_way_gram`.
+    The second term uses the exact sum of the H_i, which the server knows. Two departures from
+    Algorithm 6, line 18: 2X becomes X + Xᵀ, because the term of Eq. (13) that it replaces is
+    symmetric; and the estimate, which can be indefinite because the last term is neglected, is
+    projected, as in `one_way_gram`.
 
-    The correction helps where R_i is small beside A_i (low rank, top-k, mask). Reconstructions that
-    are unbiased but noisier than that (quantisers at M in the tens) add their noise to it: use
-    `one_way_gram` with `own_grams` for those.
+    The correction helps when R_i is small compared to A_i (low rank, top-k, mask). Unbiased but
+    noisy reconstructions (quantisers at M in the tens) add their noise to it; use `one_way_gram`
+    with `own_grams` for those.
 
     Args:
-        messages: One per client.
+        messages: One message per client.
         replies: Each client's `two_way_reply`, in the same order.
 
     Returns:
         float64 [M, M], symmetric and positive semidefinite.
 
     Raises:
-        ValueError: As `broadcast`, or when the replies do not belong to the messages.
+        ValueError: As in `broadcast`, or when the replies do not match the messages.
     """
     _check_two_way(messages)
     if len(messages) != len(replies):
-        raise ValueError(f"got {len(messages)} messages but {len(replies)} replies; one for each.")
+        raise ValueError(
+            f"there must be one reply per message, got {len(replies)} replies for "
+            f"{len(messages)} messages."
+        )
     num_objectives = messages[0].shape[0]
     _check_own_grams([reply.own_gram for reply in replies], num_objectives)
     _check_own_grams([reply.correction for reply in replies], num_objectives, "correction")
@@ -171,16 +178,18 @@ def two_sample_gram(
 ) -> torch.Tensor:
     """Returns the unbiased estimate Y₁ Y₂ᵀ from two independent sets of clients (Algorithm 9).
 
-    The mean Jacobians Y₁ and Y₂ share no noise, so with unbiased messages their product has the
-    true Gram matrix as its mean; the Gram matrix of either one would add that of its noise.
+    The mean Jacobians Y₁ and Y₂ have independent noise, so with unbiased messages the expectation
+    of their product is the true Gram matrix; the Gram matrix of either one alone would include the
+    Gram matrix of its noise.
 
     Args:
         first: Messages of one set of clients.
         second: Messages of another, drawn independently; sketches need the same shared seed.
-        is_symmetrized: Whether the symmetric part is returned; the paper takes the product as is.
+        is_symmetrized: Whether to return only the symmetric part; the paper uses the product as it
+            is.
 
     Returns:
-        float64 [M, M], in general neither symmetric nor positive semidefinite.
+        float64 [M, M], generally neither symmetric nor positive semidefinite.
 
     Raises:
         ValueError: When a set is empty, or messages differ in kind, shape or shared seed.
@@ -188,24 +197,24 @@ def two_sample_gram(
     _check_alike(first)
     _check_alike([first[0], *second])
     if not second:
-        raise ValueError("The second set of messages is empty; there must be one at least.")
+        raise ValueError("second is empty; pass at least one message of the second set of clients.")
     product = _inner_products_of(sum_of_parts(first), sum_of_parts(second))
     product /= len(first) * len(second)
     return (product + product.T) / 2 if is_symmetrized else product
 
 
 def mean_own_gram(own_grams: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Returns (1/n) Σ_i A_i A_iᵀ of the clients' own Gram matrices [M, M], without any compression.
+    """Returns the mean of the clients' Gram matrices, (1/n) Σ_i A_i A_iᵀ, [M, M]; uncompressed.
 
-    The paper's Table 3 has this sum "with a proper scale" without saying which. 1/n is exact for
-    identical clients and an upper bound otherwise (the difference is positive semidefinite); 1/n²
-    would be right for clients whose gradients are orthogonal.
+    The paper's Table 3 scales this sum "with a proper scale" but does not give the scale. 1/n is
+    exact for identical clients and an upper bound otherwise (the difference is positive
+    semidefinite); 1/n² would be exact for clients with mutually orthogonal gradients.
 
     Raises:
-        ValueError: When there are none, or one is not a finite [M, M].
+        ValueError: When the sequence is empty, or a matrix is not finite of shape [M, M].
     """
     if not own_grams:
-        raise ValueError("own_grams is empty; there must be one Gram matrix at least.")
+        raise ValueError("own_grams is empty; pass at least one Gram matrix.")
     _check_own_grams(own_grams, len(own_grams[0]))
     return torch.stack(list(own_grams)).double().mean(dim=0)
 
@@ -213,7 +222,7 @@ def mean_own_gram(own_grams: Sequence[torch.Tensor]) -> torch.Tensor:
 def project_to_psd(matrix: torch.Tensor) -> torch.Tensor:
     """Returns the positive semidefinite matrix nearest to the symmetric part of a matrix [M, M].
 
-    Negative eigenvalues become zero; float64 and symmetric.
+    Negative eigenvalues are set to zero. The result is float64 and exactly symmetric.
     """
     matrix = matrix.double()
     matrix = (matrix + matrix.T) / 2
@@ -232,8 +241,8 @@ def nrmse(
 ) -> float:
     """Returns ‖truth - estimate‖ / ‖truth‖, the error measure of the paper's Table 3.
 
-    The paper writes ‖·‖₂ and calls it a root mean squared error, which is one over the entries: so
-    Frobenius by default, with the spectral reading beside it.
+    The paper writes ‖·‖₂ but calls it a root mean squared error, which is taken over the entries;
+    hence the default is the Frobenius norm. "spectral" gives the other reading.
 
     Raises:
         ValueError: When the shapes [M, M] differ, or the truth is zero.
@@ -257,7 +266,7 @@ def nrmse(
 
 
 def inner_products(first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
-    """Returns the products of all rows of two matrices [M, d], summed in float64, shape [M, M]."""
+    """Returns the inner products of two matrices' rows [M, d], summed in float64, [M, M]."""
     products = first.new_zeros(len(first), len(second), dtype=torch.float64)
     for left, right in zip(first.split(CHUNK, dim=1), second.split(CHUNK, dim=1), strict=True):
         products += left.double() @ right.double().T
@@ -285,10 +294,10 @@ def _inner_products_of(
 
 def _check_alike(messages: Sequence[Message]) -> None:
     if not messages:
-        raise ValueError("There are no messages; a Gram matrix needs one client at least.")
+        raise ValueError("messages is empty; pass the message of at least one client.")
 
     def traits(message: Message) -> dict[str, object]:
-        # a sketch's width is a trait too, a rank or a number of kept entries is not
+        # sketches add up only at equal widths; ranks and numbers of kept entries may differ
         sketch = getattr(message, "sketch", None)
         return {
             "kind": type(message).__name__,
@@ -311,8 +320,8 @@ def _check_two_way(messages: Sequence[Message]) -> None:
     _check_alike(messages)
     if getattr(messages[0], "shared_seed", None) is not None:
         raise ValueError(
-            f"{type(messages[0]).__name__} cannot go two ways: sketches of one seed err in the "
-            "same direction, which the formula neglects. Use one_way_gram."
+            f"{type(messages[0]).__name__} does not support two-way communication: sketches with a "
+            "shared seed have correlated errors, which Eq. (14) neglects. Use one_way_gram."
         )
 
 

@@ -1,13 +1,12 @@
-"""Compressors of one client's Jacobian, and the messages they send in its place.
+"""Compressors of a client's Jacobian, and the messages that replace it in the upload.
 
-FedCMOO's server wants the Gram matrix of the mean Jacobian and may cost a client no more than one
-model's upload: d numbers for the M·d entries of its Jacobian. Every compressor here takes a
-`budget` of such 4-byte numbers and returns a message, a record of plain tensors and integers that
-counts its own bytes. `firm.gradients.approx_gram` makes the Gram matrix out of messages.
+FedCMOO's server needs the Gram matrix of the mean Jacobian, at an upload of no more than one model
+per client: d numbers for the M·d entries of the Jacobian. Every compressor here takes a `budget` in
+4-byte numbers and returns a message, a record of plain tensors and integers that reports its size
+in bytes. `firm.gradients.approx_gram` estimates the Gram matrix from the messages.
 
-Shapes, ranks and rates follow from M, d and the budget, which both sides know, and are not counted;
-nor is the framing of whatever transport carries the tensors. A seed counts 8 bytes and comes on top
-of the budget.
+Shapes, ranks and rates follow from M, d and the budget, which both sides know, and are not counted,
+nor is the transport's framing. A seed counts 8 bytes, on top of the budget.
 """
 
 import math
@@ -26,27 +25,27 @@ MAX_SEED = 2**63 - 1
 
 @dataclass(frozen=True)
 class Message:
-    """A client's upload in place of its Jacobian."""
+    """A client's compressed Jacobian."""
 
     shape: tuple[int, int]
-    """M and d of the Jacobian it stands for."""
+    """M and d of the compressed Jacobian."""
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of the tensors and of the seed; both sides know the other fields."""
+        """Bytes of the tensors and the seed; the other fields are known to both sides."""
         tensors = sum(v.nbytes for v in vars(self).values() if isinstance(v, torch.Tensor))
         has_seed = not vars(self).keys().isdisjoint({"seed", "shared_seed"})
         return tensors + (SEED_BYTES if has_seed else 0)
 
     def reconstruct(self) -> torch.Tensor:
-        """Returns the Jacobian as reconstructed from the message, float32 [M, d]."""
+        """Returns the Jacobian reconstructed from the message, float32 [M, d]."""
         raise NotImplementedError
 
     def parts(self) -> list[tuple[int, torch.Tensor]]:
         """Returns signs and matrices [M, ·], each linear in the message.
 
-        The inner products of two Jacobians A and B are estimated by Σ sign · part(A) part(B)ᵀ.
-        Linearity lets parts be averaged over clients first, so that one product serves all.
+        A Bᵀ of two Jacobians A and B is estimated by Σ sign · part(A) part(B)ᵀ. Because parts are
+        linear, they can be averaged over the clients first, so that one product per part is enough.
         """
         return [(1, self.reconstruct())]
 
@@ -56,7 +55,7 @@ class Compressor(Protocol):
 
     @property
     def budget(self) -> int | None:
-        """Numbers of 4 bytes that a message may take; None means d."""
+        """Size of a message in 4-byte numbers; None means d."""
         ...
 
     def compress(
@@ -66,20 +65,20 @@ class Compressor(Protocol):
 
         Args:
             jacobian: Gradients, one row per objective, any float dtype, shape [M, d].
-            generator: The client's own randomness, on the CPU; no two clients share it.
-            shared_seed: Seed that all clients of a round share, and no other round: from 0 to
+            generator: The client's random generator, on the CPU; not shared between clients.
+            shared_seed: Seed shared by all clients of a round, different in every round; from 0 to
                 2^63 - 1.
 
         Raises:
-            ValueError: On another shape, NaN or infinity (naming the objective), or a budget too
-                small for this Jacobian.
+            ValueError: When the Jacobian is not [M, d] or holds NaN or infinity (the message names
+                the objective), or the budget is too small for it.
         """
         ...
 
 
 @dataclass(frozen=True)
 class LowRankMessage(Message):
-    """The leading components of the Jacobian, laid out as a nearly square matrix."""
+    """The leading singular components of the Jacobian reshaped to a nearly square matrix."""
 
     left: torch.Tensor
     """Left singular vectors times the singular values, float32 [rows, r]."""
@@ -103,17 +102,18 @@ class LowRankCompressor:
 
     Algorithms 3 and 6 of Askin et al. (2024), with the range finder of Halko et al. (2011,
     Algorithm 4.4): a Gaussian sketch of the columns, power iterations with a QR after each product,
-    then an exact SVD in the subspace. All M·d entries, objective after objective and padded with
-    zeros, fill a matrix of about √(Md) x √(Md); the rank is the largest that the budget allows,
-    ⌊budget / (rows + columns)⌋, about √(d/M)/2 at the default.
+    then an exact SVD in the subspace. All M·d entries, objective by objective and padded with
+    zeros, fill a matrix of about √(Md) x √(Md). The rank is the largest that the budget allows,
+    ⌊budget / (rows + columns)⌋, which is about √(d/M)/2 at the default budget.
     """
 
     budget: int | None = None
-    """Numbers of 4 bytes a message may take; d where none is given."""
+    """Size of a message in 4-byte numbers; d if None."""
     oversampling: int = 10
-    """Dimensions of the subspace beyond the rank; they are cut off before sending."""
+    """Dimensions of the subspace beyond the rank, dropped before sending."""
     power_iterations: int = 2
-    """Products with the matrix and its transpose that sharpen the subspace."""
+    """Power iterations that refine the subspace, each one product with the matrix and its
+    transpose."""
 
     def __post_init__(self) -> None:
         check_budget(self.budget)
@@ -134,9 +134,9 @@ class LowRankCompressor:
         rank = min(budget // (rows + columns), rows, columns)
         if rank < 1:
             raise ValueError(
-                f"a budget of {budget} numbers gives no rank: one component of a Jacobian of shape "
-                f"[{num_objectives}, {num_parameters}] takes {rows} + {columns}; "
-                f"allow at least {rows + columns} or send the Jacobian itself."
+                f"a budget of {budget} numbers is too small for rank 1: a component of a Jacobian "
+                f"of shape [{num_objectives}, {num_parameters}] takes {rows} + {columns}; "
+                f"set at least {rows + columns} or send the Jacobian uncompressed."
             )
         matrix = _padded(jacobian.reshape(-1), rows * columns).view(rows, columns)
         width = min(rank + self.oversampling, rows, columns)
@@ -154,10 +154,10 @@ class TopKMessage(Message):
     """The entries of largest absolute value, and their positions."""
 
     values: torch.Tensor
-    """The entries, in the order of their positions, float32 [k]."""
+    """The kept entries, in the order of their positions, float32 [k]."""
     positions: torch.Tensor
-    """Positions in the flattened Jacobian, rising, int32 or int64 [k]; or, as uint8 [⌈Md/8⌉], one
-    bit per entry, the highest first."""
+    """Increasing positions in the flattened Jacobian, int32 or int64 [k]; or a bitmap of all
+    entries, most significant bit first, uint8 [⌈Md/8⌉]."""
 
     def __post_init__(self) -> None:
         check_shape(self.shape)
@@ -173,12 +173,12 @@ class TopKMessage(Message):
             )
         if not is_whole or len(self._indices()) != len(self.values):
             raise ValueError(
-                f"positions must tell where {self.values.numel()} values stand among {num_entries} "
-                f"entries, got {self.positions.dtype} of shape {list(self.positions.shape)}."
+                f"positions must locate {self.values.numel()} values among {num_entries} entries, "
+                f"got {self.positions.dtype} of shape {list(self.positions.shape)}."
             )
 
     def reconstruct(self) -> torch.Tensor:
-        """Returns the kept entries among zeros, float32 [M, d]."""
+        """Returns the Jacobian with all other entries zero, float32 [M, d]."""
         flat = self.values.new_zeros(math.prod(self.shape))
         flat[self._indices()] = self.values
         return flat.view(self.shape)
@@ -194,13 +194,13 @@ class TopKMessage(Message):
 class TopKCompressor:
     """Sends the k entries of largest absolute value unchanged; biased.
 
-    Positions are encoded in the form that leaves room for more values: a list, 4 bytes an index (8
-    beyond 2^31 entries), or a bitmap, one bit for each of the Md entries. At a budget of d the
-    bitmap wins up to M = 15: it leaves 0.94 d values at M = 2, where the list leaves d/2.
+    Positions are encoded as a list of 4-byte indices (8 bytes beyond 2^31 entries) or as a bitmap
+    of the Md entries, whichever leaves room for more values. At a budget of d that is the bitmap up
+    to M = 15: it leaves 0.94 d values at M = 2, the list d/2.
     """
 
     budget: int | None = None
-    """Numbers of 4 bytes a message may take, positions included; d where none is given."""
+    """Size of a message in 4-byte numbers, positions included; d if None."""
 
     def __post_init__(self) -> None:
         check_budget(self.budget)
@@ -225,7 +225,7 @@ class TopKCompressor:
 
     @staticmethod
     def num_kept(budget: int, num_entries: int) -> tuple[int, bool]:
-        """Returns the number of values that a budget allows, and whether a bitmap gives positions.
+        """Returns how many values a budget allows, and whether positions are sent as a bitmap.
 
         >>> TopKCompressor.num_kept(1000, 2000)  # the bitmap takes 250 bytes, 62.5 numbers
         (937, True)
@@ -246,12 +246,12 @@ class TopKCompressor:
 
 @dataclass(frozen=True)
 class RandomMaskMessage(Message):
-    """Entries at positions that a seed draws."""
+    """Entries at random positions drawn from a seed."""
 
     values: torch.Tensor
-    """The entries, scaled as the compressor is configured to, float32 [k]."""
+    """The entries, scaled if the compressor says so, float32 [k]."""
     seed: int
-    """Draws the positions."""
+    """Seed of the positions."""
 
     def __post_init__(self) -> None:
         check_shape(self.shape)
@@ -260,7 +260,7 @@ class RandomMaskMessage(Message):
         check_values("values", self.values, (min(self.values.numel(), num_entries),))
 
     def reconstruct(self) -> torch.Tensor:
-        """Returns the entries in their places among zeros, float32 [M, d]."""
+        """Returns the Jacobian with all other entries zero, float32 [M, d]."""
         flat = self.values.new_zeros(math.prod(self.shape))
         flat[random_positions(flat.numel(), len(self.values), self.seed).to(flat.device)] = (
             self.values
@@ -270,17 +270,18 @@ class RandomMaskMessage(Message):
 
 @dataclass(frozen=True)
 class RandomMaskCompressor:
-    """Sends all entries that the budget allows, at random positions that cost one seed.
+    """Sends as many entries as the budget allows, at random positions encoded by one seed.
 
-    The paper's text (Appendix B) sends a subset of entries at random positions without scaling:
-    that is ``none``, which shrinks the Jacobian to its share p = k/(Md). ``inverse_probability``
-    divides by p, which makes the message unbiased (Assumption 5 with q = 1/p - 1).
+    The paper's text (Appendix B) sends a random subset of the entries unscaled: that is ``none``,
+    whose expectation is p = k/(Md) times the Jacobian. ``inverse_probability`` divides by p, which
+    makes the message unbiased (Assumption 5 with q = 1/p - 1).
     """
 
     budget: int | None = None
-    """Numbers of 4 bytes a message may take beside the seed; d where none is given."""
+    """Size of a message in 4-byte numbers, excluding the seed; d if None."""
     scaling: Literal["none", "inverse_probability"] = "none"
-    """Whether entries travel as they are (biased) or divided by their probability (unbiased)."""
+    """Whether entries are sent unscaled (biased) or divided by their sampling probability
+    (unbiased)."""
 
     def __post_init__(self) -> None:
         check_budget(self.budget)
@@ -292,7 +293,7 @@ class RandomMaskCompressor:
     def compress(
         self, jacobian: torch.Tensor, *, generator: torch.Generator, shared_seed: int = 0
     ) -> RandomMaskMessage:
-        """Returns entries at positions that `generator` draws; `shared_seed` is not used.
+        """Returns entries at positions drawn from `generator`; `shared_seed` is not used.
 
         Clients draw different positions, so that their errors average out.
         """
@@ -309,9 +310,9 @@ class RandomMaskCompressor:
 
 
 def near_square(num_entries: int) -> tuple[int, int]:
-    """Returns rows and columns of the most nearly square matrix for `num_entries` entries.
+    """Returns rows and columns of a nearly square matrix that holds `num_entries` entries.
 
-    >>> near_square(57_030)  # M = 2, d = 28,515: 90 places stay empty
+    >>> near_square(57_030)  # M = 2, d = 28,515: 90 entries are padding
     (238, 240)
     """
     rows = math.isqrt(num_entries)
@@ -322,7 +323,8 @@ def checked_jacobian(jacobian: torch.Tensor) -> torch.Tensor:
     """Returns a Jacobian [M, d] detached and in float32, the dtype of messages.
 
     Raises:
-        ValueError: On another shape or dtype, or a row with NaN or infinity; names the objective.
+        ValueError: When the shape or dtype is wrong, or a row holds NaN or infinity; names the
+            objective.
     """
     if jacobian.ndim != 2 or not jacobian.numel():
         raise ValueError(
@@ -338,7 +340,7 @@ def checked_jacobian(jacobian: torch.Tensor) -> torch.Tensor:
 def check_budget(budget: int | None) -> None:
     """Raises ``ValueError`` unless the budget is None or at least one number."""
     if budget is not None and (isinstance(budget, bool) or budget < 1):
-        raise ValueError(f"budget must be at least 1 number or None, which means d; got {budget}.")
+        raise ValueError(f"budget must be at least 1, or None for d, got {budget}.")
 
 
 def check_shape(shape: tuple[int, int]) -> None:
@@ -365,12 +367,12 @@ def check_values(name: str, values: torch.Tensor, shape: tuple[int, ...]) -> Non
 
 
 def draw_seed(generator: torch.Generator) -> int:
-    """Returns a seed from 0 to 2^63 - 1 that a CPU generator draws."""
+    """Returns a seed from 0 to 2^63 - 1 drawn from a CPU generator."""
     return int(torch.randint(MAX_SEED, (), generator=generator))
 
 
 def random_positions(num_entries: int, num_kept: int, seed: int) -> torch.Tensor:
-    """Returns different positions below `num_entries`, all equally likely, int64 [num_kept]."""
+    """Returns distinct positions below `num_entries`, uniformly at random, int64 [num_kept]."""
     generator = torch.Generator().manual_seed(seed)
     order = torch.randperm(num_entries, generator=generator, dtype=index_dtype(num_entries))
     return order[:num_kept].long()

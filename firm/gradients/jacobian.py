@@ -7,7 +7,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
 Parameters = Iterable[torch.Tensor] | Mapping[str, torch.Tensor]
-"""Tensors, or tensors by name; their order is the order of a Jacobian's columns."""
+"""Tensors, or tensors by name; their order is the order of the Jacobian's columns."""
 
 
 def jacobian(
@@ -17,26 +17,26 @@ def jacobian(
     retain_graph: bool = False,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Returns the gradient of each loss in the parameters; modifies neither them nor their grads.
+    """Returns the gradient of each loss; leaves the parameters and their ``grad`` unchanged.
 
-    One backward pass per loss: the batched forms of autograd are slower on the CPU and hold M
-    graphs' worth of activations.
+    Runs one backward pass per loss: autograd's batched mode is slower on the CPU and holds
+    activations of M graphs.
 
     Args:
         losses: M scalar losses, a tensor of shape [M] or a sequence.
-        parameters: Tensors of any float dtype with d entries together, or a mapping of names, which
-            messages then use, to tensors; their order is the order of the columns.
-        retain_graph: Whether the graph is kept after the last loss.
-        out: The buffer to fill and return in place of a new one: contiguous, on the parameters'
-            device, shape [M, d].
+        parameters: Tensors of any float dtype with d entries in total, or a mapping of names to
+            tensors; names appear in error messages. Their order is the order of the columns.
+        retain_graph: Whether to keep the graph after the last loss.
+        out: Buffer to fill and return instead of a new one: contiguous, on the parameters' device,
+            shape [M, d].
 
     Returns:
-        Shape [M, d], on the parameters' device, float32, or float64 where a parameter is; zeros
-        where a loss uses no parameter.
+        Shape [M, d], on the parameters' device, float32, or float64 if a parameter is; zero where a
+        loss does not depend on a parameter.
 
     Raises:
         ValueError: When there is no loss or no parameter, a parameter does not require grad, `out`
-            does not fit, or a loss has no graph or is not finite, nor its gradient; names which.
+            does not fit, or a loss has no graph or a loss or gradient is not finite; names which.
     """
     tensors = check_parameters(parameters)
     num_objectives = len(losses)
@@ -80,9 +80,9 @@ def check_parameters(parameters: Parameters) -> list[torch.Tensor]:
 def jacobian_buffer(
     num_objectives: int, parameters: Sequence[torch.Tensor], out: torch.Tensor | None
 ) -> torch.Tensor:
-    """Returns `out`, checked, or a new buffer: contiguous, of shape [M, d], not filled.
+    """Returns `out` after checking it, or a new uninitialised contiguous buffer [M, d].
 
-    It is float32, or float64 where a parameter is.
+    It is float32, or float64 if a parameter is.
     """
     device = parameters[0].device
     dtype = reduce(torch.promote_types, {p.dtype for p in parameters}, torch.float32)
@@ -104,15 +104,14 @@ def jacobian_buffer(
 
 
 def has_values(tensor: torch.Tensor) -> bool:
-    """Returns whether a tensor has entries to check, unlike one that only carries a shape."""
+    """Returns whether a tensor holds data, unlike meta and fake tensors."""
     return not (tensor.is_meta or isinstance(tensor, FakeTensor))
 
 
 def check_finite_rows(rows: torch.Tensor) -> None:
-    """Raises ``ValueError`` with the first objective that has a non-finite row of [M, d]."""
-    if (
-        not has_values(rows) or rows.sum(dim=1).isfinite().all()
-    ):  # forty times cheaper than a check of every entry
+    """Raises ``ValueError`` with the first objective that has a non-finite row in [M, d]."""
+    # a finite sum proves that all entries are, and is forty times cheaper than checking each
+    if not has_values(rows) or rows.sum(dim=1).isfinite().all():
         return
     is_finite = torch.isfinite(rows).all(dim=1).tolist()
     if not all(is_finite):
@@ -123,16 +122,16 @@ def check_finite_rows(rows: torch.Tensor) -> None:
 
 
 def check_losses(losses: torch.Tensor | Sequence[torch.Tensor]) -> None:
-    """Raises ``ValueError`` unless M losses are finite and have gradients."""
+    """Raises ``ValueError`` unless all M losses are finite and have a graph."""
     if len(losses) == 0:
         raise ValueError("losses must hold at least one objective's loss, got none.")
     for objective, loss in enumerate(losses):
         if not loss.requires_grad:
             raise ValueError(
                 f"The loss of objective {objective} has no gradient; "
-                "compute it from parameters that require one."
+                "compute it from parameters that require grad."
             )
-    # before the gradients, because where losses share operations one NaN spoils every row
+    # before the backward passes: losses share operations, so a NaN in one reaches every row
     is_finite = torch.stack(list(losses)).isfinite().tolist()
     if not all(is_finite):
         raise ValueError(

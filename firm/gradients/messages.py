@@ -1,8 +1,8 @@
-"""Compressors by name, and messages as plain dictionaries that every transport carries.
+"""Compressors by name, and messages as plain dictionaries that any transport can carry.
 
-A message as a dictionary holds tensors, integers and a tuple of two, nothing else. Reading one
-builds a record by name from a fixed table and checks every field, so that no code travels and a
-broken upload is refused before it is used.
+Such a dictionary holds only tensors, integers and the shape. Reading one looks its kind up in a
+fixed table and checks every field, so that no code is transferred and a malformed upload is
+rejected before it is used.
 """
 
 from typing import Any
@@ -33,7 +33,7 @@ COMPRESSORS: dict[str, type[Compressor]] = {
     "hybrid": HybridCompressor,
     "quantizing": QuantizingCompressor,
 }
-"""Every compressor by the name that a configuration gives it."""
+"""Compressors by their names in configurations."""
 
 _MESSAGES: dict[str, type[Message]] = {
     "low_rank": LowRankMessage,
@@ -46,24 +46,24 @@ _MESSAGES: dict[str, type[Message]] = {
 
 
 def message_to_dict(message: Message) -> dict[str, Any]:
-    """Returns a message as a dictionary of its fields and its kind; tensors are not copied."""
+    """Returns a message's kind and fields as a dictionary; tensors are not copied."""
     (kind,) = (name for name, message_type in _MESSAGES.items() if type(message) is message_type)
     return {"kind": kind, **vars(message)}
 
 
 def message_from_dict(content: dict[str, Any]) -> Message:
-    """Returns the message that `message_to_dict` was given.
+    """Returns the message that `message_to_dict` converted.
 
     Raises:
-        ValueError: When the kind is unknown, a field is missing, extra or of another type, or a
-            tensor has another dtype or shape than the others demand, or holds NaN or infinity.
+        ValueError: When the kind is unknown, a field is missing, unexpected or of the wrong type,
+            or a tensor holds NaN or infinity or does not match the other fields in dtype or shape.
     """
     fields = dict(content)
     kind = fields.pop("kind", None)
     if kind not in _MESSAGES:
-        raise ValueError(f"unknown kind of message: {kind!r}; choose among {sorted(_MESSAGES)}.")
+        raise ValueError(f"unknown kind of message {kind!r}; choose one of {sorted(_MESSAGES)}.")
     try:
-        fields["shape"] = tuple(fields.get("shape", ()))  # JSON makes a list of it
+        fields["shape"] = tuple(fields.get("shape", ()))  # JSON turns tuples into lists
         return _MESSAGES[kind](**fields)
     except (TypeError, AttributeError, IndexError) as error:
         raise ValueError(f"a message of kind {kind!r} has wrong fields: {error}") from error

@@ -1,8 +1,7 @@
-"""All objectives' gradients from one backward pass, where they differ by a number per sequence.
+"""All objectives' gradients from one backward pass, if they differ by a factor per sequence.
 
-The rows are formed where the gradient of a linear layer would be: from the layer's input x and the
-gradient δ of its output, which autograd would sum over the batch immediately. Kept separate by
-sequence, δ_bᵀ x_b serves every objective.
+The gradient of a linear layer's weight is δᵀx, of the layer's input x and its output's gradient δ.
+Autograd sums it over the batch at once; kept separate by sequence, δ_bᵀ x_b serves every objective.
 """
 
 from collections import Counter
@@ -21,46 +20,47 @@ from firm.gradients.jacobian import (
 )
 
 MAX_PRODUCT_ENTRIES = 2**20
-"""Entries of δ_bᵀ x_b held at a time, where a single sequence's are fewer: 4 MB in float32, which a
-CPU's cache holds. With 64 MB, 64 sequences' products at a 512 x 512 layer take twice to five times
-as long."""
+"""Entries of δ_bᵀ x_b held at a time (at least one sequence's): 4 MB in float32, which fits into a
+CPU's cache. With 64 MB, the products of 64 sequences at a 512 x 512 layer take two to five times as
+long."""
 
-INSTEAD = "firm.gradients.jacobian, one backward pass per objective, can do it."
+INSTEAD = "use firm.gradients.jacobian, with one backward pass per objective."
 
 
 class PerSequenceGradients:
-    """The gradients of M losses L_j = Σ_b c_jb ℓ_b from one backward pass of Σ_b ℓ_b.
+    """Computes the gradients of M losses L_j = Σ_b c_jb ℓ_b in one backward pass of Σ_b ℓ_b.
 
-    Inside the `with` block the forward passes that lead to ℓ store the tensors that the backward
-    pass needs; their outputs do not change. The rows equal those of `jacobian` up to rounding, and
-    on the CPU a LoRA Llama's forward and backward pass with M = 8 takes 1.1 times that of one
-    objective, where the loop takes 4.8 (`benchmarks/per_sequence.py`)::
+    Inside the `with` block, forward passes also store the inputs that the backward pass needs;
+    their outputs do not change. The rows equal those of `jacobian` up to rounding. On the CPU, a
+    forward and backward pass of a LoRA Llama with M = 8 takes 1.1 times as long as with one
+    objective, the loop 4.8 times (`benchmarks/per_sequence.py`)::
 
         with PerSequenceGradients(policy, adapter_parameters) as gradients:
             losses = -log_probs_of_responses(policy, batch)  # [B]
             rows = gradients.jacobian(losses, coefficients)  # [M, d]
 
-    Covered are weights and biases of `torch.nn.Linear`, such as the LoRA layers of peft, called
-    with the sequences along the first dimension, once or several times, under dropout, autocast
-    and gradient checkpointing (not the reentrant kind). Operations that change such a layer's
-    output in place are an error of torch's.
+    It supports weights and biases of `torch.nn.Linear`, such as peft's LoRA layers, called with the
+    sequences along the first dimension, once or several times, with dropout, autocast and
+    non-reentrant gradient checkpointing. Torch raises an error if such a layer's output is modified
+    in place.
 
-    It applies where objectives differ by one number per sequence: REINFORCE, RLOO and GRPO on
-    whole-response advantages, and PPO's ratio as long as it is not clipped (clipping looks at each
-    advantage's sign, hence masks tokens by objective). It does not apply to advantages by token,
-    such as GAE with a critic per objective, nor to a KL term in only one objective's loss. The
-    sequences must not meet in the forward pass: ℓ_b may depend on sequence b only. Batch
-    normalisation in training is refused; packing several sequences into a row, or a loss that
-    balances experts over the batch, cannot be detected here and gives wrong rows.
+    It applies if objectives differ by one factor per sequence: REINFORCE, RLOO and GRPO with one
+    advantage per response, and PPO as long as no ratio is clipped (clipping depends on each
+    advantage's sign, and hence masks tokens by objective). It does not apply to advantages per
+    token, such as GAE with a critic per objective, nor to a KL term in only one objective's loss.
+    Sequences must not interact in the forward pass: ℓ_b may depend on sequence b only. Batch
+    normalisation in training mode is rejected; packing several sequences into a row, or a loss that
+    balances experts over the batch, cannot be detected and gives wrong rows.
 
     Args:
-        model: The module whose forward pass leads to the losses.
+        model: The module that computes the losses.
         parameters: Weights and biases of the model's `torch.nn.Linear` modules, or a mapping of
             names to them; their order is the order of the columns.
 
     Raises:
-        ValueError: When there is no parameter, or one is listed twice, does not require grad or is
-            of another kind of module; or the model holds a trainable one that is.
+        ValueError: When there is no parameter, one is listed twice, does not require grad or
+            belongs to another kind of module; or the model has trainable parameters in other kinds
+            of modules.
     """
 
     def __init__(self, model: torch.nn.Module, parameters: Parameters) -> None:
@@ -88,23 +88,25 @@ class PerSequenceGradients:
                 )
         self._handles: list[Any] = []
         self._target: tuple[torch.Tensor, torch.Tensor] | None = None
-        # makes the backward pass compute the gradient of each layer's output, but not that of its
-        # weight: autograd then skips the products summed over sequences
+        # a leaf that requires grad: differentiating with respect to it alone makes autograd compute
+        # each layer's output gradient, but skip the weight gradients summed over the sequences
         self._anchor = torch.zeros((), requires_grad=True)
 
     def __enter__(self) -> Self:
-        """Adds the hooks; raises where batch normalisation mixes sequences."""
+        """Adds the hooks; raises if batch normalisation mixes sequences."""
         if self._handles:
-            raise RuntimeError("These per-sequence gradients are in use; leave their block first.")
+            raise RuntimeError(
+                "PerSequenceGradients is already active; leave its with block first."
+            )
         for name, module in self._model.named_modules():
             if isinstance(module, torch.nn.modules.batchnorm._BatchNorm) and (
                 module.training or module.running_mean is None
             ):
                 raise ValueError(
-                    f"{name or type(module).__name__} normalises over the batch, so no loss "
-                    f"belongs to one sequence: put it in eval mode, or {INSTEAD}"
+                    f"{name or type(module).__name__} normalises over the batch, so that losses "
+                    f"depend on several sequences: put it in eval mode, or {INSTEAD}"
                 )
-        # first among the hooks, since δ is the gradient of the layer's own output
+        # before other hooks, which may replace the output: δ is the gradient of the layer's own one
         self._handles = [
             layer.register_forward_hook(self._tap, prepend=True, with_kwargs=True)
             for layer in self._layers
@@ -124,26 +126,26 @@ class PerSequenceGradients:
         retain_graph: bool = False,
         out: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Returns the gradient of each Σ_b c_jb ℓ_b; parameters and their grads stay untouched.
+        """Returns the gradient of each Σ_b c_jb ℓ_b; leaves parameters and grads unchanged.
 
         Args:
             losses: The sequences' losses ℓ, computed inside the block, shape [B].
-            coefficients: The factors c of each objective, constants, shape [M, B].
-            retain_graph: Whether the graph is kept.
-            out: As for `jacobian`, shape [M, d].
+            coefficients: The factors c, constant in the parameters, shape [M, B].
+            retain_graph: Whether to keep the graph.
+            out: As in `jacobian`, shape [M, d].
 
         Returns:
-            As `jacobian` does.
+            As in `jacobian`.
 
         Raises:
-            ValueError: When shapes do not fit, a loss, coefficient or gradient is not finite, the
-                losses have no graph, one made outside the block or by reentrant checkpointing, or a
-                layer got its input without a dimension of sequences; names which.
-            RuntimeError: Outside the block.
+            ValueError: When shapes do not match, a loss, coefficient or gradient is not finite, the
+                losses' graph is missing, was built outside the block or by reentrant checkpointing,
+                or a layer's input has no sequence dimension; names which.
+            RuntimeError: When called outside the block.
         """
         if not self._handles:
             raise RuntimeError(
-                "Per-sequence gradients need their with block: compute losses and rows inside it."
+                "PerSequenceGradients is not active; compute losses and rows inside its with block."
             )
         check_sequences(losses, coefficients)
         self._check_graph(losses)
@@ -169,9 +171,9 @@ class PerSequenceGradients:
         return Tap.apply(output, inputs.detach(), self._anchor, self, layer)
 
     def fold(self, layer: torch.nn.Linear, inputs: torch.Tensor, deltas: torch.Tensor) -> None:
-        """Adds a layer's part of the rows, from its input [B, ..., in] and its output's gradient.
+        """Adds a layer's columns to the rows, given its input [B, ..., in] and output gradient.
 
-        Called by the backward pass; does nothing in one that `jacobian` did not start.
+        Called by the backward pass; has no effect in passes that `jacobian` did not start.
         """
         if self._target is None:
             return
@@ -186,7 +188,7 @@ class PerSequenceGradients:
             rows[:, columns].addmm_(coefficients, deltas.sum(dim=1, dtype=rows.dtype))
 
     def _check_graph(self, losses: torch.Tensor) -> None:
-        """Raises unless each use of the parameters in the losses' graph is tapped."""
+        """Raises unless every use of the parameters in the losses' graph goes through a tap."""
         uses: Counter[torch.Tensor] = Counter()
         taps: Counter[torch.Tensor] = Counter()
         for node, following in _graph(losses):
@@ -205,15 +207,15 @@ class PerSequenceGradients:
             for name, parameter in layer.named_parameters(recurse=False):
                 if parameter in self._columns and uses[parameter] > taps[parameter]:
                     raise ValueError(
-                        f"{_joined(self._names[layer], name)} acts on the losses "
-                        f"{uses[parameter]} times, of which {taps[parameter]} by its layer's call "
-                        "inside the with block: compute the losses there, or, where the model "
-                        f"reads it in another way, {INSTEAD}"
+                        f"The losses use {_joined(self._names[layer], name)} {uses[parameter]} "
+                        f"times, but only {taps[parameter]} times through its layer's calls inside "
+                        "the with block: compute the losses there, or, if the model uses the "
+                        f"parameter directly, {INSTEAD}"
                     )
         if not taps:
             raise ValueError(
-                "The losses depend on no layer that was called inside the with block: run the "
-                "model's forward pass there."
+                "The losses depend on no layer called inside the with block: run the model's "
+                "forward pass there."
             )
 
     def _check_sequences(
@@ -221,24 +223,24 @@ class PerSequenceGradients:
     ) -> None:
         if len(inputs_shape) < 2 or inputs_shape[0] != num_sequences:
             raise ValueError(
-                f"{self._names[layer]} got an input of shape {list(inputs_shape)} beside "
-                f"{num_sequences} losses; its first dimension must be the sequences, or which of "
-                f"them an entry belongs to is unknown: keep that dimension, or {INSTEAD}"
+                f"{self._names[layer]} got an input of shape {list(inputs_shape)} for "
+                f"{num_sequences} losses; its first dimension must be the sequences: keep that "
+                f"dimension, or {INSTEAD}"
             )
 
 
 class BackwardPasses:
-    """`PerSequenceGradients` by M backward passes, for parameters of any module.
+    """Drop-in for `PerSequenceGradients` with M backward passes, for parameters of any module.
 
     Args:
-        parameters: Tensors, or a mapping of names to them; as for `jacobian`.
+        parameters: Tensors, or a mapping of names to tensors, as in `jacobian`.
     """
 
     def __init__(self, parameters: Parameters) -> None:
         self._parameters = check_parameters(parameters)
 
     def __enter__(self) -> Self:
-        """Changes nothing in the forward pass."""
+        """Returns itself; the forward pass needs no hooks."""
         return self
 
     def __exit__(self, *exception: object) -> None:
@@ -259,7 +261,7 @@ class BackwardPasses:
 
 
 class Route(Protocol):
-    """Receives the gradients of layers' outputs in a backward pass."""
+    """Receiver of the gradients of layers' outputs in a backward pass."""
 
     def fold(self, layer: Any, inputs: torch.Tensor, deltas: torch.Tensor) -> None:
         """Receives a layer's input and the gradient of its output."""
@@ -278,7 +280,7 @@ class Tap(torch.autograd.Function):
         route: Route,
         layer: Any,
     ) -> torch.Tensor:
-        """Returns the output, and keeps the input for the backward pass."""
+        """Returns the output and saves the input for the backward pass."""
         ctx.save_for_backward(inputs)
         ctx.inputs_shape = inputs.shape
         ctx.route = route
@@ -298,16 +300,17 @@ def add_weight_gradients_(
 ) -> None:
     """Adds Σ_b c_jb δ_bᵀ x_b to row j of a linear layer's weight, for C groups of sequences.
 
-    Uses the method with fewer multiplications: one product per sequence, combined for each
-    objective, or, for about one token per sequence or one objective, a product per objective.
+    Chooses the method with fewer multiplications: one product per sequence, then combined for each
+    objective; or, with about one token per sequence or a single objective, one product per
+    objective.
 
     Args:
         rows: The weight's columns of each group's Jacobian, shape [C, M, out · in].
-        coefficients: Of the same dtype, shape [C, M, B].
+        coefficients: Factors c in the rows' dtype, shape [C, M, B].
         inputs: The layer's input x, any float dtype, shape [C, B, T, in].
         deltas: The gradient δ of its output, shape [C, B, T, out].
     """
-    inputs = inputs.to(deltas.dtype)  # as autocast did before the layer's own product
+    inputs = inputs.to(deltas.dtype)  # as autocast does before the layer's own product
     num_groups, num_objectives, num_entries = rows.shape
     num_tokens = inputs.shape[2]
     if num_tokens + num_objectives < num_tokens * num_objectives:
@@ -328,7 +331,7 @@ def add_weight_gradients_(
 
 
 def _linear_layers(model: torch.nn.Module) -> dict[torch.nn.Linear, str]:
-    """Returns the names of the model's linear layers; raises where anything else is trainable."""
+    """Returns the names of the model's linear layers; raises if any other module is trainable."""
     layers = {}
     for name, module in model.named_modules():
         if isinstance(module, torch.nn.Linear) and type(module).forward is torch.nn.Linear.forward:
@@ -345,7 +348,7 @@ def _linear_layers(model: torch.nn.Module) -> dict[torch.nn.Linear, str]:
 
 
 def _graph(losses: torch.Tensor) -> Iterator[tuple[Any, list[Any]]]:
-    """Yields every node of the losses' autograd graph once, with the nodes that follow it."""
+    """Yields every node of the losses' autograd graph once, with its successors."""
     waiting = [losses.grad_fn] if losses.grad_fn is not None else []
     seen = set(waiting)
     while waiting:
@@ -358,7 +361,7 @@ def _graph(losses: torch.Tensor) -> Iterator[tuple[Any, list[Any]]]:
 
 
 def check_sequences(losses: torch.Tensor, coefficients: torch.Tensor) -> None:
-    """Raises ``ValueError`` on losses [B] and coefficients [M, B] that give no finite sums."""
+    """Raises ``ValueError`` unless losses [B] and coefficients [M, B] match and are finite."""
     _check_losses(losses)
     _check_coefficients(coefficients, num_sequences=len(losses))
 
@@ -369,7 +372,7 @@ def _check_losses(losses: torch.Tensor) -> None:
             f"losses must have shape [B], one loss per sequence, got {list(losses.shape)}."
         )
     if not losses.requires_grad:
-        raise ValueError("losses have no gradient; compute them from parameters that require one.")
+        raise ValueError("losses have no gradient; compute them from parameters that require grad.")
     is_finite = losses.isfinite().tolist() if has_values(losses) else []
     if not all(is_finite):
         raise ValueError(

@@ -20,27 +20,27 @@ from firm.gradients.compression import (
 )
 
 MAX_BITS = 16
-"""More would not gain: float32 carries 24 bits, and 16 leave a relative error of 1e-5."""
+"""More bits bring no gain: 16 bits leave a relative error of 1e-5, and float32 itself has 24."""
 CHUNK = 65_536
-"""Codes that are packed at once; a multiple of 8, so that every chunk fills whole bytes."""
+"""Codes packed per chunk; a multiple of 8, so that every chunk fills whole bytes."""
 
 
 @dataclass(frozen=True)
 class QuantizedMessage(Message):
-    """Entries rounded at random to a few levels, and the largest of every run of them."""
+    """Entries rounded stochastically to a few levels, with one scale per bucket."""
 
     codes: torch.Tensor
-    """Levels from 0 to 2s, `bits` each, objective after objective, packed: uint8 [⌈M·k·bits/8⌉]."""
+    """Levels from 0 to 2s, packed `bits` each, objective by objective, uint8 [⌈M·k·bits/8⌉]."""
     scales: torch.Tensor
-    """Largest absolute value of each run of `bucket` entries, float32 [M, ⌈k/bucket⌉]."""
+    """Largest absolute value of each bucket, float32 [M, ⌈k/bucket⌉]."""
     bits: int
     """Bits per entry; s = 2^(bits-1) - 1."""
     bucket: int
-    """Entries that share a scale."""
+    """Entries per bucket, which share a scale."""
     num_kept: int
-    """k, entries per objective; below d they are random ones."""
+    """Entries per objective, k; a random subset if below d."""
     seed: int
-    """Draws the k columns, the same for all objectives."""
+    """Seed of the k columns, which are the same for all objectives."""
 
     def __post_init__(self) -> None:
         check_shape(self.shape)
@@ -67,7 +67,7 @@ class QuantizedMessage(Message):
         num_levels = 2 ** (self.bits - 1) - 1
         codes = _unpacked(self.codes, num_objectives * self.num_kept, self.bits)
         levels = codes.view(num_objectives, self.num_kept).to(self.scales.device) - num_levels
-        length = min(self.bucket, self.num_kept)  # however long a sender says that runs are
+        length = min(self.bucket, self.num_kept)  # a client may claim buckets of any length
         scales = self.scales.repeat_interleave(length, dim=1)[:, : self.num_kept]
         values = levels * (scales * (num_parameters / self.num_kept / num_levels))
         if self.num_kept == num_parameters:
@@ -82,27 +82,26 @@ class QuantizedMessage(Message):
 class QuantizingCompressor:
     """Stochastic rounding after QSGD (Alistarh et al., 2017), per objective: Assumption 5.
 
-    Every entry x of a run with largest absolute value a is rounded at random to one of its two
-    neighbours among the 2s + 1 multiples of a/s between -a and a, s = 2^(bits-1) - 1, so that its
-    mean is x. If the budget does not suffice for every entry even at few bits (M above 14 at a
-    budget of d), a random k of the d columns is kept and scaled by d/k, which is unbiased too.
-    Together E‖Q(x) - x‖² ≤ q‖x‖² with
+    Every entry x of a bucket with largest absolute value a is rounded stochastically to one of its
+    two neighbours among the 2s + 1 multiples of a/s between -a and a, s = 2^(bits-1) - 1, so that
+    its expectation is x. If the budget does not cover all entries even at few bits (M above 14 at a
+    budget of d), k random columns of d are kept and scaled by d/k, which is unbiased too. In total
+    E‖Q(x) - x‖² ≤ q‖x‖² with
 
         q = (d/k) (1 + min(n/(4s²), √n/s)) - 1,  n = min(bucket, k).
 
-    Departures from QSGD: the scale is the run's largest entry, not its norm, which only makes the
-    steps smaller; and codes have a fixed length.
+    Departures from QSGD: the scale is the bucket's largest absolute value, not its norm, which only
+    makes the steps smaller; and codes have a fixed length.
     """
 
     budget: int | None = None
-    """Numbers of 4 bytes a message may take beside the seed; d where none is given."""
+    """Size of a message in 4-byte numbers, excluding the seed; d if None."""
     bits: int | None = None
-    """Bits per entry, from 2 to 16; where none is given, those with the smallest q."""
+    """Bits per entry, from 2 to 16; if None, the number with the smallest q."""
     bucket: int = 128
-    """Entries that share one scale of 4 bytes."""
+    """Entries per bucket, which share one scale of 4 bytes."""
     rounding: Literal["random", "nearest"] = "random"
-    """nearest takes the nearer neighbour in place of a random one: the smallest error, and no
-    longer unbiased."""
+    """"random" is unbiased; "nearest" has the smallest error, but is biased."""
 
     def __post_init__(self) -> None:
         check_budget(self.budget)
@@ -114,7 +113,7 @@ class QuantizingCompressor:
     def compress(
         self, jacobian: torch.Tensor, *, generator: torch.Generator, shared_seed: int = 0
     ) -> QuantizedMessage:
-        """Returns the entries rounded by `generator`; `shared_seed` is not used."""
+        """Returns the entries rounded with `generator`; `shared_seed` is not used."""
         jacobian = checked_jacobian(jacobian)
         num_objectives, num_parameters = jacobian.shape
         bits, num_kept = self._rate(num_objectives, num_parameters)
@@ -159,8 +158,8 @@ class QuantizingCompressor:
         affordable = [rate for rate in rates if rate[1] > 0]
         if not affordable:
             raise ValueError(
-                f"a budget of {budget} numbers keeps no entry of {num_objectives} objectives; "
-                f"allow at least {2 * num_objectives}."
+                f"a budget of {budget} numbers is too small for one entry of each of the "
+                f"{num_objectives} objectives; set at least {2 * num_objectives}."
             )
         return min(affordable, key=lambda rate: self._bound(rate[0], rate[1], num_parameters))
 
@@ -172,7 +171,7 @@ class QuantizingCompressor:
 
 
 def _packed(codes: torch.Tensor, bits: int) -> torch.Tensor:
-    """Returns codes below 2^bits [N] as a stream of bits, the highest first: uint8 [⌈N·bits/8⌉]."""
+    """Returns codes below 2^bits [N] packed, most significant bits first, uint8 [⌈N·bits/8⌉]."""
     shifts = np.arange(bits - 1, -1, -1)
     pieces = [
         np.packbits((chunk.numpy()[:, None] >> shifts & 1).astype(np.uint8))
@@ -182,7 +181,7 @@ def _packed(codes: torch.Tensor, bits: int) -> torch.Tensor:
 
 
 def _unpacked(packed: torch.Tensor, num_codes: int, bits: int) -> torch.Tensor:
-    """Returns the codes in a stream of `_packed`, int32 [N] on the CPU."""
+    """Returns the codes that `_packed` packed, int32 [N] on the CPU."""
     powers = 2 ** np.arange(bits - 1, -1, -1, dtype=np.int32)
     num_bytes = CHUNK * bits // 8
     pieces = [

@@ -1,9 +1,9 @@
-"""CountSketch of a Jacobian, and the hybrid that sketches the residual of a low rank.
+"""CountSketch of a Jacobian, and a hybrid that sketches the residual of a low-rank approximation.
 
-A sketch multiplies all clients' Jacobians by one random matrix C with a single ±1 in every row, so
-it is linear: the sum of sketches is the sketch of the sum. Secure aggregation, which shows a server
-only the sum, is thus enough, and the Gram matrix is computed from the sketches themselves: nothing
-has to be decompressed.
+A sketch multiplies all clients' Jacobians by the same random matrix C with a single ±1 in every
+row. It is linear: the sum of sketches is the sketch of the sum. It therefore works with secure
+aggregation, which reveals only the sum, and the Gram matrix is computed from the sketches directly,
+without decompression.
 """
 
 from dataclasses import dataclass
@@ -25,17 +25,17 @@ from firm.gradients.compression import (
 )
 
 CHUNK = 65_536
-"""Columns that are signed and added at once; a memory bound without influence on the result."""
+"""Columns sketched per chunk; bounds the memory and does not affect the result."""
 
 
 @dataclass(frozen=True)
 class CountSketchMessage(Message):
-    """Signed sums of a Jacobian's columns; messages of one seed can be added."""
+    """Signed sums of a Jacobian's columns; messages with the same seed can be added."""
 
     sketch: torch.Tensor
     """The sketched Jacobian A C, float32 [M, k]."""
     shared_seed: int
-    """Draws C; the same for all clients of a round."""
+    """Seed of C; the same for all clients of a round."""
 
     def __post_init__(self) -> None:
         check_shape(self.shape)
@@ -45,12 +45,12 @@ class CountSketchMessage(Message):
     def reconstruct(self) -> torch.Tensor:
         """Returns A C Cᵀ, an unbiased but noisy estimate of the Jacobian, float32 [M, d].
 
-        Its Gram matrix is biased by its noise; that of `parts` is not.
+        The Gram matrix of this estimate is biased by its noise; that of `parts` is not.
         """
         return unsketched(self.sketch, self.shape[1], self.shared_seed)
 
     def parts(self) -> list[tuple[int, torch.Tensor]]:
-        """Returns the sketch, which estimates the Jacobian's inner products without bias."""
+        """Returns the sketch, whose inner products are unbiased estimates of the Jacobian's."""
         return [(1, self.sketch)]
 
     def __add__(self, other: "CountSketchMessage") -> "CountSketchMessage":
@@ -61,8 +61,8 @@ class CountSketchMessage(Message):
         """
         if self.shared_seed != other.shared_seed:
             raise ValueError(
-                f"sketches of seeds {self.shared_seed} and {other.shared_seed} cannot be added: "
-                "give all clients of a round the same shared_seed."
+                f"sketches with the seeds {self.shared_seed} and {other.shared_seed} cannot be "
+                "added: give all clients of a round the same shared_seed."
             )
         if self.shape != other.shape or self.sketch.shape != other.sketch.shape:
             raise ValueError(
@@ -74,22 +74,22 @@ class CountSketchMessage(Message):
 
 @dataclass(frozen=True)
 class CountSketchCompressor:
-    """Signed sums of columns in k = ⌊budget / M⌋ buckets; unbiased in its inner products.
+    """Sums columns with random signs in k = ⌊budget / M⌋ buckets; inner products are unbiased.
 
     CountSketch after Charikar, Chen and Farach-Colton (2002), with one departure: buckets are
-    assigned evenly (a random permutation modulo k) instead of drawn one by one. Two columns then
-    meet with probability (d/k - 1)/(d - 1) instead of 1/k, which at a budget of d is smaller by
-    1 - 1/M: half the variance at M = 2, and no error at all where the budget holds every entry.
+    assigned evenly (a random permutation modulo k) instead of independently. Two columns then
+    collide with probability (d/k - 1)/(d - 1) instead of 1/k, which at a budget of d is smaller by
+    a factor of 1 - 1/M: half the variance at M = 2, and no error if the budget covers every entry.
 
-    The inner product of rows x and y has mean xᵀy and variance about
-    (‖x‖²‖y‖² + (xᵀy)²) (1 - k/d)/k, whatever the spectrum and however the clients differ.
+    The inner product of rows x and y has mean xᵀy and a variance of about
+    (‖x‖²‖y‖² + (xᵀy)²) (1 - k/d)/k, independent of the spectrum and of the clients' heterogeneity.
 
-    Signs and buckets come from a CPU generator seeded with `shared_seed`, also for a Jacobian on a
-    GPU: they agree on all machines that run the same release of torch.
+    Signs and buckets are drawn from a CPU generator seeded with `shared_seed`, even for a Jacobian
+    on a GPU, so that they agree on all machines with the same release of torch.
     """
 
     budget: int | None = None
-    """Numbers of 4 bytes a message may take beside the seed; d where none is given."""
+    """Size of a message in 4-byte numbers, excluding the seed; d if None."""
 
     def __post_init__(self) -> None:
         check_budget(self.budget)
@@ -97,7 +97,7 @@ class CountSketchCompressor:
     def compress(
         self, jacobian: torch.Tensor, *, generator: torch.Generator, shared_seed: int = 0
     ) -> CountSketchMessage:
-        """Returns the sketch that `shared_seed` draws; `generator` is not used."""
+        """Returns the sketch with the C of `shared_seed`; `generator` is not used."""
         jacobian = checked_jacobian(jacobian)
         check_seed("shared_seed", shared_seed)
         num_objectives, num_parameters = jacobian.shape
@@ -105,8 +105,8 @@ class CountSketchCompressor:
         num_buckets = min(budget // num_objectives, num_parameters)
         if num_buckets < 1:
             raise ValueError(
-                f"a budget of {budget} numbers gives {num_objectives} objectives no bucket each; "
-                f"allow at least {num_objectives}."
+                f"a budget of {budget} numbers is too small for one bucket for each of the "
+                f"{num_objectives} objectives; set at least {num_objectives}."
             )
         sketch = sketched(jacobian, num_buckets, shared_seed)
         return CountSketchMessage((num_objectives, num_parameters), sketch, shared_seed)
@@ -114,16 +114,16 @@ class CountSketchCompressor:
 
 @dataclass(frozen=True)
 class HybridMessage(Message):
-    """The leading components S of a Jacobian, and a sketch of the rest, R = A - S."""
+    """The leading components S of a Jacobian A, and a sketch of the residual R = A - S."""
 
     left: torch.Tensor
     """Left singular vectors times the singular values, float32 [rows, r]."""
     right: torch.Tensor
     """Right singular vectors, float32 [r, columns]."""
     sketch: torch.Tensor
-    """The sketched rest R C, float32 [M, k]."""
+    """The sketched residual R C, float32 [M, k]."""
     shared_seed: int
-    """Draws C; the same for all clients of a round."""
+    """Seed of C; the same for all clients of a round."""
 
     def __post_init__(self) -> None:
         self._split()
@@ -134,13 +134,13 @@ class HybridMessage(Message):
         return low_rank.reconstruct().add_(rest.reconstruct())
 
     def parts(self) -> list[tuple[int, torch.Tensor]]:
-        """Returns S, minus its sketch, plus the sketch of the whole.
+        """Returns S, the sketch of S with sign -1, and the sketch of A.
 
-        S Sᵀ is known exactly, the cross terms and R Rᵀ through the sketch:
+        S Sᵀ is known exactly, the cross terms and R Rᵀ are estimated by the sketch:
         S Sᵀ + (SC)(RC)ᵀ + (RC)(SC)ᵀ + (RC)(RC)ᵀ = S Sᵀ - (SC)(SC)ᵀ + (AC)(AC)ᵀ.
-        This is unbiased, because S does not depend on C: it is the sketch of the whole with S as a
-        control variate. Any multiple of the first two terms would be unbiased too; the multiple 1
-        is the one that takes out all noise of S with itself. It need not be positive semidefinite.
+        This is unbiased, because S does not depend on C: it is the sketch of A with S as a control
+        variate. Any multiple of the first two terms would be unbiased; the multiple 1 cancels the
+        sketch's noise in S Sᵀ entirely. The estimate may be indefinite.
         """
         low_rank = self._split()[0].reconstruct()
         sketch = sketched(low_rank, self.sketch.size(1), self.shared_seed)
@@ -155,15 +155,15 @@ class HybridMessage(Message):
 
 @dataclass(frozen=True)
 class HybridCompressor:
-    """Half of the budget for the leading components, the rest for a sketch of the residual.
+    """Spends half of the budget on the leading components and the rest on a sketch of the residual.
 
-    Not in the paper. Beats either half where the spectrum falls fast but not to zero; costs the
-    linearity that secure aggregation needs, since a low-rank part of a sum is not the sum of
-    low-rank parts.
+    Not in the paper. More accurate than either part alone if the spectrum falls fast but not to
+    zero. Not linear, hence incompatible with secure aggregation: the low-rank part of a sum is not
+    the sum of the low-rank parts.
     """
 
     budget: int | None = None
-    """Numbers of 4 bytes a message may take beside the seed; d where none is given."""
+    """Size of a message in 4-byte numbers, excluding the seed; d if None."""
     oversampling: int = 10
     """As in `LowRankCompressor`."""
     power_iterations: int = 2
@@ -176,15 +176,15 @@ class HybridCompressor:
     def compress(
         self, jacobian: torch.Tensor, *, generator: torch.Generator, shared_seed: int = 0
     ) -> HybridMessage:
-        """Returns both parts; the subspace is the client's own, the sketch the round's."""
+        """Returns both parts; the subspace differs by client, the sketch's C is shared."""
         jacobian = checked_jacobian(jacobian)
         budget = jacobian.size(1) if self.budget is None else self.budget
         component = sum(near_square(jacobian.numel()))
         if budget // 2 < component:
             raise ValueError(
-                f"half of a budget of {budget} numbers gives no rank: one component of a Jacobian "
-                f"of shape {list(jacobian.shape)} takes {component}; allow at least "
-                f"{2 * component} or use a sketch alone."
+                f"half of a budget of {budget} numbers is too small for rank 1: one component of a "
+                f"Jacobian of shape {list(jacobian.shape)} takes {component}; set at least "
+                f"{2 * component} or use count_sketch."
             )
         low_rank = LowRankCompressor(
             budget // 2, self.oversampling, self.power_iterations
@@ -198,9 +198,9 @@ class HybridCompressor:
 
 
 def sketched(jacobian: torch.Tensor, num_buckets: int, seed: int) -> torch.Tensor:
-    """Returns A C for the C of a seed: columns, with random signs, summed in random buckets.
+    """Returns A C with the C of a seed: columns with random signs, summed in random buckets.
 
-    A is float32 [M, d]; returned is float32 [M, num_buckets], of at most d buckets.
+    A is float32 [M, d], the result float32 [M, num_buckets], with at most d buckets.
     """
     buckets, signs = _buckets_and_signs(jacobian.size(1), num_buckets, seed, jacobian.device)
     sketch = jacobian.new_zeros(jacobian.size(0), num_buckets)
@@ -211,7 +211,7 @@ def sketched(jacobian: torch.Tensor, num_buckets: int, seed: int) -> torch.Tenso
 
 
 def unsketched(sketch: torch.Tensor, num_parameters: int, seed: int) -> torch.Tensor:
-    """Returns the sketch [M, k] times Cᵀ: every column its bucket's sum, signed; float32 [M, d]."""
+    """Returns the sketch [M, k] times Cᵀ: each column's signed bucket sum, float32 [M, d]."""
     buckets, signs = _buckets_and_signs(num_parameters, sketch.size(1), seed, sketch.device)
     return sketch.index_select(1, buckets) * signs
 
@@ -219,7 +219,7 @@ def unsketched(sketch: torch.Tensor, num_parameters: int, seed: int) -> torch.Te
 def _buckets_and_signs(
     num_parameters: int, num_buckets: int, seed: int, device: torch.device
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns bucket, an integer below k, and sign, int8, of every column; shape [d] both."""
+    """Returns each column's bucket, an integer below k, and sign, int8; both of shape [d]."""
     generator = torch.Generator().manual_seed(seed)
     dtype = index_dtype(num_parameters)
     order = torch.randperm(num_parameters, generator=generator, dtype=dtype)

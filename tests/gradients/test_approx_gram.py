@@ -69,9 +69,9 @@ def test_messages_without_loss_give_the_gram_matrix_of_the_mean(compressor):
 @pytest.mark.parametrize("name", SKETCHES)
 def test_sketches_do_not_go_two_ways(name):
     messages = _compress(COMPRESSORS[name](), _clients(2))
-    with pytest.raises(ValueError, match="Message cannot go two ways"):
+    with pytest.raises(ValueError, match="Message does not support two-way communication"):
         broadcast(messages, LOSSLESS, generator=new_generator())
-    with pytest.raises(ValueError, match="Message cannot go two ways"):
+    with pytest.raises(ValueError, match="Message does not support two-way communication"):
         two_way_gram(messages, [])
 
 
@@ -262,9 +262,9 @@ def test_inner_products_are_float64_sums_over_all_chunks():
 
 def test_messages_that_do_not_belong_together_are_refused():
     jacobians = _clients(2)
-    with pytest.raises(ValueError, match="There are no messages"):
+    with pytest.raises(ValueError, match="messages is empty"):
         one_way_gram([])
-    with pytest.raises(ValueError, match="There are no messages"):
+    with pytest.raises(ValueError, match="messages is empty"):
         broadcast([], LOSSLESS, generator=new_generator())
     sketches = [
         CountSketchCompressor().compress(jacobians[0], generator=new_generator(), shared_seed=s)
@@ -291,9 +291,9 @@ def test_what_clients_send_beside_is_checked():
     jacobians = _clients(2)
     messages = _compress(LOSSLESS, jacobians)
     grams = [gram_matrix(jacobian) for jacobian in jacobians]
-    with pytest.raises(ValueError, match="got 1 Gram matrices beside 2 messages of 2 clients"):
+    with pytest.raises(ValueError, match="got 1 matrices and 2 messages for 2 clients"):
         one_way_gram(messages, own_grams=grams[:1])
-    with pytest.raises(ValueError, match="got 2 Gram matrices beside 2 messages of 3 clients"):
+    with pytest.raises(ValueError, match="got 2 matrices and 2 messages for 3 clients"):
         one_way_gram(messages, own_grams=grams, num_clients=3)
     with pytest.raises(ValueError, match="at least the 2 messages given, got 1"):
         one_way_gram(messages, num_clients=1)

@@ -85,10 +85,10 @@ def test_a_budget_beyond_the_full_rank_loses_nothing():
 
 
 def test_a_budget_without_a_rank_is_refused_with_the_least_that_would_do():
-    with pytest.raises(ValueError, match=r"39 numbers gives no rank.*at least 40"):
+    with pytest.raises(ValueError, match=r"39 numbers is too small for rank 1.*at least 40"):
         LowRankCompressor(39).compress(draw_rows(2, 200), generator=new_generator())
     LowRankCompressor(40).compress(draw_rows(2, 200), generator=new_generator())
-    with pytest.raises(ValueError, match="gives no rank"):  # d < 4M
+    with pytest.raises(ValueError, match="too small for rank 1"):  # d < 4M
         LowRankCompressor().compress(draw_rows(30, 100), generator=new_generator())
 
 
@@ -233,9 +233,9 @@ def test_messages_that_do_not_fit_together_are_refused():
         LowRankMessage((2, 50), torch.ones(10, 2), torch.ones(3, 10))
     with pytest.raises(ValueError, match="NaN or infinity"):
         LowRankMessage((2, 50), torch.full((10, 2), float("nan")), torch.ones(2, 10))
-    with pytest.raises(ValueError, match="where 1 values stand among 6"):
+    with pytest.raises(ValueError, match="locate 1 values among 6"):
         TopKMessage((2, 3), torch.ones(1), torch.tensor([6], dtype=torch.int32))
-    with pytest.raises(ValueError, match="where 1 values stand among 6"):
+    with pytest.raises(ValueError, match="locate 1 values among 6"):
         TopKMessage((2, 3), torch.ones(1), torch.tensor([0b11000000], dtype=torch.uint8))
     with pytest.raises(ValueError, match=r"values must be float32 of shape \[6\]"):
         RandomMaskMessage((2, 3), torch.ones(7), 0)

@@ -103,5 +103,5 @@ def test_rows_are_combined_by_their_weights_and_not_changed():
 
 
 def test_weights_of_another_length_are_refused():
-    with pytest.raises(ValueError, match=r"shape \[2\] beside this Jacobian, got \[3\]"):
+    with pytest.raises(ValueError, match=r"shape \[2\] for this Jacobian, got \[3\]"):
         combine(torch.ones(2, 4), torch.ones(3))

@@ -39,9 +39,9 @@ def test_a_message_survives_the_wire(name):
 
 def test_a_broken_upload_is_refused():
     content = message_to_dict(_message("low_rank"))
-    with pytest.raises(ValueError, match="unknown kind of message: 'pickle'"):
+    with pytest.raises(ValueError, match="unknown kind of message 'pickle'"):
         message_from_dict({**content, "kind": "pickle"})
-    with pytest.raises(ValueError, match="unknown kind of message: None"):
+    with pytest.raises(ValueError, match="unknown kind of message None"):
         message_from_dict({})
     with pytest.raises(ValueError, match=r"'low_rank' has wrong fields.*extra"):
         message_from_dict({**content, "extra": 1})

@@ -110,7 +110,7 @@ def test_rounding_takes_one_of_the_two_neighbouring_levels():
 
 
 def test_a_budget_below_one_entry_is_refused():
-    with pytest.raises(ValueError, match="2 numbers keeps no entry of 40 objectives"):
+    with pytest.raises(ValueError, match="2 numbers is too small for one entry of each of the 40"):
         QuantizingCompressor(2).compress(draw_rows(40, 100), generator=new_generator())
 
 

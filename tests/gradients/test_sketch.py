@@ -170,6 +170,6 @@ def test_the_hybrid_is_low_rank_plus_a_sketch_of_what_it_leaves():
 
 def test_the_hybrid_refuses_a_budget_whose_half_gives_no_rank():
     with pytest.raises(
-        ValueError, match=r"half of a budget of 79 numbers gives no rank.*at least 80"
+        ValueError, match=r"half of a budget of 79 numbers is too small for rank 1.*at least 80"
     ):
         _hybrid(draw_rows(2, 200), 0, budget=79)
