@@ -487,7 +487,7 @@ def test_a_layer_that_lost_the_dimension_of_sequences_is_refused_by_name(network
     layer = torch.nn.Linear(4, 4)
     with PerSequenceGradients(layer, layer.parameters()) as gradients:
         losses = layer(torch.ones(4))  # four features, no sequences
-        with pytest.raises(ValueError, match=r"Linear got an input of shape \[4\] beside 4"):
+        with pytest.raises(ValueError, match=r"Linear got an input of shape \[4\] for 4"):
             gradients.jacobian(losses, _coefficients(2, 4))
 
 
