@@ -1,11 +1,11 @@
-"""Solvers: from a Gram matrix of gradients to weights of objectives.
+"""Solvers: from a Gram matrix of gradients to weights of the objectives.
 
-Pure functions of small symmetric matrices. In all of them G = JJᵀ is the Gram matrix of the
+Pure functions of small symmetric matrices. Throughout, G = JJᵀ is the Gram matrix of the
 objectives' gradients, a float tensor or array of shape [..., M, M], and λ are weights on the
-simplex (non-negative, sum 1), shape [..., M]. They compute in float64 on the CPU, return weights in
-G's type, dtype and device, and never change their input. They raise ``ValueError`` on arguments of
-wrong shape or range, NaN, infinities, or a G that is not symmetric and positive semidefinite up to
-rounding, and ``RuntimeError`` where the result misses its optimality check.
+simplex (non-negative, sum 1), shape [..., M]. All solvers compute in float64 on the CPU, return
+weights in G's type, dtype and device, and never modify their input. They raise ``ValueError`` on
+arguments of wrong shape or range, NaN, infinities, or a G that is not symmetric and positive
+semidefinite up to rounding, and ``RuntimeError`` if the result fails its optimality check.
 """
 
 from firm.solvers.constraints import linear_constraints

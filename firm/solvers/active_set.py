@@ -1,7 +1,8 @@
-"""Active sets: the exact minimiser of a convex quadratic form on a simplex or within a box on it.
+"""Active-set methods: exact minimisers of a convex quadratic form on the simplex or a box on it.
 
 min λᵀQλ subject to Σλ = 1 and lower ≤ λ ≤ upper, in the variables y = λ/s with s = diag(Q)^-½, so
-that K = SQS has a unit diagonal: unscaled, gradient norms twelve decades apart give wrong weights.
+that K = SQS has a unit diagonal: unscaled, gradient norms that differ by a factor of 1e12 give
+wrong weights.
 """
 
 from typing import NamedTuple
@@ -15,20 +16,21 @@ from firm.solvers.checks import EPS
 potrf, potrs, pstrf = get_lapack_funcs(("potrf", "potrs", "pstrf"), dtype=np.float64)
 
 DUAL_SLACK = 16 * EPS
-"""Multipliers this far below zero, relative to the terms that they are sums of, count as zero."""
+"""Multipliers at most this far below zero, relative to the terms they are sums of, count as
+zero."""
 RIDGE = 128 * EPS
-"""Added to the unit diagonal where gradients are linearly dependent: above what rounding leaves of
-a zero eigenvalue, and too small to open an optimality gap of 1e-13."""
+"""Added to the unit diagonal if gradients are linearly dependent: larger than the rounding error of
+a zero eigenvalue, and too small to cause an optimality gap of 1e-13."""
 PIVOT_SIZE, PIVOT_CANCELLATION = 24, 0.2
-"""Above this M, and with at most this share of the unconstrained weights' absolute sum negative,
-pivoting begins: the support is then large, and NNLS adds one index at a time. Where gradients are
-nearly collinear half of the sum cancels, and the support is small."""
+"""Block pivoting is used above this M, if at most this share of the unconstrained weights' absolute
+sum is negative: the support is then large, and NNLS adds only one index at a time. For nearly
+collinear gradients half of the sum cancels, and the support is small."""
 NUM_BLOCK_STEPS = 6
-"""Exchanges of all violated indices before a method that cannot cycle takes over."""
+"""Block exchanges before falling back to a method that cannot cycle."""
 
 
 class Singular(Exception):
-    """The matrix of a face is singular to rounding, or has a negative eigenvalue."""
+    """Raised when the matrix of a face is singular up to rounding, or has a negative eigenvalue."""
 
 
 class Box(NamedTuple):
@@ -39,7 +41,7 @@ class Box(NamedTuple):
 
 
 class Support(NamedTuple):
-    """Masks of the free entries and of others at their upper bounds; bool, shape [M] each."""
+    """Masks of the free entries and of the entries at their upper bounds; bool, shape [M] each."""
 
     free: np.ndarray
     high: np.ndarray
@@ -50,22 +52,22 @@ def active_set(
 ) -> np.ndarray:
     """Returns the minimiser y of yᵀKy with sᵀy = 1 and y ≥ 0, or within a box.
 
-    Without a box and a start this is scipy's NNLS, unless the support looks large. Otherwise it is
-    block principal pivoting, which solves on the free set and exchanges every index that violates
-    its sign condition: a handful of factorisations whatever the size of the support, but it may
-    cycle, and then NNLS finishes, or within a box a primal active set. Where gradients are linearly
-    dependent NNLS does all, or within a box a ridge at rounding level picks one of the minimisers;
-    it is removed for the last face if that does not need it.
+    Without a box and a start, uses scipy's NNLS unless the support is likely to be large. Otherwise
+    uses block principal pivoting, which solves on the free set and exchanges all indices that
+    violate their sign conditions: a few factorisations, independent of the size of the support. It
+    may cycle; NNLS then takes over, or, within a box, a primal active-set method. Linearly
+    dependent gradients are solved by NNLS, or, within a box, with a ridge at rounding level, which
+    picks one of the minimisers and is removed on the final face if that is regular.
 
     Args:
         matrix: K, shape [M, M], unit diagonal, positive semidefinite up to rounding.
         scale: s, shape [M], positive.
-        box: Bounds of y, which leave room for sᵀy = 1.
-        start: Support to start from.
+        box: Bounds of y, feasible with sᵀy = 1.
+        start: Support to start the search from.
 
     Raises:
-        Singular: When K has clearly negative eigenvalues, within a box.
-        RuntimeError: When the fallback method does not terminate either.
+        Singular: When K has negative eigenvalues beyond rounding, within a box.
+        RuntimeError: When the fallback does not terminate either.
     """
     try:
         return _search(matrix, scale, box, start, DUAL_SLACK)[0]
@@ -120,7 +122,7 @@ def _search(
 def _solve_face(
     matrix: np.ndarray, scale: np.ndarray, box: Box | None, support: Support, dual_slack: float
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Returns y, free entries optimal and others at bounds, the slopes Ky - νs and their slack."""
+    """Returns y, optimal in its free entries, with the slopes Ky - νs and their slack."""
     inside = support.free.nonzero()[0]
     factor = _cholesky(matrix.take(inside, 0).take(inside, 1))
     aim = scale.take(inside)
@@ -132,8 +134,8 @@ def _solve_face(
         point[inside] = level * towards
         return point, matrix @ point - level * scale, dual_slack * np.abs(point).sum()
     point = np.where(support.free, 0.0, np.where(support.high, box.upper, box.lower))
-    # the fixed entries' pull is separated from their common level, which cancels in the sum: with
-    # it, weights of gradients much shorter than a fixed one would be lost in rounding
+    # subtract the fixed entries' common level, which cancels in the sum: otherwise the weights of
+    # gradients much shorter than a fixed one are lost in rounding
     pull = (matrix @ point).take(inside)
     level = (pull @ towards) / total
     shift = potrs(factor, pull - level * aim, lower=1)[0]
@@ -146,7 +148,7 @@ def _solve_face(
 
 
 def _cholesky(matrix: np.ndarray) -> np.ndarray:
-    """Returns the lower factor, zeros above it; raises ``Singular`` where a pivot is rounding."""
+    """Returns the lower factor; raises ``Singular`` if a pivot is at rounding level."""
     factor, info = potrf(matrix, lower=1)
     if info != 0 or factor.diagonal().min() ** 2 < RIDGE / 4:
         raise Singular
@@ -154,7 +156,7 @@ def _cholesky(matrix: np.ndarray) -> np.ndarray:
 
 
 def _root(matrix: np.ndarray) -> np.ndarray:
-    """Returns R with RᵀR = K and as many rows as K has rank, by a pivoted Cholesky."""
+    """Returns R with RᵀR = K, shape [rank of K, M], by a pivoted Cholesky factorisation."""
     factor, order, rank, _ = pstrf(matrix, tol=RIDGE, lower=1)
     rows = np.zeros((rank, len(matrix)))
     rows[:, order - 1] = np.tril(factor)[:, :rank].T
@@ -174,7 +176,7 @@ def _nnls(root: np.ndarray, scale: np.ndarray) -> tuple[np.ndarray, Support]:
 def _primal(
     matrix: np.ndarray, scale: np.ndarray, box: Box, dual_slack: float
 ) -> tuple[np.ndarray, Support]:
-    """Returns the minimiser by a primal active set: feasible throughout, one index at a time."""
+    """Returns the minimiser by a primal active-set method: always feasible, one index at a time."""
     num_steps = 20 * len(scale) + 100
     point, support = _vertex(scale, box)
     free, high = support.free, support.high
@@ -195,7 +197,7 @@ def _primal(
         if violation[worst] <= 0:
             return point, support
         free[worst], high[worst] = True, False
-    raise RuntimeError(f"No optimal weights found within {num_steps} steps at M = {len(scale)}.")
+    raise RuntimeError(f"No optimal weights found within {num_steps} steps for M = {len(scale)}.")
 
 
 def _vertex(scale: np.ndarray, box: Box) -> tuple[np.ndarray, Support]:
@@ -205,7 +207,7 @@ def _vertex(scale: np.ndarray, box: Box) -> tuple[np.ndarray, Support]:
     order = np.argsort(-scale, kind="stable")
     for index in order:
         rest = 1.0 - scale @ point
-        free[index] = True  # the one that takes the rest; always one, so that there is a level ν
+        free[index] = True  # takes the remainder; one entry must be free to determine the level ν
         if scale[index] * (box.upper[index] - box.lower[index]) >= rest or index == order[-1]:
             point[index] += rest / scale[index]
             break

@@ -1,4 +1,4 @@
-"""Checks at the solvers' border: inputs are checked and widened, results are cast back."""
+"""Input checks of the solvers, and conversion to float64 and back."""
 
 from collections.abc import Sequence
 from typing import TypeVar
@@ -17,8 +17,8 @@ ArrayT = TypeVar("ArrayT", torch.Tensor, np.ndarray)
 def as_gram(gram: torch.Tensor | np.ndarray) -> np.ndarray:
     """Returns a checked, exactly symmetric float64 copy of a Gram matrix, shape [..., M, M].
 
-    Mirrored entries may differ by 1e-6 of the largest one, and eigenvalues may be M times as far
-    below zero (more if the dtype rounds more): the error of float32 sums.
+    Mirrored entries may differ by 1e-6 of the largest entry, and eigenvalues may be M times that
+    below zero, to allow for the error of float32 sums; by more if the dtype is less precise.
     """
     matrix = as_float64(gram, name="gram")
     if matrix.ndim < 2 or matrix.shape[-1] != matrix.shape[-2] or matrix.shape[-1] == 0:
@@ -37,27 +37,29 @@ def as_gram(gram: torch.Tensor | np.ndarray) -> np.ndarray:
         smallest = np.linalg.eigvalsh(matrix)[..., 0]
         if (smallest < -slack).any():
             raise ValueError(
-                "gram must be positive semidefinite, as every J @ J.T is, got the eigenvalue "
+                "gram must be positive semidefinite, as J @ J.T always is, got the eigenvalue "
                 f"{smallest.min():.3g}{_where(smallest < -slack)}."
             )
     return matrix
 
 
 def _is_above(matrix: np.ndarray, bound: np.ndarray) -> bool:
-    """Returns whether no eigenvalue is below the bound [...]; False may be due to rounding."""
+    """Returns whether all eigenvalues reach the bound [...]; may be False because of rounding."""
     if matrix.shape[-1] <= 2:
         return False if matrix.shape[-1] == 1 else _is_above_of_two(matrix, bound)
     if matrix.ndim > 2:
         return False
     shifted = matrix.copy()
     shifted.flat[:: len(matrix) + 1] -= bound
-    return bool(potrf(shifted, lower=1, overwrite_a=1)[1] == 0)  # cheaper than eigenvalues
+    return bool(
+        potrf(shifted, lower=1, overwrite_a=1)[1] == 0
+    )  # a Cholesky is cheaper than eigenvalues
 
 
 def _is_above_of_two(matrix: np.ndarray, bound: np.ndarray) -> bool:
     first, second = matrix[..., 0, 0] - bound, matrix[..., 1, 1] - bound
     off = matrix[..., 0, 1]
-    # roots, because products would overflow above 1e154
+    # products of two entries would overflow above 1e154, products of roots do not
     is_definite = np.sqrt(np.maximum(first, 0)) * np.sqrt(np.maximum(second, 0)) >= np.abs(off)
     return bool((is_definite & (first >= 0) & (second >= 0)).all())
 
@@ -69,7 +71,7 @@ def _where(is_wrong: np.ndarray) -> str:
 
 
 def as_float64(values: torch.Tensor | np.ndarray, *, name: str) -> np.ndarray:
-    """Returns the values as finite float64 in the CPU's memory, or raises ``ValueError``."""
+    """Returns the values as finite float64 on the CPU, or raises ``ValueError``."""
     if isinstance(values, torch.Tensor) and values.is_floating_point():
         wide = values.detach().to("cpu", torch.float64).numpy()
     elif isinstance(values, np.ndarray) and values.dtype.kind == "f":
@@ -77,12 +79,12 @@ def as_float64(values: torch.Tensor | np.ndarray, *, name: str) -> np.ndarray:
     else:
         kind = getattr(values, "dtype", type(values).__name__)
         raise ValueError(f"{name} must be a float tensor or array, got {kind}.")
-    check_finite(wide, name=name, remedy="; look at the gradients")
+    check_finite(wide, name=name, remedy="; check the gradients")
     return wide
 
 
 def check_finite(values: np.ndarray, *, name: str, remedy: str = "") -> None:
-    """Raises ``ValueError`` with the first value that is NaN or infinite, and its place."""
+    """Raises ``ValueError`` with the first NaN or infinite value and its index."""
     is_finite = np.isfinite(values)
     if not is_finite.all():
         first = np.argwhere(~is_finite)[0].tolist()
@@ -100,7 +102,7 @@ def as_shares(
         )
     if not (np.isfinite(shares).all() and shares.min() >= 0 and shares.max() > 0):
         raise ValueError(f"{name} must be finite, non-negative and not all zero, got {values}.")
-    shares /= shares.max()  # first, because the sum itself may overflow
+    shares /= shares.max()  # before summing, which may overflow
     return shares / shares.sum()
 
 
@@ -109,7 +111,7 @@ def as_box(
 ) -> tuple[np.ndarray, np.ndarray]:
     """Returns the bounds of the box |λ - center| ≤ radius within [0, 1], two of shape [M]."""
     if radius is None:
-        raise ValueError("center needs a radius, the box's half width; got none.")
+        raise ValueError("center requires a radius, the half-width of the box, got none.")
     if not 0 <= radius < np.inf:
         raise ValueError(f"radius must be non-negative and finite, got {radius}.")
     if center is None:
@@ -121,22 +123,22 @@ def as_box(
             f"got {center}."
         )
     lower, upper = np.clip([middle - radius, middle + radius], 0.0, 1.0)
-    slack = 4 * num_objectives * EPS  # sums of bounds round
+    slack = 4 * num_objectives * EPS  # sums of bounds are rounded
     if lower.sum() > 1 + slack or upper.sum() < 1 - slack:
         raise ValueError(
-            f"The box is empty: weights within it sum to between {lower.sum():g} and "
-            f"{upper.sum():g}, never to 1."
+            f"The box contains no weights: entries within it sum to between {lower.sum():g} and "
+            f"{upper.sum():g}, never to 1. Choose a larger radius or another center."
         )
     return lower, upper
 
 
 def as_start(start: torch.Tensor | np.ndarray, matrix: np.ndarray) -> np.ndarray:
-    """Returns the weights that a solve of one matrix [M, M] starts from, float64, shape [M]."""
+    """Returns checked initial weights for a single matrix [M, M], float64, shape [M]."""
     weights = as_float64(start, name="start")
     if matrix.ndim != 2 or weights.shape != matrix.shape[:1]:
         raise ValueError(
-            f"start must have shape [M] beside one matrix [M, M], got {list(weights.shape)} beside "
-            f"{list(matrix.shape)}."
+            "start must have shape [M] and is supported for a single gram [M, M] only, got "
+            f"{list(weights.shape)} for {list(matrix.shape)}."
         )
     if not weights.max() > 0:
         raise ValueError(f"start must have a positive entry, got {weights.tolist()}.")
@@ -144,23 +146,23 @@ def as_start(start: torch.Tensor | np.ndarray, matrix: np.ndarray) -> np.ndarray
 
 
 def as_beside(values: torch.Tensor | np.ndarray, matrix: np.ndarray, *, name: str) -> np.ndarray:
-    """Returns numbers [..., M], one per objective of a Gram matrix [..., M, M], in float64."""
+    """Returns values [..., M], one per objective of a Gram matrix [..., M, M], in float64."""
     point = as_float64(values, name=name)
     if point.shape != matrix.shape[:-1]:
         raise ValueError(
-            f"{name} must have shape {list(matrix.shape[:-1])} beside this gram, "
+            f"{name} must have shape {list(matrix.shape[:-1])} for this gram, "
             f"got {list(point.shape)}."
         )
     return point
 
 
 def as_weights(weights: torch.Tensor | np.ndarray, matrix: np.ndarray) -> np.ndarray:
-    """Returns weights on the simplex beside a Gram matrix [..., M, M], float64, shape [..., M]."""
+    """Returns checked weights on the simplex for a gram [..., M, M], float64, shape [..., M]."""
     point = as_beside(weights, matrix, name="weights")
     slack = rounding(weights)
     if (point < -slack).any() or (np.abs(point.sum(axis=-1) - 1) > slack).any():
         raise ValueError(
-            f"weights must be non-negative with sum 1, got minimum {point.min():.3g} and sums "
+            f"weights must be non-negative and sum to 1, got minimum {point.min():.3g} and sums "
             f"from {point.sum(axis=-1).min():.6g} to {point.sum(axis=-1).max():.6g}."
         )
     return point
@@ -174,7 +176,7 @@ def like(values: np.ndarray, example: ArrayT) -> ArrayT:
 
 
 def rounding(values: torch.Tensor | np.ndarray) -> float:
-    """Returns how far rounding may bend values of this dtype, relative to the largest."""
+    """Returns the tolerance for rounding errors of this dtype, relative to the largest value."""
     if isinstance(values, torch.Tensor):
         eps = torch.finfo(values.dtype).eps
     else:

@@ -1,4 +1,4 @@
-"""Users' own linear constraints on the weights, written as inequalities between objectives."""
+"""User-defined linear constraints on the weights, written as inequalities between objectives."""
 
 import ast
 import re
@@ -10,31 +10,31 @@ import numpy as np
 from firm.solvers.programs import is_feasible
 
 Term = dict[str | None, float]
-"""A linear expression: the coefficient of each objective, and under None the constant."""
+"""A linear expression: coefficients by objective, and the constant under None."""
 
 
 def linear_constraints(
     texts: Sequence[str], objectives: Sequence[str]
 ) -> tuple[tuple[float, ...], ...]:
-    """Returns constraints on the weights as rows of numbers: a₁λ₁ + ... + a_Mλ_M ≤ b.
+    """Parses constraints on the weights into rows (a₁, ..., a_M, b): a₁λ₁ + ... + a_Mλ_M ≤ b.
 
     Args:
-        texts: One inequality or equation each, linear in the objectives' names, which denote their
+        texts: Inequalities or equations, linear in the objectives' names, which denote their
             weights: "harmless >= 0.3", "helpful <= 2 * harmless", "0.1 <= helpful <= 0.6".
         objectives: Names of the M objectives.
 
     Returns:
-        Rows of M + 1 numbers, (a₁, ..., a_M, b); ``firm_weights`` takes them.
+        Rows of M + 1 numbers, (a₁, ..., a_M, b), for ``firm_weights``.
 
     Raises:
-        ValueError: On a text that is no such inequality, or when no weights meet them all.
+        ValueError: When a text is not such an inequality, or no weights satisfy all of them.
 
     >>> linear_constraints(["harmless >= 0.3", "helpful <= 2 * harmless"], ["helpful", "harmless"])
     ((0.0, -1.0, -0.3), (1.0, -2.0, 0.0))
     """
     rows: list[tuple[float, ...]] = []
     for text in texts:
-        for difference in _differences(text, objectives):  # each a term that is at most 0
+        for difference in _differences(text, objectives):  # difference ≤ 0
             bound = 0.0 - difference.get(None, 0.0)
             rows.append((*(difference.get(name, 0.0) for name in objectives), bound))
     check_feasible(rows, texts)
@@ -42,22 +42,20 @@ def linear_constraints(
 
 
 def check_feasible(rows: Sequence[Sequence[float]], texts: Sequence[str] = ()) -> None:
-    """Raises ``ValueError`` when no weights on the simplex meet the rows (a₁, ..., a_M, b)."""
+    """Raises ``ValueError`` if no weights on the simplex satisfy the rows (a₁, ..., a_M, b)."""
     if rows and not _are_feasible(tuple(map(tuple, rows))):
         shown = "; ".join(texts) or f"rows {[list(row) for row in rows]}"
-        raise ValueError(
-            f"No weights that are non-negative and sum to 1 meet all constraints: {shown}."
-        )
+        raise ValueError(f"No non-negative weights with sum 1 satisfy all constraints: {shown}.")
 
 
-@lru_cache(maxsize=64)  # they are checked at every solve, and mostly are the same
+@lru_cache(maxsize=64)  # checked at every solve, mostly for the same rows
 def _are_feasible(rows: tuple[tuple[float, ...], ...]) -> bool:
     table = np.array(rows)
     return is_feasible(table[:, :-1], table[:, -1])
 
 
 def _differences(text: str, objectives: Sequence[str]) -> list[Term]:
-    """Returns the terms that a comparison, or a chain of them, requires to be at most 0."""
+    """Returns the expressions that a comparison, or a chain of them, requires to be at most 0."""
     remedy = "write a linear inequality such as 'harmless >= 0.3' or 'helpful <= 2 * harmless'"
     # names such as reward-1 are not identifiers, so each gets an alias
     aliases = {f"objective_{index}_": name for index, name in enumerate(objectives)}
@@ -68,9 +66,9 @@ def _differences(text: str, objectives: Sequence[str]) -> list[Term]:
     try:
         tree = ast.parse(plain.strip(), mode="eval").body
     except SyntaxError:
-        raise ValueError(f"The constraint {text!r} is no inequality; {remedy}.") from None
+        raise ValueError(f"The constraint {text!r} is not an inequality; {remedy}.") from None
     if not isinstance(tree, ast.Compare):
-        raise ValueError(f"The constraint {text!r} is no inequality; {remedy}.")
+        raise ValueError(f"The constraint {text!r} is not an inequality; {remedy}.")
     bounds = []
     sides = [tree.left, *tree.comparators]
     for operator, left, right in zip(tree.ops, sides, sides[1:], strict=False):

@@ -1,4 +1,4 @@
-"""FedCMOO's weights: projected gradient steps, and the linear programme of its preferences."""
+"""FedCMOO's weights: projected gradient steps, and the linear programme of FedCMOO-Pref."""
 
 import logging
 from collections.abc import Sequence
@@ -15,11 +15,11 @@ from firm.solvers.simplex_qp import simplex_qp
 logger = logging.getLogger(__name__)
 
 MIN_SHARE = 1e-12
-"""Share of the preferred losses that a zero loss counts as; its logarithm would be infinite."""
+"""Replaces the share of a zero loss, whose logarithm would be infinite."""
 TIE = 1e-9
-"""Preferred losses this close to the largest, relatively, count as largest."""
+"""Relative tolerance within which rₖFₖ counts as the largest."""
 RELEASED_TIE = 0.1
-"""The same in the authors' released code."""
+"""The same tolerance in the authors' released code."""
 
 
 def fedcmoo_weights(
@@ -32,17 +32,17 @@ def fedcmoo_weights(
 ) -> ArrayT:
     """Returns the weights after projected gradient steps: FindWeights, Algorithm 2 of FedCMOO.
 
-    Each step is w ← proj(w - step_size · G w) onto the simplex (Eq. 5 of Askin et al.): an
-    approximation of ``min_norm_weights`` by a fixed number of steps, not a solve to a tolerance.
+    Each step is w ← proj(w - step_size · G w) onto the simplex (Eq. 5 of Askin et al.). This
+    approximates ``min_norm_weights`` by a fixed number of steps, without a convergence check.
 
     Args:
         weights: Initial weights, usually those of the previous round, shape [..., M].
         gram: G, shape [..., M, M].
-        step_size: The paper's β, positive.
-        num_steps: K, at least 1; the paper's theory has 1.
-        normalize: Whether G is divided by the square of the mean gradient norm. Not in the paper,
-            where the fixed step size has no scale: with short gradients the weights hardly move,
-            with long ones they jump between corners.
+        step_size: β of the paper, positive.
+        num_steps: K, at least 1; the paper's theory uses 1.
+        normalize: Whether to divide G by the square of the mean gradient norm. Not in the paper,
+            whose fixed step size is not scale-invariant: with small gradients the weights hardly
+            move, with large ones they jump between corners of the simplex.
 
     >>> fedcmoo_weights(torch.tensor([0.5, 0.5]), torch.diag(torch.tensor([4.0, 1.0])),
     ...                 step_size=0.1, num_steps=100)
@@ -73,7 +73,7 @@ def fedcmoo_pref_weights(
     min_weight: float = 0.0,
     variant: Literal["printed", "released"] = "printed",
 ) -> ArrayT:
-    """Returns FedCMOO-Pref's weights: towards r₁F₁ = ... = r_M F_M without raising the worst.
+    """Returns FedCMOO-Pref's weights: towards r₁F₁ = ... = r_M F_M without increasing the worst.
 
     FindWeights-Pref, Algorithms 4 and 8 of FedCMOO (Askin et al.). With û = r ∘ F / Σ rₖFₖ, its
     divergence from uniform μ = Σ ûₖ log(ûₖM), and aₖ = rₖ(log(ûₖM) - μ), Eq. 19 is::
@@ -82,20 +82,24 @@ def fedcmoo_pref_weights(
         subject to  (Gw)ₖ ≥ 0  for k in J* = argmax rₖFₖ,
                     (Gw)ₖ ≥ (Ga)ₖ · [J is not empty]  for the other k in J̄,
 
-    J = {k: (Ga)ₖ > 0}, J̄ the rest. It is always feasible when G is positive semidefinite, for the
-    min-norm weights, taken where rounding makes it infeasible, have (Gw)ₖ ≥ wᵀGw ≥ 0 ≥ (Ga)ₖ there.
+    with J = {k: (Ga)ₖ > 0} and J̄ its complement. It is feasible for every positive semidefinite G:
+    the min-norm weights satisfy (Gw)ₖ ≥ wᵀGw ≥ 0 ≥ (Ga)ₖ on J̄. They are also the fallback if
+    rounding makes the programme infeasible.
 
     Args:
         gram: G, shape [..., M, M].
         losses: F, non-negative, shape [..., M].
-        preference: r, shape [M], non-negative, not all zero; a larger rₖ asks for a smaller Fₖ. Not
-            scaled, as the second constraint depends on its length. rₖ = 0 leaves k out, weight 0.
-        threshold: ε, the divergence below which the sum of the losses falls as fast as it can.
-        min_weight: Least weight of an objective, at most 1/M: the result is projected onto the
-            weights that keep it (Euclidean). The paper's practical improvement has 1/(5M).
-        variant: The programme as printed, or as the authors' code departs from it: J* holds all k
-            with rₖFₖ of at least 0.9 times the largest; for μ below the threshold (Gw)ₖ ≥ 0 for
-            every k; and the minimum is reached by w ← (1 - M·min_weight) w + min_weight.
+        preference: r, shape [M], non-negative, not all zero; a larger rₖ requests a smaller Fₖ. Not
+            normalised, since the second constraint depends on its scale. rₖ = 0 excludes objective
+            k: weight 0.
+        threshold: ε; at divergences up to it, the objective is the steepest decrease of the summed
+            losses.
+        min_weight: Lower bound of every weight, at most 1/M: the result is projected (Euclidean)
+            onto the simplex with this bound. The paper's practical improvement uses 1/(5M).
+        variant: "printed" is the programme as in the paper. "released" follows the authors' code,
+            which differs: J* holds all k with rₖFₖ of at least 0.9 times the largest; for μ up to
+            the threshold (Gw)ₖ ≥ 0 is required for every k; and the minimum is enforced by w ← (1 -
+            M·min_weight) w + min_weight.
 
     >>> fedcmoo_pref_weights(torch.eye(2), torch.tensor([2.0, 1.0]), [1.0, 1.0]).tolist()
     [1.0, 0.0]
@@ -104,7 +108,9 @@ def fedcmoo_pref_weights(
     values = as_beside(losses, matrix, name="losses")
     if values.min() < 0:
         raise ValueError(f"losses must be non-negative, got {values.min():.3g}.")
-    as_shares(preference, matrix.shape[-1], name="preference")  # a check: r keeps its length
+    as_shares(
+        preference, matrix.shape[-1], name="preference"
+    )  # validates r, which must not be normalised
     multiples = np.array(preference, dtype=np.float64)
     active = np.flatnonzero(multiples)
     _check_options(threshold, min_weight, variant, len(active))
@@ -131,11 +137,11 @@ def _check_options(threshold: float, min_weight: float, variant: str, num_active
         raise ValueError(f"threshold must be non-negative, got {threshold}.")
     if not 0 <= min_weight <= 1 / num_active:
         raise ValueError(
-            f"min_weight must lie between 0 and 1/{num_active}, one over the number of "
-            f"objectives, got {min_weight}."
+            f"min_weight must be between 0 and 1/{num_active}, one over the number of objectives, "
+            f"got {min_weight}."
         )
     if variant not in ("printed", "released"):
-        raise ValueError(f"variant must be printed or released, got {variant!r}.")
+        raise ValueError(f"variant must be 'printed' or 'released', got {variant!r}.")
 
 
 def _preferred(
@@ -149,7 +155,9 @@ def _preferred(
     """Solves Eq. 19 for one matrix [M, M], or the released code's programme."""
     num_objectives = len(gram)
     if np.trace(gram) <= 0 or num_objectives == 1:
-        return np.full(num_objectives, 1 / num_objectives)  # no direction to choose
+        return np.full(
+            num_objectives, 1 / num_objectives
+        )  # every weight vector gives the same direction
     wanted = multiples * losses
     total = wanted.sum()
     shares = np.maximum(
@@ -168,6 +176,6 @@ def _preferred(
     gains = effect if divergence > threshold else gram.sum(axis=1)
     weights = linear_program(gains, gram, floors)
     if weights is None:
-        logger.warning("No weights meet the preference's constraints; taking the min-norm ones.")
+        logger.warning("No weights satisfy the preference's constraints; using min-norm weights.")
         return simplex_qp(gram)
     return weights

@@ -8,7 +8,7 @@ from firm.solvers.checks import ArrayT, as_gram, as_shares, like
 
 
 def fixed_weights(gram: ArrayT, *, weights: Sequence[float] | np.ndarray | None = None) -> ArrayT:
-    """Returns given non-negative weights [M], uniform by default, scaled to sum 1, for each G."""
+    """Returns the given non-negative weights [M], by default uniform, scaled to sum 1."""
     shape = as_gram(gram).shape[:-1]
     shares = as_shares(
         np.ones(shape[-1]) if weights is None else weights, shape[-1], name="weights"

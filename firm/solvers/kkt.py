@@ -1,4 +1,4 @@
-"""Distance of weights from the optimum: the check that every solver's result passes."""
+"""Optimality gap of weights: the check that every solver's result must pass."""
 
 from collections.abc import Sequence
 
@@ -17,20 +17,20 @@ def kkt_gap(
 ) -> ArrayT:
     """Returns the violation of the optimality conditions of min λᵀGλ on the simplex.
 
-    At an optimum every (Gλ)ᵢ is at least λᵀGλ. The gap is the largest shortfall, relative to the
-    limit of the Cauchy-Schwarz inequality, so that it neither changes when G is scaled nor hides
-    short gradients behind long ones::
+    At an optimum every (Gλ)ᵢ is at least λᵀGλ. The gap is the largest shortfall, relative to its
+    Cauchy-Schwarz bound, so that it is invariant to the scale of G and does not hide short
+    gradients behind long ones::
 
         maxᵢ (λᵀGλ - (Gλ)ᵢ) / √(D · max(Gᵢᵢ, D)),  D = Σᵢⱼ λᵢ |Gᵢⱼ| λⱼ.
 
-    Its square is about the relative decrease of λᵀGλ that a step towards objective i would give.
-    Within the box ``|λ - center| ≤ radius`` the step towards i takes weight from those with the
-    largest (Gλ)ⱼ, as far as the bounds let it.
+    Its square is approximately the relative decrease of λᵀGλ after a step towards objective i.
+    Within the box ``|λ - center| ≤ radius``, the step towards i takes weight from the objectives
+    with the largest (Gλ)ⱼ, as far as the bounds allow.
 
     Args:
         gram: G, shape [..., M, M]; add the regulariser to check regularised weights.
         weights: λ, shape [..., M], on the simplex and in the box.
-        center: λ₀ of the box, shape [M]; uniform by default. Needs a radius.
+        center: λ₀ of the box, shape [M]; uniform by default. Requires a radius.
         radius: ε of the box, at least 0; no box by default.
 
     Returns:
@@ -49,7 +49,7 @@ def kkt_gap(
     slack = rounding(weights)
     if (point < lower - slack).any() or (point > upper + slack).any():
         raise ValueError(
-            f"weights must lie in the box from {lower.tolist()} to {upper.tolist()}, "
+            f"weights must be in the box from {lower.tolist()} to {upper.tolist()}, "
             f"got {point.tolist()}."
         )
     return like(box_gap(matrix, point, lower, upper), gram)
@@ -68,11 +68,10 @@ def relative_gap(matrix: np.ndarray, weights: np.ndarray) -> np.ndarray:
 def box_gap(
     matrix: np.ndarray, weights: np.ndarray, lower: np.ndarray, upper: np.ndarray
 ) -> np.ndarray:
-    """Returns ``kkt_gap`` within bounds of checked float64 arrays, to shape [...].
+    """Returns ``kkt_gap`` within bounds of checked float64 arrays, shape [...].
 
-    Objective i takes weight, as far as its bound allows, from those with a larger (Gλ)ⱼ, largest
-    first, as far as their bounds allow; the gap is the largest decrease that this promises for one
-    objective.
+    Objective i takes weight from the objectives with a larger (Gλ)ⱼ, largest first, as far as its
+    own and their bounds allow; the gap is the largest first-order decrease over i.
     """
     product = np.einsum("...ij,...j->...i", matrix, weights)  # [..., M]
     order = np.argsort(-product, axis=-1, kind="stable")
@@ -92,12 +91,12 @@ def _scale(matrix: np.ndarray, weights: np.ndarray, room: np.ndarray) -> np.ndar
     """Returns √(D · max(room² Gᵢᵢ, D)), shape [..., M]."""
     bound = np.einsum("...i,...ij,...j->...", weights, np.abs(matrix), weights)[..., None]
     diagonal = np.maximum(np.einsum("...ii->...i", matrix), 0.0)
-    # two roots, because their product under one would overflow above 1e154
+    # a single root of the product would overflow above 1e154
     return np.sqrt(bound) * np.maximum(room * np.sqrt(diagonal), np.sqrt(bound))
 
 
 def scaled_gap(matrix: np.ndarray, scale: np.ndarray, point: np.ndarray) -> float:
-    """Returns ``relative_gap`` of Q = K/ssᵀ and λ = s·y from K, s and y, a few times faster."""
+    """Returns ``relative_gap`` of Q = K/ssᵀ and λ = s·y, several times faster, from K, s, y."""
     product = matrix @ point
     bound = float(np.sqrt(point @ (np.abs(matrix) @ point)))
     shortfall = (point @ product) * scale - product

@@ -1,4 +1,4 @@
-"""The minimum-norm point of the gradients' convex hull: MGDA's weights."""
+"""MGDA's weights: the minimum-norm point of the gradients' convex hull."""
 
 from collections.abc import Sequence
 
@@ -15,24 +15,23 @@ def min_norm_weights(
     radius: float | None = None,
     start: ArrayT | None = None,
 ) -> ArrayT:
-    """Returns the weights of the shortest convex combination of gradients, exactly.
+    """Returns the weights of the gradients' minimum-norm convex combination, exactly.
 
     That is λ = argmin λᵀGλ over the simplex (MGDA; Eq. 3 of FedCMOO, Askin et al., and Eq. 23 of
-    FedMGDA+, Hu et al.); the direction λᵀJ improves every objective unless it is zero. With a
-    radius ε the weights also stay in FedMGDA+'s box ``|λ - λ₀| ≤ ε`` (its Eq. 25): ε = 0 gives λ₀,
-    that is FedAvg, and ε = 1 the whole simplex.
+    FedMGDA+, Hu et al.). The direction λᵀJ decreases every objective unless it is zero. With a
+    radius ε the weights also stay within FedMGDA+'s box ``|λ - λ₀| ≤ ε`` (its Eq. 25): ε = 0 gives
+    λ₀, that is FedAvg, and ε = 1 the whole simplex.
 
-    Where several λ are optimal one of them is returned: uniform weights for a zero matrix, equal
-    shares of the zero gradients if there are some. ``kkt_gap`` of a float64 result is below 1e-12.
+    If several λ are optimal, one of them is returned: uniform weights for a zero matrix, equal
+    weights on the zero gradients if there are any. ``kkt_gap`` of a float64 result is below 1e-12.
 
     Args:
         gram: G, shape [..., M, M].
-        center: λ₀, shape [M]; uniform by default. Needs a radius.
+        center: λ₀, shape [M]; uniform by default. Requires a radius.
         radius: ε, at least 0; no box by default.
-        start: Weights with the support that the search starts from, such as the previous step's,
-            shape [M], for one matrix. A good one saves a third of the time at M = 64 and half at
-            200, and costs some at M = 8 (benchmarks/solvers.py); none changes a unique result
-            beyond rounding.
+        start: Warm start, such as the previous step's weights, shape [M]; for a single matrix. A
+            good one saves a third of the time at M = 64 and half at M = 200, but costs some at M =
+            8 (benchmarks/solvers.py). It does not change a unique result beyond rounding.
 
     >>> import torch
     >>> gram = torch.tensor([[4.0, 0.0], [0.0, 1.0]])

@@ -1,4 +1,4 @@
-"""Convex programmes on the simplex with further linear constraints."""
+"""Convex programmes on the simplex with additional linear constraints."""
 
 import contextlib
 import warnings
@@ -12,14 +12,13 @@ from scipy.optimize import linprog
 from firm.solvers.checks import EPS
 
 TOLERANCES = {"tol_gap_abs": 1e-13, "tol_gap_rel": 1e-12, "tol_feas": 1e-12}
-"""Clarabel's own are 1e-8: too few digits for weights of nearly collinear gradients."""
+"""Clarabel's defaults of 1e-8 are too coarse for the weights of nearly collinear gradients."""
 LP_TOLERANCE = 1e-7
-"""Largest accepted duality gap of the linear programme, relative to its largest gain."""
+"""Largest accepted duality gap of the linear programme, relative to the largest gain."""
 QP_TOLERANCE = 1e-6
-"""Largest accepted optimality gap of the quadratic programme, relative as ``kkt_gap`` is."""
+"""Largest accepted optimality gap of the quadratic programme, relative as in ``kkt_gap``."""
 FEASIBILITY = 1e-6
-"""How far a constraint, scaled to coefficients of at most 1, may be missed before weights are
-refused."""
+"""Largest accepted violation of a constraint that is scaled to coefficients of at most 1."""
 
 
 def linear_program(gains: np.ndarray, rows: np.ndarray, floors: np.ndarray) -> np.ndarray | None:
@@ -42,15 +41,15 @@ def linear_program(gains: np.ndarray, rows: np.ndarray, floors: np.ndarray) -> n
     weights = np.maximum(solution.x, 0.0)
     weights /= weights.sum()
     multipliers = -solution.ineqlin.marginals
-    # weak duality: no weights gain more than the bound that the multipliers give
+    # weak duality: the multipliers bound the gain of all feasible weights
     bound = (gains / unit + multipliers @ rows).max() - multipliers @ floors
     gap = float(bound - gains @ weights / unit)
     miss = float((floors - rows @ weights).max(initial=0.0))
     if not (gap <= LP_TOLERANCE and miss <= FEASIBILITY):
         raise RuntimeError(
             f"No optimal weights found: the linear programme ended with a duality gap of {gap:.3g} "
-            f"(accepted {LP_TOLERANCE:g}) and a missed constraint of {miss:.3g} "
-            f"(accepted {FEASIBILITY:g})."
+            f"(at most {LP_TOLERANCE:g} is accepted) and a constraint violation of {miss:.3g} "
+            f"(at most {FEASIBILITY:g})."
         )
     return weights
 
@@ -63,8 +62,8 @@ def constrained_qp(matrix: np.ndarray, rows: np.ndarray, bounds: np.ndarray) -> 
     size = np.abs(rows).max(axis=1, initial=0.0)
     size = np.where(size > 0, size, 1.0)
     rows, bounds = rows / size[:, None], bounds / size
-    # scaling by the gradients' lengths finds small weights of long gradients; where a constraint
-    # forbids them, it leaves variables of very different size, and no scaling is better
+    # scaling by the gradients' norms resolves small weights of large gradients; if a constraint
+    # forbids such weights, it makes the variables badly scaled, and the second try omits it
     failures = []
     for scale in (_inverse_lengths(matrix), np.ones(len(matrix))):
         weights = _interior_point(matrix, scale, rows, bounds)
@@ -75,10 +74,11 @@ def constrained_qp(matrix: np.ndarray, rows: np.ndarray, bounds: np.ndarray) -> 
         gap = _polytope_gap(matrix, weights, rows, bounds)
         if gap <= QP_TOLERANCE and miss <= FEASIBILITY:
             return weights
-        failures.append(f"an optimality gap of {gap:.3g} and a missed constraint of {miss:.3g}")
+        failures.append(f"an optimality gap of {gap:.3g} and a constraint violation of {miss:.3g}")
     raise RuntimeError(
-        f"No optimal weights found by cvxpy: with and without scaling it ended with "
-        f"{' and '.join(failures)}; accepted are {QP_TOLERANCE:g} and {FEASIBILITY:g}."
+        "No optimal weights found by cvxpy. With scaling it returned "
+        f"{', without scaling '.join(failures)}; at most {QP_TOLERANCE:g} and {FEASIBILITY:g} "
+        "are accepted."
     )
 
 
@@ -94,7 +94,7 @@ def _inverse_lengths(matrix: np.ndarray) -> np.ndarray:
 def _interior_point(
     matrix: np.ndarray, scale: np.ndarray, rows: np.ndarray, bounds: np.ndarray
 ) -> np.ndarray | None:
-    """Returns the weights λ = s·y by cvxpy; None where it finds none."""
+    """Returns the weights λ = s·y found by cvxpy, or None."""
     scaled = matrix * scale * scale[:, None]
     scaled /= scaled.diagonal().max() or 1.0
     eigenvalues, eigenvectors = np.linalg.eigh(scaled)
@@ -108,14 +108,14 @@ def _interior_point(
 
 
 def is_feasible(rows: np.ndarray, bounds: np.ndarray) -> bool:
-    """Returns whether any weights on the simplex meet rows @ λ ≤ bounds, shapes [R, M] and [R]."""
+    """Returns whether any weights on the simplex satisfy rows @ λ ≤ bounds, [R, M] and [R]."""
     return _minimum(np.zeros(rows.shape[1]), rows, bounds) is not None
 
 
 def _polytope_gap(
     matrix: np.ndarray, weights: np.ndarray, rows: np.ndarray, bounds: np.ndarray
 ) -> float:
-    """Returns the decrease that a step to the best vertex promises, relative as in ``kkt_gap``."""
+    """Returns the first-order decrease of a step to the best vertex, relative as in ``kkt_gap``."""
     slope = matrix @ weights
     solution = _minimum(slope / (np.abs(slope).max() or 1.0), rows, bounds)
     if solution is None:
@@ -135,8 +135,8 @@ def _minimum(costs: np.ndarray, rows: np.ndarray, bounds: np.ndarray) -> Any:
 
 @cache
 def _quadratic_problem(num_rows: int, num_objectives: int) -> Callable[..., Any]:
-    """Returns a programme of these sizes, built once and then only filled with data."""
-    import cvxpy  # here, because it is slow and most runs never need it
+    """Returns a solver for programmes of these sizes, compiled once and then reused."""
+    import cvxpy  # slow to import, and most runs do not need it
 
     point = cvxpy.Variable(num_objectives, nonneg=True)
     root = cvxpy.Parameter((num_objectives, num_objectives))

@@ -1,4 +1,4 @@
-"""Euclidean projections onto the simplex and onto a box on it."""
+"""Euclidean projections onto the simplex and onto its intersection with a box."""
 
 import numpy as np
 
@@ -19,8 +19,8 @@ def project_to_simplex(values: ArrayT) -> ArrayT:
 
 
 def simplex_projection(points: np.ndarray) -> np.ndarray:
-    """Returns the projections of float64 vectors [..., M]; the sorted sums give the shift τ."""
-    points = points - points.max(axis=-1, keepdims=True)  # a shift changes no projection
+    """Returns the projections of float64 vectors [..., M], by sorting and thresholding."""
+    points = points - points.max(axis=-1, keepdims=True)  # invariant to shifts; avoids large sums
     ordered = -np.sort(-points, axis=-1)
     counts = np.arange(1, points.shape[-1] + 1)
     shifts = (np.cumsum(ordered, axis=-1) - 1.0) / counts
@@ -30,17 +30,17 @@ def simplex_projection(points: np.ndarray) -> np.ndarray:
 
 
 def box_projection(points: np.ndarray, lower: np.ndarray, upper: np.ndarray) -> np.ndarray:
-    """Returns the nearest points between bounds [M] on the simplex, of float64 vectors [..., M].
+    """Projects float64 vectors [..., M] onto the simplex within bounds [M].
 
-    That is clip(values - τ, lower, upper) with the τ that makes the sum 1, which is piecewise
-    linear in τ and so found exactly. The bounds must have room for the sum 1.
+    The result is clip(values - τ, lower, upper) with the τ that makes the sum 1. The sum is
+    piecewise linear in τ, so τ is exact. The bounds must be feasible.
     """
     points = points - points.max(axis=-1, keepdims=True)
     shifts = np.sort(
         np.concatenate([points - lower, points - upper], axis=-1), axis=-1
     )  # [..., 2M]
     clipped = np.clip(points[..., None, :] - shifts[..., None], lower, upper)
-    sums = clipped.sum(axis=-1)  # falls from Σ upper to Σ lower
+    sums = clipped.sum(axis=-1)  # decreases from Σ upper to Σ lower
     last = np.clip((sums >= 1.0).sum(axis=-1, keepdims=True) - 1, 0, shifts.shape[-1] - 2)
     above, below = (np.take_along_axis(sums, last + step, axis=-1) for step in (0, 1))
     left, right = (np.take_along_axis(shifts, last + step, axis=-1) for step in (0, 1))

@@ -1,4 +1,4 @@
-"""FIRM's weights: the min-norm problem with a regulariser or a preference."""
+"""FIRM's weights: the min-norm problem with a regulariser or a preference term."""
 
 from collections.abc import Sequence
 from math import inf
@@ -25,28 +25,30 @@ def firm_weights(
     solver: Solver = "exact",
     constraints: Sequence[Sequence[float]] = (),
 ) -> ArrayT:
-    """Returns FIRM's weights λ of the objectives, exactly.
+    """Returns FIRM's weights λ of the objectives; exact with the default solver.
 
     Without a preference this is Eq. 9 of FIRM (Nourzad et al.; Eq. 1 and 2 if not ``normalize``):
 
         λ = argmin over the simplex of λᵀ(Ĝ + β/2 I)λ,  Ĝ = G / (tr(G)/M).
 
-    With a preference p, scaled to sum 1, it is Eq. 54 (Eq. 3 if not ``normalize``), where
-    ``preference_strength`` · Diag(1/p) replaces the β term; an objective with pⱼ = 0 is left out,
-    trace included. Where all gradients are zero the weights are uniform, or p.
+    With a preference p, scaled to sum 1, this is Eq. 54 (Eq. 3 if not ``normalize``), in which
+    ``preference_strength`` · Diag(1/p) replaces the β term. An objective with pⱼ = 0 is excluded,
+    also from the trace. If all gradients are zero, the weights are uniform, or p.
 
     Args:
         gram: G, shape [..., M, M].
-        beta: Strength β of the pull towards uniform weights, at least 0. Unused with a preference.
+        beta: Strength β of the regularisation towards uniform weights, at least 0. Not used with a
+            preference.
         preference: p, shape [M], non-negative, not all zero.
-        preference_strength: Factor of the preference term, at least 0; the paper's is 1.
+        preference_strength: Factor of the preference term, at least 0; 1 in the paper.
         normalize: Whether to divide G by the mean of its diagonal.
-        norm_power: q ≥ 0 solves for the gradients gⱼ/‖gⱼ‖^q, as GAPO does (Li et al. 2025,
-            arXiv:2507.01915), zero ones taken as long as the longest, and returns the weights of
-            the given gradients for that direction, ∝ λⱼ/‖gⱼ‖^q; at q = 1 only angles count.
-        solver: "exact", or for constraints "cvxpy", accurate to about 1e-4.
-        constraints: Rows (a₁, ..., a_M, b), each requiring Σⱼ aⱼλⱼ ≤ b of the λ that is solved for,
-            as ``linear_constraints`` writes them; for "cvxpy" alone.
+        norm_power: q ≥ 0 solves for the rescaled gradients gⱼ/‖gⱼ‖^q, as in GAPO (Li et al. 2025,
+            arXiv:2507.01915), and returns the weights of the original gradients that give the same
+            direction, ∝ λⱼ/‖gⱼ‖^q. At q = 1 only angles matter. A zero gradient is assigned the
+            largest norm.
+        solver: "exact", or "cvxpy", which supports constraints and is accurate to about 1e-4.
+        constraints: Rows (a₁, ..., a_M, b) from ``linear_constraints``, each requiring Σⱼ aⱼλⱼ ≤ b
+            of the λ that is solved for; "cvxpy" only.
 
     >>> firm_weights(np.diag([4.0, 1.0]), beta=0.0)
     array([0.2, 0.8])
@@ -77,7 +79,7 @@ def firm_weights(
 
 
 def _norms(matrix: np.ndarray) -> np.ndarray:
-    """Returns the gradients' norms [..., M], with the largest one for zero gradients."""
+    """Returns the gradients' norms [..., M], with the largest norm in place of zeros."""
     norms = np.sqrt(np.maximum(np.einsum("...ii->...i", matrix), 0.0))
     longest = norms.max(axis=-1, keepdims=True)
     return np.where(norms > 0, norms, np.where(longest > 0, longest, 1.0))
@@ -93,18 +95,18 @@ def _constrained(matrix: np.ndarray, rows: np.ndarray, is_active: np.ndarray) ->
 def _as_rows(
     constraints: Sequence[Sequence[float]], num_objectives: int, solver: Solver
 ) -> np.ndarray:
-    """Returns the constraints as a table [R, M + 1] that some weights meet."""
+    """Returns the constraints, checked and feasible, as an array [R, M + 1]."""
     if solver not in ("exact", "cvxpy"):
         raise ValueError(f"solver must be 'exact' or 'cvxpy', got {solver!r}.")
     if len(constraints) == 0:
         return np.zeros((0, num_objectives + 1))
     if solver == "exact":
-        raise ValueError("constraints need solver 'cvxpy', got 'exact'.")
+        raise ValueError("constraints require solver 'cvxpy', got 'exact'.")
     for index, row in enumerate(constraints):
         if len(row) != num_objectives + 1 or not np.isfinite(row).all():
             raise ValueError(
-                f"Each constraint must have {num_objectives + 1} finite numbers, a coefficient for "
-                f"each objective and the bound; row {index} is {list(row)}."
+                f"Each constraint must have {num_objectives + 1} finite numbers, one coefficient "
+                f"per objective and the bound; row {index} is {list(row)}."
             )
     check_feasible(constraints)
     return np.array(constraints, dtype=np.float64)
@@ -114,5 +116,5 @@ def _strength(name: str, value: float) -> float:
     if not value >= 0:
         raise ValueError(f"{name} must be non-negative, got {value}.")
     if np.isinf(value):
-        raise ValueError(f"{name} must be finite, got {value}; 1e6 is as good as infinite.")
+        raise ValueError(f"{name} must be finite, got {value}; 1e6 has the same effect.")
     return value

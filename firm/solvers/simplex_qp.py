@@ -1,4 +1,4 @@
-"""The exact minimiser of a convex quadratic form on the simplex, which every weighting shares."""
+"""Exact minimiser of a convex quadratic form on the simplex, shared by all min-norm weightings."""
 
 from collections.abc import Callable
 from contextlib import suppress
@@ -11,11 +11,11 @@ from firm.solvers.checks import EPS
 from firm.solvers.kkt import box_gap, relative_gap, scaled_gap
 
 GAP_TOLERANCE = 1e-12
-"""Largest accepted ``kkt_gap``; the solvers' own rounding stays below 1e-13."""
+"""Largest accepted ``kkt_gap``; the solvers' rounding errors stay below 1e-13."""
 NUM_BATCH_STEPS = 20
-"""Exchanges before the members of a batch that are left are solved one by one."""
+"""Exchanges before the unfinished members of a batch are solved one by one."""
 BATCH_SIZE = 12
-"""Largest M at which a batch is solved together: the factorisations are full-size there."""
+"""Largest M at which a batch is solved jointly, since joint factorisations are always full-size."""
 
 
 def simplex_qp(
@@ -27,19 +27,19 @@ def simplex_qp(
 ) -> np.ndarray:
     """Returns a minimiser of λᵀQλ over the simplex, or over its part between two bounds.
 
-    M = 2 is a closed form, M = 3 looks at the edges and then inside; beyond, scipy's NNLS works on
-    the scaled matrix, and block pivoting where NNLS is slow or not applicable: with large supports
-    above M = 24, from a start, between bounds and in batches. Exact up to rounding, whatever the
-    lengths of the gradients. Figures beside NNLS alone: benchmarks/solvers.py.
+    M = 2 has a closed form, M = 3 checks the edges and then the interior. Larger M use scipy's NNLS
+    on the scaled matrix, or block pivoting where NNLS is slow or not applicable: for large supports
+    above M = 24, with a start, within bounds and in batches. Exact up to rounding for any gradient
+    norms. benchmarks/solvers.py compares it to NNLS alone.
 
     Args:
         matrix: Q, symmetric and positive semidefinite up to rounding, float64, [..., M, M].
-        lower: Lower bounds, shape [M], at least 0; both bounds or none.
-        upper: Upper bounds, shape [M]; the box they make meets the simplex.
-        start: Weights whose support the search starts from, shape [M]; for one matrix.
+        lower: Lower bounds, shape [M], at least 0; give both bounds or none.
+        upper: Upper bounds, shape [M]; the box must intersect the simplex.
+        start: Weights whose support the search starts from, shape [M]; for a single matrix.
 
     Raises:
-        RuntimeError: When the optimality conditions are missed by more than ``GAP_TOLERANCE``.
+        RuntimeError: When the optimality gap exceeds ``GAP_TOLERANCE``.
     """
     num_objectives = matrix.shape[-1]
     if num_objectives == 1:
@@ -61,7 +61,7 @@ def _single(matrix: np.ndarray, start: np.ndarray | None) -> np.ndarray:
         (first, product), (_, second) = matrix.tolist()
         return np.array(_edge(first, product, second))
     diagonal = matrix.diagonal()
-    if diagonal.min() <= 0.0:  # a zero gradient is optimal alone; several share
+    if diagonal.min() <= 0.0:  # a zero gradient alone is optimal; several share the weight equally
         is_zero = diagonal <= 0.0
         return is_zero / is_zero.sum()
     if num_objectives == 3 and (weights := _three(matrix.tolist())) is not None:
@@ -85,10 +85,10 @@ def _certified(
     box: Box | None = None,
     start: Support | None = None,
 ) -> np.ndarray:
-    """Returns weights that pass their check: of K = SQS, or of the nearest matrix that is a Gram.
+    """Returns weights that pass the optimality check, for K = SQS or its projection to PSD.
 
-    ``finish`` computes weights and their gap from K and y. Rounding may have made eigenvalues of K
-    negative, which the second try repairs.
+    ``finish`` computes weights and their gap from K and y. The second try clips eigenvalues of K
+    that rounding has made negative.
     """
     gap = inf
     for is_repaired in (False, True):
@@ -120,7 +120,7 @@ def _boxed(
     shortest = diagonal[diagonal > 0].min(initial=inf)
     if shortest == inf:
         shortest = 1.0
-    # a zero gradient is given a length that changes no digit of the others' products
+    # zero gradients get a norm below rounding of the other products
     scale = 1.0 / np.sqrt(np.maximum(diagonal, EPS**2 * shortest))
     scaled = matrix * scale * scale[:, None]
     scale = scale / scale.max()
@@ -131,7 +131,7 @@ def _boxed(
 
     def finish(scaled: np.ndarray, point: np.ndarray) -> tuple[np.ndarray, float]:
         weights = np.clip(scale * point, lower, upper)
-        # rounding of the bounds leaves a rest, added where it changes the fewest digits
+        # bounds are rounded, so the sum misses 1: correct the largest weight that has room
         rest = 1.0 - weights.sum()
         has_room = (weights + rest >= lower) & (weights + rest <= upper)
         if has_room.any():
@@ -143,12 +143,12 @@ def _boxed(
 
 
 def _batch(matrices: np.ndarray) -> np.ndarray:
-    """Solves several matrices [N, M, M] on the whole simplex, by a masked block pivoting."""
+    """Solves several matrices [N, M, M] on the whole simplex by masked block pivoting."""
     num_objectives = matrices.shape[-1]
     if num_objectives == 2:
         first = np.maximum(matrices[:, 1, 1] - matrices[:, 0, 1], 0.0)
         second = np.maximum(matrices[:, 0, 0] - matrices[:, 0, 1], 0.0)
-        total = first + second  # 0 where both gradients are equal: every λ is optimal
+        total = first + second  # 0 if both gradients are equal: every λ is optimal
         towards = np.stack([first, second], axis=-1)
         return np.divide(
             towards, total[:, None], out=np.full_like(towards, 0.5), where=total[:, None] > 0
@@ -160,7 +160,7 @@ def _batch(matrices: np.ndarray) -> np.ndarray:
         scale = 1.0 / np.sqrt(diagonal[regular])
         scale /= scale.max(axis=-1, keepdims=True)
         scaled = matrices[regular] * scale[:, None] * scale[..., None]
-        scaled /= np.einsum("...ii->...i", scaled)[:, :1, None]  # one number, up to rounding
+        scaled /= np.einsum("...ii->...i", scaled)[:, :1, None]  # a common factor, up to rounding
         weights[regular] = scale * _pivot_together(scaled, scale)
         weights[regular] /= weights[regular].sum(axis=-1, keepdims=True)
         gaps = relative_gap(matrices[regular], np.nan_to_num(weights[regular]))
@@ -171,7 +171,7 @@ def _batch(matrices: np.ndarray) -> np.ndarray:
 
 
 def _pivot_together(matrices: np.ndarray, scale: np.ndarray) -> np.ndarray:
-    """Pivots blocks of K [N, M, M]; NaN where it has not ended. Solutions are not normalised."""
+    """Block-pivots K [N, M, M]; NaN where not finished. Solutions are not normalised."""
     count, size = scale.shape
     ridge = 4 * EPS * np.eye(size)
     points = np.full((count, size), np.nan)
@@ -196,18 +196,18 @@ def _pivot_together(matrices: np.ndarray, scale: np.ndarray) -> np.ndarray:
 
 
 def _edge(first: float, product: float, second: float) -> tuple[float, float]:
-    """Returns the weights of two, inversely proportional to the slopes at the two corners."""
+    """Returns the weights of two objectives from the slopes at the two corners."""
     towards, back = max(second - product, 0.0), max(first - product, 0.0)
     total = towards + back
-    # each by its own division: 1 - share would leave a small weight few digits
+    # two divisions, since 1 - share would cancel the digits of a small weight
     return (towards / total, back / total) if total > 0 else (0.5, 0.5)
 
 
 def _three(rows: list[list[float]]) -> list[float] | None:
-    """Solves M = 3 in floats: an edge if it is optimal, else the inside; None if neither passes.
+    """Solves M = 3: an edge if it is optimal, else the interior; None if neither is.
 
-    The inside comes from a Cholesky factorisation of the scaled matrix; by Cramer's rule it would
-    lose half of the digits where gradients nearly coincide.
+    The interior uses a Cholesky factorisation of the scaled matrix; Cramer's rule would lose half
+    of the digits for nearly equal gradients. Plain floats avoid numpy's overhead.
     """
     for i, j, k in ((0, 1, 2), (0, 2, 1), (1, 2, 0)):
         share, rest = _edge(rows[i][i], rows[i][j], rows[j][j])
@@ -233,6 +233,6 @@ def _three(rows: list[list[float]]) -> list[float] | None:
     if min(x, y, z) < 0:
         return None
     slopes = x + a * y + b * z - r, a * x + y + c * z - s, b * x + c * y + z - t
-    if max(map(abs, slopes)) > GAP_TOLERANCE * max(x, y, z):  # inside, all three are zero
+    if max(map(abs, slopes)) > GAP_TOLERANCE * max(x, y, z):  # in the interior all three are zero
         return None
     return [x * r / total, y * s / total, z * t / total]

@@ -1,4 +1,4 @@
-"""The running average of weights that T-FIRM steps along."""
+"""The running average of weights used by T-FIRM."""
 
 import torch
 
@@ -9,7 +9,7 @@ def smoothed_weights(previous: ArrayT, weights: torch.Tensor | ArrayT, *, step: 
     """Returns the average λₜ = (1 - ηₜ) λₜ₋₁ + ηₜ λ*ₜ with ηₜ = 1/t.
 
     This is the λ average below Eq. 11 in Algorithm 2 of FIRM (Nourzad et al.); with ηₜ = 1/t
-    (Eq. 34) it is the plain mean of all weights so far, and the start does not matter.
+    (Eq. 34) it is the arithmetic mean of all weights so far, independent of the initial ones.
 
     Args:
         previous: λₜ₋₁, shape [..., M]; any weights at the first step.
@@ -25,7 +25,6 @@ def smoothed_weights(previous: ArrayT, weights: torch.Tensor | ArrayT, *, step: 
     now = as_float64(weights, name="weights")
     if before.shape != now.shape:
         raise ValueError(
-            f"weights must have shape {list(before.shape)} as the previous ones, "
-            f"got {list(now.shape)}."
+            f"weights must have the shape of previous, {list(before.shape)}, got {list(now.shape)}."
         )
     return like(before + (now - before) / step, previous)

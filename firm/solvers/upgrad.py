@@ -13,9 +13,9 @@ def upgrad_weights(gram: torch.Tensor) -> torch.Tensor:
     projections are averaged: w = (1/M) Σᵢ argmin vᵀGv over v ≥ eᵢ (Proposition 1), float64 [M],
     each at least 1/M, so that the sum is 1 or more.
 
-    TorchJD solves for G / tr(G) + 1e-4 I, so that "conflicts with none" holds in the form
-    (Gw)ⱼ ≥ -1e-4 tr(G) wⱼ. It treats a trace below 1e-4 as zero; G [M, M] is divided by its trace
-    first, so that only a zero matrix is affected.
+    TorchJD solves for G / tr(G) + 1e-4 I, so that "conflicts with no objective" holds only up to
+    (Gw)ⱼ ≥ -1e-4 tr(G) wⱼ. It treats a trace below 1e-4 as zero; dividing G [M, M] by its trace
+    first restricts this to zero matrices.
 
     Raises:
         ValueError: When TorchJD is not installed, or finds no solution.

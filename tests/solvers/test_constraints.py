@@ -41,8 +41,8 @@ def test_names_need_not_be_identifiers():
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("harmless", r"'harmless' is no inequality; write a linear inequality such as"),
-        ("harmless >=", "is no inequality"),
+        ("harmless", r"'harmless' is not an inequality; write a linear inequality such as"),
+        ("harmless >=", "is not an inequality"),
         ("harmless > 0.3", "needs <=, >= or =="),
         ("harmles >= 0.3", "names 'harmles', but the objectives are helpful, harmless"),
         ("harmless * helpful >= 0.3", "is not linear"),
@@ -51,7 +51,7 @@ def test_names_need_not_be_identifiers():
         ("max(harmless, helpful) >= 0.3", "is not linear"),
         ("__import__('os').system('true') >= 0.3", "is not linear"),
         ("harmless >= '0.3'", "is not linear"),
-        ("harmless >= 1.3", "No weights .* meet all constraints: harmless >= 1.3"),
+        ("harmless >= 1.3", "No non-negative .* satisfy all constraints: harmless >= 1.3"),
     ],
 )
 def test_what_is_no_linear_inequality_is_refused(text, message):
@@ -60,7 +60,9 @@ def test_what_is_no_linear_inequality_is_refused(text, message):
 
 
 def test_constraints_that_exclude_each_other_are_refused():
-    with pytest.raises(ValueError, match=r"meet all constraints: helpful >= 0\.6; harmless >= 0"):
+    with pytest.raises(
+        ValueError, match=r"satisfy all constraints: helpful >= 0\.6; harmless >= 0"
+    ):
         linear_constraints(["helpful >= 0.6", "harmless >= 0.6"], NAMES)
 
 
@@ -154,10 +156,10 @@ def test_the_linear_programme_by_hand():
     ("options", "message"),
     [
         ({"solver": "scs"}, "solver must be 'exact' or 'cvxpy', got 'scs'"),
-        ({"constraints": [(1, 0, 0.5)]}, "constraints need solver 'cvxpy'"),
+        ({"constraints": [(1, 0, 0.5)]}, "constraints require solver 'cvxpy'"),
         ({"solver": "cvxpy", "constraints": [(1, 0.5)]}, r"3 finite numbers.*row 0 is \[1, 0.5\]"),
         ({"solver": "cvxpy", "constraints": [(1, 0, float("nan"))]}, "finite numbers"),
-        ({"solver": "cvxpy", "constraints": [(1, 1, 0.5)]}, "meet all constraints: rows"),
+        ({"solver": "cvxpy", "constraints": [(1, 1, 0.5)]}, "satisfy all constraints: rows"),
     ],
 )
 def test_bad_options_are_refused(options, message):

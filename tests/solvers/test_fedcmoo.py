@@ -67,9 +67,9 @@ def test_a_batch_equals_a_loop(random_gram):
         ({"step_size": 0.0}, "step_size must be positive"),
         ({"step_size": float("inf")}, "step_size must be positive and finite"),
         ({"num_steps": 0}, "num_steps must be at least 1, got 0"),
-        ({"weights": torch.tensor([0.7, 0.7])}, "sum 1"),
+        ({"weights": torch.tensor([0.7, 0.7])}, "sum to 1"),
         ({"weights": torch.tensor([1.5, -0.5])}, "non-negative"),
-        ({"weights": torch.ones(3) / 3}, r"shape \[2\] beside this gram"),
+        ({"weights": torch.ones(3) / 3}, r"shape \[2\] for this gram"),
     ],
 )
 def test_bad_steps_are_refused(options, message):
@@ -217,7 +217,7 @@ def test_where_the_programme_has_no_solution_no_loss_is_raised(monkeypatch, rand
         ([1.0, 1.0], (0, 0), {}, "not all zero"),
         ([1.0, 1.0], (1,), {}, "one entry for each of the 2"),
         ([1.0, 1.0], (1, 1), {"threshold": -1.0}, "threshold must be non-negative"),
-        ([1.0, 1.0], (1, 1), {"variant": "coded"}, "variant must be printed or released"),
+        ([1.0, 1.0], (1, 1), {"variant": "coded"}, "variant must be 'printed' or 'released'"),
         ([1.0, 1.0], (1, 1), {"min_weight": 0.6}, "between 0 and 1/2"),
         ([1.0, 1.0], (1, 1), {"min_weight": -0.1}, "between 0 and 1/2"),
     ],

@@ -51,7 +51,7 @@ def test_zero_gradients_have_no_gap():
 @pytest.mark.parametrize(
     ("weights", "message"),
     [
-        (torch.tensor([0.5, 0.6]), "sum 1"),
+        (torch.tensor([0.5, 0.6]), "sum to 1"),
         (torch.tensor([1.5, -0.5]), "non-negative"),
         (torch.tensor([1.0]), "shape"),
         (torch.tensor([float("nan"), 1.0]), "finite"),

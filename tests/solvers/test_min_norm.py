@@ -113,10 +113,13 @@ def test_the_type_is_kept_and_the_input_unchanged():
     [
         ({"radius": -0.1}, r"radius must be non-negative and finite, got -0\.1"),
         ({"radius": float("nan")}, "radius must be non-negative"),
-        ({"center": (0.5, 0.5)}, "center needs a radius"),
+        ({"center": (0.5, 0.5)}, "center requires a radius"),
         ({"center": (0.5, 0.3, 0.2), "radius": 0.1}, "entry for each of the 2 objectives"),
         ({"center": (0.5, float("nan")), "radius": 0.1}, "one finite entry"),
-        ({"center": (0.9, 0.9), "radius": 0.1}, r"box is empty.*between 1\.6 and 2, never to 1"),
+        (
+            {"center": (0.9, 0.9), "radius": 0.1},
+            r"box contains no weights.*between 1\.6 and 2, never to 1",
+        ),
         ({"center": (0.1, 0.1), "radius": 0.1}, r"sum to between 0 and 0\.4"),
         ({"center": (-1.0, 0.5), "radius": 0.1}, r"never to 1"),
         ({"start": torch.tensor([1.0])}, r"start must have shape \[M\]"),

@@ -24,7 +24,7 @@ def test_type_and_input_are_kept():
 @pytest.mark.parametrize(
     ("weights", "step", "message"),
     [
-        (torch.ones(3) / 3, 1, r"shape \[2\] as the previous ones, got \[3\]"),
+        (torch.ones(3) / 3, 1, r"the shape of previous, \[2\], got \[3\]"),
         (torch.tensor([float("nan"), 1.0]), 1, "finite"),
         (torch.ones(2) / 2, 0, "step must be at least 1, got 0"),
     ],
