@@ -1,0 +1,313 @@
+"""Makes the runs of docs/protocol.md, and keeps their figures per seed as small JSON files.
+
+    python benchmarks/protocol_runs.py front --seeds 100 101 102 103 104 105 106 107 108 109
+    python benchmarks/protocol_runs.py weights --seeds 100 101 102 103 104
+
+Parts: front (A1, A2), weights (family B), baselines (A3, A4), equal_kl, nine, warm. Each seed of a
+part is one file below --out, written when all its models are measured, and skipped when it is
+there; its runs below --runs continue from their last checkpoints. All runs share one process, whose
+start would take a fifth of their time.
+
+A file has the base model's and every model's mean rewards in [0, 1], true scores and KL, by split.
+All models of a seed reply to the same prompts with the same random stream.
+"""
+
+import argparse
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+
+from benchmarks.measure import quiet
+from firm.alignment import Calibration, Evaluation, evaluate, load_prompts
+from firm.federation import RandomStream
+from firm.federation.aggregation import weighted_mean
+from firm.fronts import preference_folder
+from firm.jobs.alignment import align
+from firm.jobs.alignment_config import AlignmentConfig
+from firm.jobs.speakers import Speakers, SpeakersConfig
+from firm.report import read_record
+from firm.run import compose
+from firm.run.files import replace_text
+
+BASE = Path("configs/miniature.yaml")
+COMMON: dict[str, Any] = {
+    "rounds": 16,
+    "num_clients": 4,
+    "engine": "stacked",
+    "estimator.name": "critic_free",
+    "estimator.batch_size": 16,
+    "estimator.minibatch_size": 8,
+    "strategy.name": "fedavg",
+    "evaluation.num_validation_prompts": 0,
+    "evaluation.num_test_prompts": 2,  # models are measured by `measured`, on many more
+    "evaluation.num_samples": 1,
+    "evaluation.num_shown_samples": 0,
+    "evaluation.front_every": None,
+    "checkpoints.keep_last": 1,
+    "checkpoints.keep_best": False,
+}
+NUM_PROMPTS = {"validation": 200, "test": 300}
+FIRST, FURTHER = (0.5, 0.1, 0.9, 0.3, 0.7), (0.2, 0.8, 0.4, 0.6)
+"""Preferences for helpful, in the order in which separate runs are counted."""
+SHRUNK = 0.8
+"""Factor of B in the models that are measured for rewards at equal KL."""
+CALIBRATION_SEED = 100
+OTHER = {"path": "firm/miniature/checkpoints/helpful_other", "format": "plain", "batch_size": 64}
+HELPFUL = {**OTHER, "path": "firm/miniature/checkpoints/helpful", "append_eos": True}
+BREVITY = {"name": "brevity"}
+SETTINGS: dict[str, dict[str, Any]] = {
+    "unlike scales": {"estimator.advantage_scale": "shared"},  # and a wider map, see `_weights`
+    "late objective": {"rounds": 8},
+    "unlike clients": {
+        "rewards.helpful_other": OTHER,
+        "groups": {
+            "others": {"clients": [0, 1], "objectives": ["helpful", "helpful_other"]},
+            "cautious": {"clients": [2, 3], "objectives": ["helpful", "harmless"]},
+        },
+    },
+    "four objectives": {"rewards.helpful_other": OTHER, "rewards.brevity": BREVITY},
+    "eight objectives": {
+        "rewards.helpful_other": OTHER,
+        "rewards.brevity": BREVITY,
+        **{f"rewards.helpful_{copy}": HELPFUL for copy in (2, 3)},
+        **{f"rewards.helpful_other_{copy}": OTHER for copy in (2, 3)},
+    },
+    "adversarial scaling": {
+        "estimator.advantage_scale": "shared",
+        "groups": {
+            "attacker": {
+                "clients": [3],
+                "attack": {"kind": "reward_scaling", "scale": 10.0, "objective": "helpful"},
+            }
+        },
+    },
+}
+Adapters = dict[str, Path]
+"""Folders of adapters, by the name of the model in the file of a seed."""
+
+
+class Lab:
+    """Trains and measures the models of one seed."""
+
+    def __init__(self, seed: int, runs: Path) -> None:
+        self.seed, self.folder, self._runs = seed, runs / f"seed_{seed}", runs
+
+    def train(self, name: str, overrides: Mapping[str, Any]) -> Path:
+        """Returns the folder of a finished run, after training what is left of it."""
+        keys = {**COMMON, "seed": self.seed, "out": str(self.folder / name), "resume": "auto"}
+        keys |= {"evaluation.calibration_seed": CALIBRATION_SEED, **overrides}
+        objectives = compose(AlignmentConfig, [BASE], list(keys.items())).rewards
+        known = {k: vars(own) for k, own in self._calibrations().items() if k in objectives}
+        keys = {"evaluation.calibrations": known, **keys}  # saves 256 replies, changes no map
+        align(compose(AlignmentConfig, [BASE], list(keys.items())))
+        return self.folder / name
+
+    def separate(self, share: float, **overrides: Any) -> Path:
+        """Returns the adapter of the run with fixed weights (share, 1 - share)."""
+        weights = {"strategy.weights": [share, round(1 - share, 3)]}
+        return self.train(f"separate_{100 * share:.0f}", {**weights, **overrides}) / "adapter"
+
+    def conditioned(self) -> Adapters:
+        """Returns the folds of the conditioned run, by preference for helpful."""
+        shares = sorted((*FIRST, *FURTHER))
+        preferences = [[share, round(1 - share, 3)] for share in shares]
+        keys = {"policy.conditioning.kind": "preference", "evaluation.preferences": preferences}
+        run = self.train("conditioned", keys)
+        return {
+            f"{s:g}": run / "front" / preference_folder(p)
+            for s, p in zip(shares, preferences, strict=True)
+        }
+
+    def mean(self, name: str, folders: Sequence[Path], shares: Sequence[float]) -> Path:
+        """Returns the folder of a weighted mean of adapters."""
+        adapters = [load_file(folder / "adapter_model.safetensors") for folder in folders]
+        return self._write(name, folders[0], weighted_mean(adapters, shares))
+
+    def shrunk(self, name: str, folder: Path) -> Path:
+        """Returns the folder of an adapter whose B is scaled by `SHRUNK`."""
+        adapter = load_file(folder / "adapter_model.safetensors")
+        scaled = {k: v * SHRUNK if "lora_B" in k else v for k, v in adapter.items()}
+        return self._write(name, folder, scaled)
+
+    def _write(self, name: str, like: Path, adapter: Mapping[str, torch.Tensor]) -> Path:
+        folder = self.folder / "made" / name
+        folder.mkdir(parents=True, exist_ok=True)
+        save_file(dict(adapter), folder / "adapter_model.safetensors", metadata={"format": "pt"})
+        settings = (like / "adapter_config.json").read_text(encoding="utf-8")
+        (folder / "adapter_config.json").write_text(settings, encoding="utf-8")
+        return folder
+
+    def measured(
+        self,
+        adapters: Adapters,
+        *,
+        rewards: Mapping[str, Any] | None = None,
+        splits: Sequence[str] = ("validation", "test"),
+    ) -> dict[str, Any]:
+        """Returns the figures of the base model and of each adapter, by split."""
+        extra = [(f"rewards.{name}", own) for name, own in (rewards or {}).items()]
+        cfg = compose(AlignmentConfig, [BASE], [*COMMON.items(), *extra])
+        names = list(adapters)
+        fns = {**cfg.rewards, **cfg.evaluation.metrics}
+        speaker_cfg = SpeakersConfig(
+            policy=cfg.policy, rewards=fns, rollout=cfg.rollout, seed=self.seed, num_threads=1
+        )
+        speakers = Speakers(speaker_cfg, list(adapters.values()), fns)
+        maps = {name: self._calibrations()[name] for name in cfg.rewards}
+        figures: dict[str, Any] = {name: {} for name in ("base", *names)}
+        for split in splits:
+            prompts = load_prompts(
+                getattr(cfg.data, split), speakers.tokenizer, prompt_format=cfg.policy.prompt
+            )[: NUM_PROMPTS[split]]
+            for index, name in enumerate(figures):
+                with speakers.speaking(index - 1 if index else None) as sample:
+                    own = evaluate(
+                        sample,
+                        prompts,
+                        {key: speakers.reward_fns[key] for key in cfg.rewards},
+                        calibrations=maps,
+                        stream=RandomStream(self.seed, "evaluation", split),
+                        extra_fns={k: speakers.reward_fns[k] for k in cfg.evaluation.metrics},
+                        batch_size=max(NUM_PROMPTS.values()),
+                    )
+                figures[name][split] = _figures(own)
+        return figures
+
+    def _calibrations(self) -> dict[str, Calibration]:
+        """Returns the maps to [0, 1] that runs have measured; `CALIBRATION_SEED` fixes them."""
+        maps: dict[str, Calibration] = {}
+        for rows in sorted(self._runs.glob("seed_*/*/metrics.jsonl")):
+            if rows.parent.name.startswith("unlike_scales"):
+                continue
+            header = json.loads(rows.read_text(encoding="utf-8").partition("\n")[0] or "{}")
+            for name, own in header.get("calibration", {}).items():
+                maps.setdefault(name, Calibration(**own))
+        return maps
+
+
+def _figures(own: Evaluation) -> dict[str, float]:
+    values = {f"reward {name}": row for name, row in own.rewards.items()}
+    values |= {name: row for name, row in own.scores.items() if name not in own.rewards}
+    values["KL"] = own.kl
+    return {name: round(row.nanmean().item(), 6) for name, row in values.items()}
+
+
+def front(lab: Lab) -> dict[str, Any]:
+    """Measures A1 and A2: a conditioned run, five separate runs, soups of two and three."""
+    folds = lab.conditioned()
+    separate = {f"{share:g}": lab.separate(share) for share in FIRST}
+    models = {f"conditioned {share:g}": folds[f"{share:g}"] for share in FIRST}
+    models |= {f"separate {share}": folder for share, folder in separate.items()}
+    ends = [separate["0.9"], separate["0.1"]]
+    for share in (0.3, 0.5, 0.7):
+        along = (share - 0.1) / 0.8
+        models[f"soup2 {share:g}"] = lab.mean(f"soup2_{share}", ends, [along, 1 - along])
+    for share, end in ((0.3, "0.1"), (0.7, "0.9")):
+        pair = [separate[end], separate["0.5"]]
+        models[f"soup3 {share:g}"] = lab.mean(f"soup3_{share}", pair, [0.5, 0.5])
+    return lab.measured(models)
+
+
+def weights(lab: Lab) -> dict[str, Any]:
+    """Measures family B: FIRM and fixed equal weights in each setting."""
+    found = {}
+    for setting, overrides in SETTINGS.items():
+        folder = setting.replace(" ", "_")
+        keys = {**overrides, **_weights(lab, setting)}
+        firm = {**keys, "strategy.name": "firm"}
+        models = {
+            f"{setting}: fixed": lab.train(f"{folder}-fixed", keys) / "adapter",
+            f"{setting}: FIRM": lab.train(f"{folder}-firm", firm) / "adapter",
+        }
+        used = {k.removeprefix("rewards."): v for k, v in overrides.items() if "rewards." in k}
+        distinct = {k: v for k, v in used.items() if not k.endswith(("_2", "_3"))}
+        figures = lab.measured(models, rewards=distinct, splits=["test"])
+        found |= {f"{setting}: base": figures.pop("base"), **figures}
+    return found
+
+
+def _weights(lab: Lab, setting: str) -> dict[str, Any]:
+    """Returns the keys of a setting that depend on other runs."""
+    if setting == "late objective":
+        early = lab.train("helpful_alone", {"rounds": 8, "strategy.weights": [1.0, 0.0]})
+        return {"start": {str(early / "adapter"): 1.0}}
+    if setting == "unlike scales":
+        run = lab.train("separate_50", {"strategy.weights": [0.5, 0.5]})
+        maps = {k: dict(own) for k, own in read_record(run).header["calibration"].items()}
+        maps["helpful"]["scale"] *= 10
+        return {"evaluation.calibrations": maps}
+    return {}
+
+
+def baselines(lab: Lab) -> dict[str, Any]:
+    """Measures A3 and A4: PPO and FIRM beside fixed equal weights without a critic."""
+    equal = {"strategy.weights": [0.5, 0.5]}
+    models = {
+        "fixed": lab.separate(0.5),
+        "PPO": lab.train("ppo", {"estimator.name": "ppo", **equal}) / "adapter",
+        "FIRM": lab.train("firm", {"strategy.name": "firm"}) / "adapter",
+    }
+    return lab.measured(models, splits=["test"])
+
+
+def equal_kl(lab: Lab) -> dict[str, Any]:
+    """Measures models with a smaller B, for rewards at equal KL."""
+    folds, models = lab.conditioned(), {}
+    for share in (0.1, 0.5, 0.9):
+        for method, folder in (
+            ("conditioned", folds[f"{share:g}"]),
+            ("separate", lab.separate(share)),
+        ):
+            models[f"{method} {share:g}"] = lab.shrunk(f"{method}_{share}_shrunk", folder)
+    return lab.measured(models, splits=["test"])
+
+
+def nine(lab: Lab) -> dict[str, Any]:
+    """Measures the other four preferences: folds, separate runs and soups of five runs."""
+    folds = lab.conditioned()
+    models = {f"conditioned {share:g}": folds[f"{share:g}"] for share in FURTHER}
+    models |= {f"separate {share:g}": lab.separate(share) for share in FURTHER}
+    for share in FURTHER:
+        pair = [lab.separate(round(share + step, 1)) for step in (-0.1, 0.1)]
+        models[f"soup5 {share:g}"] = lab.mean(f"soup5_{share}", pair, [0.5, 0.5])
+    return lab.measured(models)
+
+
+def warm(lab: Lab) -> dict[str, Any]:
+    """Measures a sweep that starts from the run at equal shares: four rounds each."""
+    start = {"start": {str(lab.separate(0.5)): 1.0}, "rounds": 4}
+    models = {}
+    for share in (*FIRST[1:], *FURTHER):
+        keys = {**start, "strategy.weights": [share, round(1 - share, 3)]}
+        models[f"warm {share:g}"] = lab.train(f"warm_{100 * share:.0f}", keys) / "adapter"
+    return lab.measured(models)
+
+
+PARTS = {part.__name__: part for part in (front, weights, baselines, equal_kl, nine, warm)}
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("part", choices=PARTS)
+    parser.add_argument("--seeds", type=int, nargs="+", required=True)
+    parser.add_argument("--runs", type=Path, default=Path("runs/protocol"))
+    parser.add_argument("--out", type=Path, default=Path("docs/results/data/protocol"))
+    options = parser.parse_args(arguments)
+    quiet()
+    options.out.mkdir(parents=True, exist_ok=True)
+    for seed in options.seeds:
+        path = options.out / f"{options.part}_{seed}.json"
+        if not path.exists():
+            figures = PARTS[options.part](Lab(seed, options.runs))
+            replace_text(path, json.dumps(figures, indent=1) + "\n")
+        print(path, flush=True)
+
+
+if __name__ == "__main__":
+    main()
