@@ -1,11 +1,11 @@
-"""Pareto fronts of models: the mathematics and the record, without models.
+"""Pareto fronts of models: measures and the record of a front. Loads no models.
 
-Models are trained for several preferences and seeds; the rewards of each in M objectives are a
-point [M], and more is better. `dominance` and `hypervolume` judge points, `front` is the record
-that is written and compared, `uncertainty` and `correlation` assess its reliability, `collapse`
-detects collapsed models, `nearest` finds the models for a target preference, `reach` the preference
-for a target point on a conditioned model's front, and `smoothing` smooths training curves. The FIRM
-paper plots such points; these measures of them are not in the paper.
+Models are trained for several preferences and seeds; a model's rewards in M objectives are a point
+[M], and more is better. `dominance` and `hypervolume` evaluate points, `front` is the record that
+is saved and compared, `uncertainty` and `correlation` assess its reliability, `collapse` detects
+collapsed models, `nearest` finds the models for a target preference, `reach` the preference for a
+target point on a conditioned model's front, and `smoothing` smooths training curves. The FIRM paper
+plots such points; these measures are not in the paper.
 """
 
 from firm.fronts.collapse import collapse_reason

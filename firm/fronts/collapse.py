@@ -1,19 +1,19 @@
-"""Detects collapsed models: one reply to every prompt, or a loss of the language.
+"""Detects collapsed models: the same reply to every prompt, or no language any more.
 
-A reward model may still give such a policy high rewards, so rewards alone do not reveal it. Not in
-the paper; the bounds are wide enough that no usable policy reaches them by chance.
+Reward models may still score such a policy highly, so rewards alone do not reveal it. Not in the
+paper; the thresholds are loose enough that no usable policy reaches them by chance.
 """
 
 import math
 
 MAX_EMPTY_SHARE = 0.5
-"""A policy that says nothing to more than this share of the prompts has collapsed."""
+"""A policy with blank replies to more than this share of the prompts counts as collapsed."""
 
 MAX_COMMON_SHARE = 0.5
-"""So has one that gives one and the same reply to more than this share of the prompts."""
+"""So does a policy with the same reply to more than this share of the prompts."""
 
 MIN_PARSE_RATIO = 0.5
-"""And one whose replies parse less than this many times as often as the base model's."""
+"""Smallest parse rate, relative to the base model's, of a policy that has not collapsed."""
 
 
 def collapse_reason(
@@ -24,16 +24,16 @@ def collapse_reason(
     parse_rate: float | None = None,
     base_parse_rate: float | None = None,
 ) -> str | None:
-    """Returns the reason why a policy counts as collapsed, or None if it does not.
+    """Returns why a policy counts as collapsed, or None if it does not.
 
     Args:
         commonest_share: Share of the prompts with the most frequent reply, in [0, 1]; blank replies
             do not count.
         empty_share: Share of the prompts with a blank reply, in [0, 1].
-        mean_kl: Mean KL from the base model; NaN and infinities are a collapse.
-        parse_rate: Share of the replies that the language's grammar parses, in [0, 1], if there is
-            a grammar.
-        base_parse_rate: The same for the base model; its own failures do not count as a collapse.
+        mean_kl: Mean KL from the base model; NaN and infinities count as a collapse.
+        parse_rate: Share of the replies that parse in the language's grammar, in [0, 1]; None
+            without a grammar.
+        base_parse_rate: Parse rate of the base model, the baseline of `parse_rate`.
 
     >>> collapse_reason(commonest_share=0.75, empty_share=0.0, mean_kl=2.5)
     'one reply to 75 % of the prompts'
@@ -44,7 +44,7 @@ def collapse_reason(
     rates = (parse_rate, base_parse_rate)
     if (parse_rate is None) != (base_parse_rate is None):
         raise ValueError(
-            f"parse_rate is judged beside base_parse_rate, got {rates}: give both or none."
+            f"parse_rate is compared to base_parse_rate, got {rates}: give both or neither."
         )
     if any(rate is not None and not 0 <= rate <= 1 for rate in rates):
         raise ValueError(f"parse rates must be in [0, 1], got {rates}.")

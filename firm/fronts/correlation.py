@@ -1,4 +1,4 @@
-"""Agreement of models with their preferences: more weight on an objective, more of its reward."""
+"""Agreement of models with their preferences: does more weight on an objective raise its reward?"""
 
 from dataclasses import dataclass
 from math import atanh, sqrt, tanh
@@ -12,9 +12,9 @@ from firm.fronts.front import Front, mean_front
 def preference_correlations(front: Front) -> dict[str, float | None]:
     """Returns Spearman's rank correlation of preference and reward, by objective.
 
-    It covers all points with a preference, of every seed and including collapsed ones. It is None
-    if the reward does not vary, or the points have fewer than three different shares of the
-    objective: of two, one is always higher.
+    Covers all points with a preference, of all seeds, including collapsed ones. None if the reward
+    does not vary or the points have fewer than three distinct shares of the objective: with two, ρ
+    is always ±1.
     """
     preferences, rewards = front.preferences(), front.rewards()
     has_preference = ~np.isnan(preferences).any(axis=1)
@@ -26,9 +26,9 @@ def preference_correlations(front: Front) -> dict[str, float | None]:
 
 
 def rank_correlation(first: np.ndarray, second: np.ndarray) -> float | None:
-    """Returns Spearman's ρ of two arrays [N], equal values sharing their mean rank.
+    """Returns Spearman's ρ of two arrays [N]; ties get their mean rank.
 
-    None if one of them does not vary.
+    None if either of them is constant.
     """
     if len(first) < 2 or np.ptp(first) == 0 or np.ptp(second) == 0:
         return None
@@ -40,10 +40,10 @@ def correlation_interval(
 ) -> tuple[float, float]:
     """Returns an approximate confidence interval of Spearman's ρ, within [-1, 1].
 
-    That of Bonett and Wright (2000), doi:10.1007/BF02294183, over N points:
-    tanh(artanh ρ ± q √((1 + ρ²/2)/(N − 3))). With three points or fewer, nothing is known. A ρ of
-    ±1 has an infinite artanh: it is itself one end, and the other end is that of the nearest
-    possible ρ, with two neighbours swapped.
+    The interval of Bonett and Wright (2000), doi:10.1007/BF02294183, for N points: tanh(artanh ρ ±
+    q √((1 + ρ²/2)/(N − 3))). With three points or fewer it is [-1, 1]. A ρ of ±1 has an infinite
+    artanh: it is one end itself, and the other end is that of the nearest possible ρ, with two
+    neighbours swapped.
 
     >>> [round(end, 2) for end in correlation_interval(0.95, 9)]
     [0.7, 0.99]
@@ -65,18 +65,18 @@ class Violation:
     lower: float
     """Share of the preference, in [0, 1]."""
     higher: float
-    """The next share that was trained."""
+    """The next larger share among the trained ones."""
     fall: float
-    """By how much the mean reward is lower at `higher`, positive."""
+    """Decrease of the mean reward from `lower` to `higher`, positive."""
 
 
 def monotone_violations(front: Front, *, tolerance: float = 0.0) -> list[Violation]:
-    """Returns where an objective's mean reward falls while its share of the preference rises.
+    """Returns the cases in which an objective's mean reward falls as its share increases.
 
-    The mean at a share is over the seeds of each preference, and with three objectives or more over
-    the preferences that give the objective this share, however they divide the rest. Only
-    neighbouring shares are compared. Points without a preference are left out, as are decreases up
-    to the tolerance, such as the rewards' standard error.
+    The mean at a share is over the seeds of each preference and, with three or more objectives,
+    over all preferences that give the objective this share. Only neighbouring shares are compared.
+    Points without a preference are excluded, as are decreases up to the tolerance, for which the
+    rewards' standard error is a sensible choice.
     """
     if not tolerance >= 0:
         raise ValueError(f"tolerance must be non-negative, got {tolerance}.")

@@ -9,8 +9,8 @@ def as_points(points: ArrayLike) -> np.ndarray:
     points = np.asarray(points, dtype=np.float64)
     if points.ndim != 2 or points.size == 0:
         raise ValueError(
-            f"points must have shape [N, M] with N, M >= 1, got {list(points.shape)}: give one row "
-            "per point and one column per objective."
+            f"points must have shape [N, M] with N, M >= 1, one row per point and one column per "
+            f"objective, got {list(points.shape)}."
         )
     if not np.isfinite(points).all():
         point, objective = np.argwhere(~np.isfinite(points))[0].tolist()
@@ -33,7 +33,7 @@ def dominators(points: ArrayLike) -> list[list[int]]:
 
 
 def non_dominated(points: ArrayLike) -> np.ndarray:
-    """Returns which of N points [N, M] no other point dominates, bool [N].
+    """Returns a mask of the points [N, M] that no other point dominates, bool [N].
 
     >>> non_dominated([[0.5, 0.5], [0.6, 0.5], [0.2, 0.9]]).tolist()
     [False, True, True]

@@ -17,7 +17,7 @@ from firm.solvers.checks import as_shares
 _FORMAT = 1
 
 SAME_FIGURE = 1e-6
-"""Relative difference up to which a figure of two calibrations is the same one."""
+"""Relative tolerance within which a parameter of two calibrations counts as equal."""
 
 
 @dataclass(frozen=True)
@@ -25,21 +25,22 @@ class Point:
     """One model of a front."""
 
     name: str
-    """Unlike that of any other point."""
+    """Unique within the front."""
     preference: tuple[float, ...] | None
-    """What it was trained for, non-negative, in the order of the objectives; None without one."""
+    """Preference it was trained for, non-negative, in the order of the objectives; None without
+    one."""
     seed: int
-    """Points of one seed start from the same adapter, so that they may be merged."""
+    """Points of a seed start from the same adapter and can therefore be merged."""
     rewards: dict[str, float]
     """Mean calibrated reward on the test prompts, by objective."""
     errors: dict[str, float]
     """Standard errors of the rewards over the prompts."""
     scores: dict[str, float]
-    """Further mean scores, such as the ground truth; in no hypervolume."""
+    """Further mean scores, such as the ground truth; not part of the hypervolume."""
     kl: float
-    """Mean KL from the base model per reply, in nats; NaN where it was not finite."""
+    """Mean KL from the base model per reply, in nats; NaN if it was not finite."""
     adapter: str
-    """Its adapter's folder, relative to the front's file, with slashes."""
+    """Folder of the adapter, relative to the front's file, with forward slashes."""
     collapse: str | None = None
     """Why the model counts as collapsed; None if it does not."""
 
@@ -49,33 +50,33 @@ class Front:
     """Models trained by one strategy for several preferences and seeds.
 
     Raises:
-        ValueError: Names, objectives or sizes do not fit together, a preference is invalid, or a
-            figure that must be finite is not.
+        ValueError: When names, objectives or sizes are inconsistent, a preference is invalid, or a
+            value is not finite.
     """
 
     objectives: tuple[str, ...]
-    """M names; their order is that of every preference, the reference point and [N, M]."""
+    """M names; preferences, the reference point and arrays [N, M] follow their order."""
     points: tuple[Point, ...]
     reference: tuple[float, ...]
     """Reference point of the hypervolume, [M]."""
     calibrations: dict[str, dict[str, Any]]
-    """What a reward means, by objective, as `firm.alignment` freezes it."""
+    """Calibration from scores to rewards, by objective, as frozen by `firm.alignment`."""
     base: dict[str, float]
     """Mean rewards of the base model, by objective."""
     strategy: str
-    """What trained the models."""
+    """Strategy that trained the models."""
     num_prompts: int
-    """Test prompts behind every reward."""
+    """Number of test prompts that the rewards are means over."""
     is_conditioned: bool = False
     """Whether the points of a seed are one conditioned adapter at several preferences, so that the
     mean of two of them is that adapter at the preference in between."""
     num_scored: dict[str, int] = field(default_factory=dict)
-    """Test prompts behind the rewards of an objective that does not apply to all of them."""
+    """Number of test prompts by objective, for objectives that do not apply to all prompts."""
 
     def __post_init__(self) -> None:
         if not self.objectives or len(set(self.objectives)) < len(self.objectives):
             raise ValueError(
-                f"a front needs objectives of different names, got {list(self.objectives)}."
+                f"objectives must be distinct names, at least one, got {list(self.objectives)}."
             )
         for name in (*self.objectives, self.strategy):
             _check_shown("an objective or strategy", name)
@@ -87,7 +88,7 @@ class Front:
         names = Counter(point.name for point in self.points)
         if repeated := [name for name, count in names.items() if count > 1]:
             raise ValueError(
-                f"every point needs its own name, got {repeated[0]!r} {names[repeated[0]]} times."
+                f"names of points must be unique, got {repeated[0]!r} {names[repeated[0]]} times."
             )
         for point in self.points:
             self._check_point(point)
@@ -106,12 +107,12 @@ class Front:
         place = PurePosixPath(point.adapter)
         if place.is_absolute():
             raise ValueError(
-                f"the adapter of {point.name!r} must be relative to the front's file, so that the "
-                f"folder can be moved, got {point.adapter}."
+                f"the adapter of {point.name!r} must be a path relative to the front's file, so "
+                f"that the folder can be moved, got {point.adapter}."
             )
         if ".." in place.parts or "\\" in point.adapter:
             raise ValueError(
-                f"the adapter of {point.name!r} must be below the front's file, without '..' and "
+                f"the adapter of {point.name!r} must be inside the front's folder, without '..' or "
                 f"backslashes, got {point.adapter}."
             )
 
@@ -133,7 +134,7 @@ class Front:
         return as_shares(point.preference or (), len(self.objectives), name=name)
 
     def prompts(self, noun: str = "prompts") -> str:
-        """Returns the number of prompts behind the rewards, in words."""
+        """Describes the number of prompts that the rewards are means over."""
         partial = ", ".join(f"{name} on {count}" for name, count in self.num_scored.items())
         return f"{self.num_prompts} {noun}{partial and f' ({partial})'}"
 
@@ -143,7 +144,7 @@ class Front:
         return np.array(rows, dtype=np.float64).reshape(len(rows), len(self.objectives))
 
     def preferences(self) -> np.ndarray:
-        """Returns the points' preferences scaled to sum 1, shape [N, M]; NaN for those without."""
+        """Returns the points' preferences scaled to sum 1, [N, M]; NaN for points without one."""
         rows = np.full((len(self.points), len(self.objectives)), np.nan)
         for row, point in zip(rows, self.points, strict=True):
             if point.preference is not None:
@@ -156,13 +157,13 @@ class Front:
 
     @property
     def non_dominated(self) -> np.ndarray:
-        """Mask of points that no other point dominates, bool [N]; needs at least two points."""
+        """Mask of points that no other point dominates, bool [N]; requires at least two points."""
         self._check_several()
         return non_dominated(self.rewards())
 
     @property
     def hypervolume(self) -> float:
-        """The hypervolume of all points, at least two, each above the reference point."""
+        """The hypervolume of all points; requires at least two, all above the reference point."""
         self._check_several()
         return hypervolume(
             self.rewards(),
@@ -175,22 +176,22 @@ class Front:
         if len(self.points) < 2:
             count = "one point" if self.points else "no points"
             raise ValueError(
-                f"a front with {count} shows no trade-off: give models of two preferences or more."
+                f"a front with {count} has no trade-off: add models of at least two preferences."
             )
 
     def save(self, path: str | Path) -> None:
         """Writes the front as JSON atomically, replacing an existing file.
 
-        Values in `kl` and `scores` that are not finite become null, and NaN when read.
+        Non-finite values in `kl` and `scores` are written as null and read as NaN.
         """
         write_record(path, self, version=_FORMAT)
 
     @classmethod
     def load(cls, path: str | Path) -> Self:
-        """Returns the front in a file that `save` wrote.
+        """Returns the front in a file written by `save`.
 
         Raises:
-            ValueError: The file holds no front; the message says where.
+            ValueError: When the file does not hold a valid front; names the invalid entry.
         """
         return read_record(
             path, cls, version=_FORMAT, added={"is_conditioned": False, "num_scored": {}}
@@ -198,13 +199,13 @@ class Front:
 
 
 def _check_shown(what: str, text: str) -> None:
-    """Raises `ValueError` if a text is empty or holds control characters for a terminal."""
+    """Raises `ValueError` if a text is empty or contains terminal control characters."""
     if not text or not text.isprintable():
-        raise ValueError(f"{what} must be a printable text in one line, got {text[:80]!a}.")
+        raise ValueError(f"{what} must be a single line of printable text, got {text[:80]!a}.")
 
 
 def by_preference(front: Front) -> dict[tuple[float, ...], tuple[Point, ...]]:
-    """Returns the points of each preference, scaled to sum 1, in rising order and by seed."""
+    """Returns the points by preference, scaled to sum 1, in ascending order and sorted by seed."""
     groups: dict[tuple[float, ...], list[Point]] = {}
     for point, shares in zip(front.points, front.preferences(), strict=True):
         if point.preference is not None:
@@ -214,7 +215,7 @@ def by_preference(front: Front) -> dict[tuple[float, ...], tuple[Point, ...]]:
 
 
 def mean_front(front: Front) -> dict[tuple[float, ...], np.ndarray]:
-    """Returns the mean rewards [M] over the seeds of each preference, in rising order."""
+    """Returns the mean rewards [M] over the seeds of each preference, in ascending order."""
     return {
         preference: np.mean([[p.rewards[name] for name in front.objectives] for p in points], 0)
         for preference, points in by_preference(front).items()
@@ -223,19 +224,19 @@ def mean_front(front: Front) -> dict[tuple[float, ...], np.ndarray]:
 
 @dataclass(frozen=True)
 class SeedHypervolumes:
-    """A hypervolume over the seeds of a front."""
+    """Hypervolumes of a front's seeds."""
 
     by_seed: dict[int, float]
     mean: float
     sd: float | None
-    """Standard deviation with n - 1; None for one seed."""
+    """Sample standard deviation (n - 1); None for a single seed."""
 
 
 def seed_hypervolumes(front: Front) -> SeedHypervolumes:
-    """Returns the hypervolume of each seed's own points, with mean and standard deviation.
+    """Returns the hypervolume of each seed's points, with mean and standard deviation.
 
     Raises:
-        ValueError: A seed has fewer than two points or lacks a preference that another one has, so
+        ValueError: When a seed has fewer than two points or lacks a preference of another seed, so
             that their hypervolumes are not comparable, or a point is not above the reference point.
     """
     groups = by_preference(front)
@@ -244,8 +245,8 @@ def seed_hypervolumes(front: Front) -> SeedHypervolumes:
         for preference, points in groups.items():
             if seed not in {point.seed for point in points}:
                 raise ValueError(
-                    f"seed {seed} has no point of preference {preference}, other seeds have: "
-                    "train it, or leave the seed or the preference out."
+                    f"seed {seed} has no point of preference {preference}, which other seeds have: "
+                    "train it, or exclude the seed or the preference."
                 )
         figures[seed] = front.of_seed(seed).hypervolume
     if not figures:
@@ -258,14 +259,14 @@ def seed_hypervolumes(front: Front) -> SeedHypervolumes:
 def check_comparable(first: Front, second: Front) -> None:
     """Raises `ValueError` if the rewards or hypervolumes of two fronts are not comparable.
 
-    They are not if the objectives, their order, the meaning of a reward or the reference point
-    differ. Strategy, preferences and seeds may differ: these are compared.
+    The objectives, their order, the calibrations and the reference point must match. Strategy,
+    preferences and seeds may differ: they are the subject of the comparison.
     """
     if first.objectives != second.objectives:
         raise ValueError(
             "the fronts are not comparable: the objectives are "
             f"{', '.join(first.objectives)} in the first and {', '.join(second.objectives)} in the "
-            "second, and their order counts."
+            "second, and their order matters."
         )
     for name in first.objectives:
         maps = first.calibrations[name], second.calibrations[name]
@@ -273,8 +274,8 @@ def check_comparable(first: Front, second: Front) -> None:
             values = [calibration.get(figure, "missing") for calibration in maps]
             raise ValueError(
                 f"the fronts are not comparable: the calibration of {name!r} has {figure} "
-                f"{values[0]} in the first and {values[1]} in the second; evaluate both with one "
-                "calibration."
+                f"{values[0]} in the first and {values[1]} in the second; evaluate both with the "
+                "same calibration."
             )
     if first.reference != second.reference:
         raise ValueError(
@@ -284,9 +285,9 @@ def check_comparable(first: Front, second: Front) -> None:
 
 
 def differing_figure(first: Mapping[str, Any], second: Mapping[str, Any]) -> str | None:
-    """Returns the first figure in which two calibrations differ; None if they are equivalent.
+    """Returns the first parameter in which two calibrations differ; None if they are equivalent.
 
-    The number of replies that a map was fitted to does not change the map.
+    Ignores the number of replies they were fitted to, which does not change the mapping.
     """
     for figure in sorted((first.keys() | second.keys()) - {"num_samples"}):
         if not _is_same(first.get(figure), second.get(figure)):

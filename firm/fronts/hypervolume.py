@@ -1,6 +1,6 @@
-"""The hypervolume that a set of points dominates, measured from a reference point.
+"""Exact hypervolume dominated by a set of points, relative to a reference point.
 
-Exact. Up to three objectives are computed here, more by the optional package moocore.
+Implements up to three objectives; more require the optional package moocore.
 """
 
 from collections.abc import Sequence
@@ -18,19 +18,19 @@ def hypervolume(
     names: Sequence[str] | None = None,
     objectives: Sequence[str] | None = None,
 ) -> float:
-    """Returns the volume of the region above the reference point and below at least one point.
+    """Returns the volume of the region above the reference and dominated by at least one point.
 
-    More is better in every objective. Dominated and equal points add nothing.
+    More is better in every objective. Dominated and duplicate points add nothing.
 
     Args:
         points: Shape [N, M].
-        reference: Point that every point exceeds in every objective, shape [M].
-        names: N names of the points for the messages; their indices by default.
-        objectives: M names of the objectives for the messages; their indices by default.
+        reference: Reference point, strictly below every point in every objective, shape [M].
+        names: N names of the points for error messages; their indices by default.
+        objectives: M names of the objectives for error messages; their indices by default.
 
     Raises:
-        ValueError: The shape is wrong, points are not finite, a point is not above the reference,
-            or there are more than 3 objectives without moocore.
+        ValueError: When the shape is wrong, points are not finite, a point is not above the
+            reference, or there are more than three objectives and moocore is not installed.
 
     >>> hypervolume([[3.0, 1.0], [1.0, 2.0]], [0.0, 0.0])
     4.0
@@ -40,10 +40,10 @@ def hypervolume(
     if (wrong := points <= corner).any():
         point, objective = np.argwhere(wrong)[0].tolist()
         raise ValueError(
-            "the reference point must lie strictly below every point in every objective: point "
+            "the reference point must be strictly below every point in every objective: point "
             f"{names[point] if names else point} has {points[point, objective]:g} in objective "
             f"{objectives[objective] if objectives else objective}, the reference "
-            f"{corner[objective]:g}; lower the reference or leave the point out."
+            f"{corner[objective]:g}; lower the reference or exclude the point."
         )
     return float(volumes(points - corner))
 
@@ -62,7 +62,7 @@ def as_reference(reference: ArrayLike, num_objectives: int) -> np.ndarray:
 def volumes(gains: np.ndarray) -> np.ndarray:
     """Returns the hypervolumes of many sets of points [..., N, M], measured from the origin.
 
-    Regions below 0 in an objective add nothing.
+    Negative coordinates are clipped to 0 and add nothing.
     """
     gains = np.maximum(gains, 0.0)
     num_objectives = gains.shape[-1]
@@ -76,14 +76,14 @@ def volumes(gains: np.ndarray) -> np.ndarray:
 
 
 def _areas(gains: np.ndarray) -> np.ndarray:
-    """Sweeps the points by falling first objective, in strips as high as the highest so far."""
+    """Sweeps the points by descending first objective, in strips of the running maximum height."""
     points = _by_falling(gains, 0)
     heights = np.maximum.accumulate(points[..., 1], axis=-1)  # [..., N]
     return (_steps(points[..., 0]) * heights).sum(axis=-1)
 
 
 def _solids(gains: np.ndarray) -> np.ndarray:
-    """Sweeps the points by falling third objective, in slabs on the area of those so far."""
+    """Sweeps the points by descending third objective, in slabs with the area of those so far."""
     points = _by_falling(gains, 2)
     thickness = _steps(points[..., 2])  # [..., N]
     total = np.zeros(gains.shape[:-2])
@@ -98,7 +98,7 @@ def _by_falling(gains: np.ndarray, objective: int) -> np.ndarray:
 
 
 def _steps(falling: np.ndarray) -> np.ndarray:
-    """Returns each value's difference from the next one, the last one's from 0, shape [..., N]."""
+    """Returns the difference of each value to the next, and of the last to 0, shape [..., N]."""
     return falling - np.concatenate([falling[..., 1:], np.zeros_like(falling[..., :1])], axis=-1)
 
 
@@ -107,10 +107,10 @@ def _by_moocore(gains: np.ndarray) -> np.ndarray:
         import moocore  # pyright: ignore[reportMissingImports]
     except ImportError:
         raise ValueError(
-            f"the hypervolume of {gains.shape[-1]} objectives is computed by moocore, which is not "
+            f"the hypervolume of {gains.shape[-1]} objectives requires moocore, which is not "
             'installed: pip install "firm-align[fronts]".'
         ) from None
     sets = gains.reshape(-1, *gains.shape[-2:])
     origin = np.zeros(gains.shape[-1])
-    volumes = [moocore.hypervolume(-points, ref=origin) for points in sets]  # it minimises
+    volumes = [moocore.hypervolume(-points, ref=origin) for points in sets]  # moocore minimises
     return np.array(volumes).reshape(gains.shape[:-2])

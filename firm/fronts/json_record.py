@@ -1,4 +1,4 @@
-"""Records as JSON files: written atomically, read strictly by their annotations."""
+"""Dataclasses as JSON files: written atomically, validated against their annotations when read."""
 
 import json
 import math
@@ -14,10 +14,10 @@ RecordT = TypeVar("RecordT")
 
 
 def write_record(path: str | Path, record: Any, *, version: int) -> None:
-    """Writes a dataclass of the types that `read_record` knows as JSON, replacing the file `path`.
+    """Writes a dataclass of the types that `read_record` supports as JSON, replacing `path`.
 
-    Numbers that are not finite, which JSON does not support, become null and are read as NaN. If
-    writing fails, an existing file is kept.
+    Non-finite numbers, which JSON does not support, become null and are read as NaN. If writing
+    fails, an existing file is left unchanged.
     """
     path = Path(path)
     content = _with_null({"format": version, **asdict(record)})
@@ -25,12 +25,12 @@ def write_record(path: str | Path, record: Any, *, version: int) -> None:
     number, draft = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
     try:
         with open(number, "w", encoding="utf-8") as file:
-            os.fchmod(number, 0o644)  # a temporary file is readable by its owner only
+            os.fchmod(number, 0o644)  # mkstemp makes files readable by their owner only
             file.write(text)
             file.flush()
             os.fsync(number)
         os.replace(draft, path)
-    except BaseException:  # even an interrupt leaves no draft behind
+    except BaseException:  # also clean up after an interrupt
         Path(draft).unlink(missing_ok=True)
         raise
 
@@ -38,30 +38,30 @@ def write_record(path: str | Path, record: Any, *, version: int) -> None:
 def read_record(
     path: str | Path, kind: type[RecordT], *, version: int, added: Mapping[str, Any] | None = None
 ) -> RecordT:
-    """Returns the dataclass in a file that `write_record` wrote.
+    """Returns the dataclass in a file written by `write_record`.
 
-    Exactly the dataclass's fields must be present, each of its type: str, int, float, bool, Any,
-    `X | None`, `tuple[X, ...]`, `dict[str, X]` or a dataclass of such.
+    The file must have exactly the dataclass's fields, with values of their types: str, int, float,
+    bool, Any, `X | None`, `tuple[X, ...]`, `dict[str, X]` or a dataclass of these.
 
     Args:
         path: The file.
-        kind: Type of the record.
-        version: Version of its format.
-        added: Fields that older files of this format lack, and their values there.
+        kind: The dataclass.
+        version: Required version of the format.
+        added: Defaults of fields that older files of this version lack.
 
     Raises:
-        ValueError: The file is malformed, or the record refuses its values; one line says where.
+        ValueError: When the file is malformed or the dataclass rejects its values; names the key.
     """
     try:
         content = json.loads(Path(path).read_text(encoding="utf-8"))
         if not isinstance(content, dict) or content.pop("format", None) != version:
-            raise ValueError(f'it must be an object with "format": {version}')
+            raise ValueError(f'expected an object with "format": {version}')
         return _parse(kind, {**(added or {}), **content}, "")
     # invalid JSON and UTF-8 raise ValueError too
     except (ValueError, OverflowError, RecursionError) as error:
         what = kind.__name__.lower()
         raise ValueError(
-            f"{path} holds no {what}: {str(error).rstrip('.')}. Restore the file or write it again."
+            f"{path} is not a valid {what}: {str(error).rstrip('.')}. Restore or rewrite the file."
         ) from None
 
 
@@ -74,7 +74,7 @@ def _with_null(value: Any) -> Any:
 
 
 def _parse(kind: Any, value: Any, where: str) -> Any:
-    """Returns plain data converted to type `kind`; `where` is the key path."""
+    """Converts plain data to type `kind`; `where` is the key path for messages."""
     origin, args = get_origin(kind), get_args(kind)
     if is_dataclass(kind):
         return _parse_dataclass(kind, value, where)
@@ -99,7 +99,7 @@ def _parse_dataclass(kind: Any, value: Any, where: str) -> Any:
             raise ValueError(f"{_joined(where, key)} is missing")
     for key in entries:
         if key not in hints:
-            raise ValueError(f"{_joined(where, key)} is no known key")
+            raise ValueError(f"{_joined(where, key)} is an unknown key")
     return kind(**{key: _parse(hints[key], entries[key], _joined(where, key)) for key in hints})
 
 
@@ -110,8 +110,8 @@ def _joined(where: str, key: str) -> str:
 _NAMES = {
     dict: "an object",
     list: "a list",
-    str: "a text",
-    int: "a whole number",
+    str: "a string",
+    int: "an integer",
     bool: "true or false",
 }
 
@@ -119,6 +119,6 @@ _NAMES = {
 def _of_type(kind: Any, value: Any, where: str) -> Any:
     if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
         text = json.dumps(value)
-        shown = text if len(text) <= 40 else f"{text[:40]} and so on"
+        shown = text if len(text) <= 40 else f"{text[:40]}[...]"
         raise ValueError(f"{where} must be {_NAMES.get(kind, 'a number')}, got {shown}")
     return value

@@ -1,8 +1,8 @@
-"""Measures of the classic wing's papers, as pure functions on arrays.
+"""Evaluation measures of the classic federated multi-objective papers, as functions on arrays.
 
-All raise ``ValueError`` on empty arrays, shapes that differ, or values that are not finite. The
-Gram matrix's error is ``firm.gradients.nrmse``, the bound on Pareto stationarity is
-``firm.federation.diagnostics.stationarity``.
+All raise ``ValueError`` on empty arrays, mismatched shapes or non-finite values. See also
+``firm.gradients.nrmse`` for the error of Gram matrices and
+``firm.federation.diagnostics.stationarity`` for the bound on Pareto stationarity.
 """
 
 from collections.abc import Sequence
@@ -19,16 +19,16 @@ from firm.solvers.checks import check_finite
 def delta_m(
     values: ArrayLike, reference: ArrayLike, *, is_higher_better: bool | Sequence[bool]
 ) -> float:
-    """Returns the mean relative loss of performance against a reference; smaller is better.
+    """Returns the mean relative performance drop from a reference; lower is better.
 
     That is Δ_M = (1/M) Σ_m (-1)^{ℓ_m} (S_m - R_m) / R_m of Appendix E.3 of FedCMOO (Askin et al.),
-    with ℓ_m = 1 where higher values are better, else 0. 0.01 means one per cent worse on average,
-    a negative value better. The reference is usually each objective trained alone.
+    with ℓ_m = 1 if higher values are better, else 0. 0.01 means one percent worse on average,
+    negative values mean better. The reference is usually single-objective training.
 
     Args:
         values: S, final accuracy or loss of each objective, shape [M].
-        reference: R, the same figures of the reference, shape [M], positive.
-        is_higher_better: Whether higher is better, for all objectives or for each.
+        reference: R, the reference's values, shape [M], positive.
+        is_higher_better: Whether higher is better; one flag for all objectives or one for each.
 
     >>> round(delta_m([94.4, 92.6], [95.4, 93.1], is_higher_better=True), 4)
     0.0079
@@ -49,21 +49,21 @@ def delta_m(
 
 @dataclass(frozen=True)
 class UserSummary:
-    """Distribution of a figure over the users."""
+    """Distribution of the users' accuracies."""
 
     mean: float
     std: float
-    """Of the population: the users are all that there are."""
+    """Population standard deviation, since all users are included."""
     worst: float
     best: float
 
 
 def user_summary(accuracies: ArrayLike, *, share: float = 0.05) -> UserSummary:
-    """Returns mean, spread, and the worst and best 5 % of the users' accuracies [C].
+    """Returns mean, standard deviation, worst and best 5 % of the users' accuracies [C].
 
-    Worst is the percentile at ``share`` in (0, 0.5], best that at ``1 - share``, interpolated
-    linearly between the sorted users. The paper does not define them; the digits in its Tables 8
-    and 9 for 100 users match this definition, not a mean over the five worst users.
+    Worst is the quantile at ``share`` in (0, 0.5], best the quantile at ``1 - share``, with linear
+    interpolation. The paper does not define them; the digits in its Tables 8 and 9 for 100 users
+    match this definition, not a mean over the five worst users.
 
     >>> user_summary([0.5, 0.7, 0.9]).worst
     0.52
@@ -76,11 +76,11 @@ def user_summary(accuracies: ArrayLike, *, share: float = 0.05) -> UserSummary:
 
 
 def improved_share(before: ArrayLike, after: ArrayLike) -> float:
-    """Returns the share of participants that the server's step did not make worse, in [0, 1].
+    """Returns the share of participants whose losses the server's step did not raise, in [0, 1].
 
     That is ``Σ_{i ∈ I_t} 1{f_i(w_{t+1}) ≤ f_i(w_t)} / |I_t|`` (footnote 6 of FedMGDA+, Hu et al.):
-    an unchanged loss counts. With several objectives a participant counts if none of its losses
-    rose. ``before`` and ``after`` are the participants' training losses, shape [C] or [C, M].
+    unchanged losses count. With several objectives a participant counts if none of its losses rose.
+    ``before`` and ``after`` are the participants' training losses, shape [C] or [C, M].
     """
     old = _array(before, "before")
     if old.ndim not in (1, 2):
@@ -91,7 +91,7 @@ def improved_share(before: ArrayLike, after: ArrayLike) -> float:
 
 
 def local_progress(before: ArrayLike, after: ArrayLike) -> np.ndarray:
-    """Returns the decrease of each objective's loss in local training, averaged over the clients.
+    """Returns each objective's decrease of the loss in local training, averaged over the clients.
 
     That is (1/C) Σ_c (F_{c,m}(x_start) - F_{c,m}(x_end)) on the clients' own data, [C, M] to [M]:
     Appendix E.4 of FedCMOO, which compares algorithms from the same global models.
@@ -101,12 +101,12 @@ def local_progress(before: ArrayLike, after: ArrayLike) -> np.ndarray:
 
 
 def preference_correlation(preferences: ArrayLike, losses: ArrayLike) -> float | None:
-    """Returns how well runs follow the ratios of losses that their preferences ask for, in [-1, 1].
+    """Returns how well runs achieve the loss ratios that their preferences request, in [-1, 1].
 
-    A preference r asks for r₁F₁ = ... = r_M F_M (Eq. 7 of FedCMOO), so that F_j/F_k should be
-    r_k/r_j. For each pair of objectives this is Spearman's ρ between target and achieved ratios
-    over the runs, 0 if all runs achieve the same ratio. The result is the mean over the pairs with
-    three or more distinct target ratios, or None if there is no such pair.
+    A preference r requests r₁F₁ = ... = r_M F_M (Eq. 7 of FedCMOO), so that F_j/F_k should be
+    r_k/r_j. For each pair of objectives, Spearman's ρ is computed between requested and achieved
+    ratios over the runs; it is 0 if all runs achieve the same ratio. The result is the mean over
+    the pairs with three or more distinct requested ratios, or None if there is no such pair.
 
     Args:
         preferences: r of each run, shape [N, M], positive.
@@ -115,23 +115,24 @@ def preference_correlation(preferences: ArrayLike, losses: ArrayLike) -> float |
     >>> preference_correlation([[1, 3], [1, 1], [3, 1]], [[0.6, 0.3], [0.4, 0.4], [0.2, 0.5]])
     1.0
     """
-    wishes = _array(preferences, "preferences", ndim=2)
-    ends = _array(losses, "losses", ndim=2, shape=wishes.shape)
-    for name, values in (("preferences", wishes), ("losses", ends)):
+    requested = _array(preferences, "preferences", ndim=2)
+    achieved = _array(losses, "losses", ndim=2, shape=requested.shape)
+    for name, values in (("preferences", requested), ("losses", achieved)):
         if values.min() <= 0:
             raise ValueError(f"{name} must be positive, got {values.min():g}.")
     correlations = []
-    for j, k in combinations(range(wishes.shape[1]), 2):
-        wanted, reached = wishes[:, k] / wishes[:, j], ends[:, j] / ends[:, k]
-        if len(np.unique(wanted.round(9))) > 2:
-            correlations.append(rank_correlation(wanted, reached) or 0.0)
+    for j, k in combinations(range(requested.shape[1]), 2):
+        targets = requested[:, k] / requested[:, j]  # [N]
+        ratios = achieved[:, j] / achieved[:, k]  # [N]
+        if len(np.unique(targets.round(9))) > 2:
+            correlations.append(rank_correlation(targets, ratios) or 0.0)
     return float(np.mean(correlations)) if correlations else None
 
 
 def rounds_to_loss(rounds: ArrayLike, losses: ArrayLike, target: float) -> int | None:
-    """Returns the first round with a loss of at most the target, or None (FMGDA, Table 2).
+    """Returns the first round whose loss reaches the target, or None (FMGDA, Table 2).
 
-    Rounds [T] are increasing; losses [T] are one objective's losses after each of them.
+    Rounds [T] must increase; losses [T] are one objective's losses after these rounds.
 
     >>> rounds_to_loss([0, 10, 20], [2.0, 0.5, 0.1], 0.5)
     10
@@ -139,7 +140,7 @@ def rounds_to_loss(rounds: ArrayLike, losses: ArrayLike, target: float) -> int |
     measured = _array(rounds, "rounds", ndim=1)
     values = _array(losses, "losses", ndim=1, shape=measured.shape)
     if (np.diff(measured) <= 0).any():
-        raise ValueError(f"rounds must rise, got {measured.astype(int).tolist()}.")
+        raise ValueError(f"rounds must increase, got {measured.astype(int).tolist()}.")
     reached = np.flatnonzero(values <= target)
     return int(measured[reached[0]]) if len(reached) else None
 

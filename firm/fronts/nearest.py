@@ -1,4 +1,4 @@
-"""Selects the models for a target preference: a single one, or a few with shares."""
+"""Selects models for a target preference: the nearest one, or a mixture of several."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -11,25 +11,25 @@ from firm.fronts.front import Front, Point
 from firm.solvers.checks import as_shares
 
 _SAME = 1e-9
-"""Preferences and shares closer than this are equal: their last digits are rounding."""
+"""Preferences and shares closer than this count as equal, because of rounding."""
 
 
 def nearest(front: Front, want: Sequence[float], *, any_point: bool = False) -> Point:
-    """Returns the model with the preference nearest to the wanted one, [M].
+    """Returns the model whose preference is nearest to the target preference [M].
 
-    Both are scaled to sum 1 and their distance is Euclidean. Among equally near models, such as
-    the seeds of one preference, the one whose rewards have the best mean under `want` is taken.
-    With `any_point` dominated and collapsed models count too.
+    The distance is Euclidean, after scaling both to sum 1. Ties, such as the seeds of a preference,
+    are broken by the best mean reward under `want`. `any_point` includes dominated and collapsed
+    models.
 
     Raises:
-        ValueError: The wanted preference is invalid, or no model with a preference is left.
+        ValueError: When the target preference is invalid, or no eligible model has a preference.
     """
     target = _as_want(front, want)
     candidates = _with_preference(front) if any_point else sound(front)
     if not candidates.points:
         raise ValueError(
-            f"none of {len(front.points)} models has a preference"
-            f"{'' if any_point else ' and is neither dominated nor collapsed'}: train more."
+            f"none of the {len(front.points)} models has a preference"
+            f"{'' if any_point else ' and is neither dominated nor collapsed'}: train more models."
         )
     distances = np.linalg.norm(candidates.preferences() - target, axis=1)
     values = np.where(distances <= distances.min() + _SAME, candidates.rewards() @ target, -np.inf)
@@ -37,20 +37,20 @@ def nearest(front: Front, want: Sequence[float], *, any_point: bool = False) -> 
 
 
 def neighbours(front: Front, want: Sequence[float]) -> list[tuple[Point, float]]:
-    """Returns models of one seed and shares of them that add up to the wanted preference.
+    """Returns models of one seed with shares that mix their preferences into the target.
 
     With two objectives these are the two neighbouring preferences, with three the corners of a
-    triangle around `want`, or fewer models if they suffice. Of all mixtures that give `want`, the
-    one with the smallest spread ``Σ share · |preference - want|²`` is taken, a simplex of the
-    Delaunay triangulation; ties are broken by the best expected reward under `want`. Collapsed
-    models and those dominated within their seed or without a preference are left out. A preference
-    that no seed encloses falls back to the nearest model.
+    triangle around `want`, or fewer models if they suffice. Among all mixtures that give `want`,
+    the one with the smallest spread ``Σ share · |preference - want|²`` is chosen, which is a
+    simplex of the Delaunay triangulation; ties are broken by the best expected reward under `want`.
+    Excludes models that have collapsed, are dominated within their seed or have no preference.
+    Falls back to the nearest model if no seed's preferences enclose the target.
 
     Returns:
-        At most M models of one seed, which may be merged, with positive shares that sum to 1.
+        At most M models of one seed, which can be merged, with positive shares that sum to 1.
 
     Raises:
-        ValueError: The wanted preference [M] is invalid, or no model is left.
+        ValueError: When the target preference [M] is invalid, or no model is eligible.
     """
     target = _as_want(front, want)
     mixtures = [
@@ -66,23 +66,23 @@ def neighbours(front: Front, want: Sequence[float]) -> list[tuple[Point, float]]
 
 @dataclass(frozen=True)
 class Expectation:
-    """Rewards expected of a mixture of models, if rewards were linear between them."""
+    """Expected rewards of a mixture of models, assuming linearity between them."""
 
     rewards: dict[str, float]
     errors: dict[str, float]
 
 
 def expected_rewards(shares: Sequence[tuple[Point, float]]) -> Expectation:
-    """Returns the rewards interpolated between models by shares that sum to 1, by objective.
+    """Interpolates the rewards of models by shares that sum to 1.
 
-    This is an expectation, not a measurement: merged parameters need not reach the interpolated
-    rewards. The errors are Σ share · error, a bound that holds for any correlation of the points'
-    errors; the points answered the same prompts, so adding squares would be too optimistic.
+    This is an estimate, not a measurement: merged parameters need not attain the interpolated
+    rewards. The errors are Σ share · error, an upper bound for any correlation of the points'
+    errors. Adding squares would be too optimistic, since the points share their prompts.
     """
     total = sum(share for _, share in shares)
     if not abs(total - 1) <= 1e-6 or min(share for _, share in shares) < 0:
         raise ValueError(
-            f"shares must be non-negative with sum 1, got {[share for _, share in shares]}."
+            f"shares must be non-negative and sum to 1, got {[share for _, share in shares]}."
         )
     objectives = list(shares[0][0].rewards)
     return Expectation(
@@ -92,7 +92,7 @@ def expected_rewards(shares: Sequence[tuple[Point, float]]) -> Expectation:
 
 
 def _as_want(front: Front, want: Sequence[float]) -> np.ndarray:
-    return as_shares(want, len(front.objectives), name="the wanted preference")
+    return as_shares(want, len(front.objectives), name="the target preference")
 
 
 def _with_preference(front: Front) -> Front:
@@ -100,7 +100,7 @@ def _with_preference(front: Front) -> Front:
 
 
 def sound(front: Front) -> Front:
-    """Returns models with a preference, neither collapsed nor dominated by an intact model."""
+    """Returns the models with a preference that are neither collapsed nor dominated."""
     speaking = replace(front, points=tuple(p for p in front.points if p.collapse is None))
     if not speaking.points:
         return speaking
@@ -114,14 +114,14 @@ class _Mixture:
     points: list[Point]
     shares: list[float]
     spread: float
-    """Mean squared distance of the points' preferences from the target, to twelve digits: a corner
-    with the smallest share counts, rounding does not."""
+    """Mean squared distance of the preferences from the target, rounded to twelve digits so that
+    rounding errors do not break ties."""
     value: float
-    """Expected reward under the wanted preference."""
+    """Expected reward under the target preference."""
 
 
 def _mixtures(front: Front, target: np.ndarray) -> Iterator[_Mixture]:
-    """Yields all sets of at most M models that give the target with positive shares."""
+    """Yields all mixtures of at most M models that give the target with positive shares."""
     preferences, values = front.preferences(), front.rewards() @ target
     distances = np.linalg.norm(preferences - target, axis=1)
     for size in range(1, min(len(front.objectives), len(front.points)) + 1):

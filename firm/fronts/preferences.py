@@ -1,11 +1,11 @@
-"""Grids of preferences to measure a front at, and the names of their folders."""
+"""Grids of preferences at which fronts are measured, and the names of their folders."""
 
 from collections.abc import Sequence
 from itertools import product
 
 
 def grid(resolution: int, num_objectives: int) -> list[tuple[float, ...]]:
-    """Returns all preferences in multiples of 1/resolution, the first objective's share falling.
+    """Returns all preferences in multiples of 1/resolution, the first share descending.
 
     >>> grid(2, 2)
     [(1.0, 0.0), (0.5, 0.5), (0.0, 1.0)]

@@ -13,40 +13,40 @@ from firm.solvers import min_norm_weights
 from firm.solvers.checks import as_shares
 
 _SAME = 1e-6
-"""Wishes missed by less than this, in shares of the front's ranges, are met equally well."""
+"""Misses below this, relative to the front's ranges, count as equal."""
 
 
 def reaching(front: Front, want: Sequence[float]) -> list[tuple[Point, float]]:
-    """Returns models with shares that mix their preferences into the one that reaches a target.
+    """Returns models with shares that mix their preferences into one that reaches a target point.
 
     The target is a direction on the measured front, not a preference to train for. An objective's
-    gain is 0 at the smallest and 1 at the largest reward of the front's models; the target is met
-    where the gains are proportional to the target shares. Rewards are assumed to be linear between
-    neighbouring preferences, so that the solution in each simplex of neighbours is the shortest
-    convex combination of ``gain - Σ gain · want``. If no simplex meets the target, the one with the
-    smallest miss is taken; if several do, the one with the largest gains.
+    gain is 0 at the smallest and 1 at the largest reward of the front's models; a point reaches the
+    target if its gains are proportional to the target shares. Rewards are assumed to be linear
+    between neighbouring preferences, so that the solution in each simplex of neighbours is the
+    minimum-norm convex combination of ``gain - Σ gain · want``. The simplex with the smallest miss
+    is chosen; among several that reach the target, the one with the largest gains.
 
-    Models that have collapsed or that another one of their seed dominates are left out. Meant for
-    points of one conditioned adapter for each seed, which is linear in the preference: its fold at
-    the sum of the preferences is the mean of the models.
+    Excludes models that have collapsed or are dominated within their seed. Intended for fronts with
+    one conditioned adapter per seed: it is linear in the preference, so that folding it at the
+    mixed preference gives the mixture of the models.
 
     Args:
         front: The measured models.
-        want: Shares of the objectives, shape [M]; scaled to sum 1.
+        want: Target shares of the objectives, shape [M]; scaled to sum 1.
 
     Returns:
         At most M models of one seed with positive shares that sum to 1.
 
     Raises:
-        ValueError: The target is not such a vector, or no model is left.
+        ValueError: When the target is invalid, or no model is eligible.
     """
-    target = as_shares(want, len(front.objectives), name="the wanted trade-off")
+    target = as_shares(want, len(front.objectives), name="the target trade-off")
     seeds = sorted({point.seed for point in front.points})
     fronts = [own for seed in seeds if (own := sound(front.of_seed(seed))).points]
     if not fronts:
         raise ValueError(
-            f"none of {len(front.points)} models has a preference and is neither dominated nor "
-            "collapsed: train more."
+            f"none of the {len(front.points)} models has a preference and is neither dominated nor "
+            "collapsed: train more models."
         )
     rewards = np.concatenate([own.rewards() for own in fronts])
     least, ranges = rewards.min(axis=0), np.ptp(rewards, axis=0)
@@ -54,7 +54,7 @@ def reaching(front: Front, want: Sequence[float]) -> list[tuple[Point, float]]:
     for own in fronts:
         gains = (own.rewards() - least) / np.where(ranges > 0, ranges, 1.0)
         misses = gains - gains.sum(axis=1, keepdims=True) * target  # [N, M], linear in the models
-        misses = misses.round(12)  # squares of smaller values underflow in the Gram matrices
+        misses = misses.round(12)  # squares of smaller values would underflow in the Gram matrix
         for cell in neighbourhoods(own.preferences()):
             shares = min_norm_weights(misses[cell] @ misses[cell].T)
             missed = max(float(np.linalg.norm(shares @ misses[cell])), _SAME)
@@ -64,7 +64,7 @@ def reaching(front: Front, want: Sequence[float]) -> list[tuple[Point, float]]:
 
 
 def mean_preference(parts: Sequence[tuple[Point, float]]) -> list[float]:
-    """Returns the mean of some models' preferences by their shares, of sum 1, shape [M]."""
+    """Returns the weighted mean of models' preferences by shares that sum to 1, shape [M]."""
     rows = [
         share * as_shares(point.preference or (), len(point.rewards), name=point.name)
         for point, share in parts
@@ -73,13 +73,13 @@ def mean_preference(parts: Sequence[tuple[Point, float]]) -> list[float]:
 
 
 def widest_gap(preferences: np.ndarray, rewards: np.ndarray) -> tuple[float, ...]:
-    """Returns the preference in the middle of the longest step between neighbours on a front.
+    """Returns the preference midway between the neighbours with the most distant rewards.
 
-    Measuring there repeatedly spaces a front's points by its length and not by preference, as SURF
-    does (arXiv:2605.20619), with evaluations only.
+    Measuring there repeatedly spaces a front's points evenly in reward space rather than in
+    preference, as SURF does (arXiv:2605.20619), but with evaluations only.
 
     Args:
-        preferences: Preferences of the measured points, rows of sum 1, shape [N, M], at least two.
+        preferences: Preferences of the measured points, rows that sum to 1, shape [N, M], N ≥ 2.
         rewards: Rewards of the same points, shape [N, M].
     """
     edges = [
@@ -93,10 +93,10 @@ def widest_gap(preferences: np.ndarray, rewards: np.ndarray) -> tuple[float, ...
 
 
 def neighbourhoods(preferences: np.ndarray) -> list[list[int]]:
-    """Returns sets of at most M neighbouring preferences, simplices that cover the measured range.
+    """Returns simplices of at most M neighbouring preferences that cover the measured range.
 
     Args:
-        preferences: Rows of sum 1, shape [N, M].
+        preferences: Rows that sum to 1, shape [N, M].
     """
     count, num_objectives = preferences.shape
     if count <= num_objectives:
@@ -104,8 +104,10 @@ def neighbourhoods(preferences: np.ndarray) -> list[list[int]]:
     if num_objectives == 2:
         order = np.argsort(preferences[:, 0], kind="stable").tolist()
         return [list(pair) for pair in pairwise(order)]
-    plane = null_space(np.ones((1, num_objectives)))  # keeps distances, whatever the order
+    plane = null_space(
+        np.ones((1, num_objectives))
+    )  # an isometry, so the order of the objectives has no effect
     try:
         return Delaunay(preferences @ plane).simplices.tolist()
-    except QhullError:  # points on a line or in a lower-dimensional plane: QJ joggles them
+    except QhullError:  # degenerate points, such as on a line: QJ joggles the input
         return Delaunay(preferences @ plane, qhull_options="QJ").simplices.tolist()

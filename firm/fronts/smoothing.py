@@ -1,4 +1,4 @@
-"""Smoothing of training curves, and a measure of their oscillation."""
+"""Smoothing of training curves, and a measure of oscillation."""
 
 import numpy as np
 import pandas as pd
@@ -11,9 +11,9 @@ def exponential_average(values: ArrayLike, *, half_life: float) -> np.ndarray:
     """Returns the exponential moving average with the given half-life in steps.
 
     That is y_t = Σ_i d^i x_{t-i} / Σ_i d^i over i = 0 to t, with d = 2^(-1 / half_life). Dividing
-    by the sum of the weights makes the first average equal to the first value, without a bias
-    towards zero. The figures of the FIRM paper are smoothed with half-life 20; the paper does not
-    specify the initialisation. Values are one number or array per step, [T, ...].
+    by the sum of the weights removes the bias towards zero, so that the first average equals the
+    first value. The figures of the FIRM paper are smoothed with half-life 20; the paper does not
+    specify the initialisation. Values are numbers or arrays per step, [T, ...].
 
     >>> exponential_average([0.0, 3.0], half_life=1).tolist()
     [0.0, 2.0]
@@ -26,10 +26,10 @@ def exponential_average(values: ArrayLike, *, half_life: float) -> np.ndarray:
 
 
 def total_variation(values: ArrayLike) -> np.ndarray:
-    """Returns the sum of all changes from step to step, ``Σ_t |x_t - x_{t-1}|``, [T, ...] to [...].
+    """Returns the total variation ``Σ_t |x_t - x_{t-1}|`` over steps, [T, ...] to [...].
 
-    For the weights λ [T, M] of a training, it measures their oscillation by objective; for a single
-    step it is 0.
+    For the weights λ [T, M] of a run, it measures their oscillation by objective. It is 0 for a
+    single step.
 
     >>> total_variation([[0.5, 0.5], [0.75, 0.25], [0.5, 0.5]]).tolist()
     [0.5, 0.5]

@@ -1,4 +1,4 @@
-"""Uncertainty of a hypervolume due to the choice of prompts."""
+"""Uncertainty of a hypervolume due to the sampling of prompts."""
 
 import numpy as np
 from numpy.typing import ArrayLike
@@ -16,21 +16,21 @@ def bootstrap_hypervolume(
     num_resamples: int = 1000,
     level: float = 0.95,
 ) -> tuple[float, float]:
-    """Returns the percentile interval of a hypervolume over prompts, its lower and upper end.
+    """Returns the bootstrap percentile interval of a hypervolume over prompts, as (low, high).
 
-    The prompts are resampled with replacement, the same ones for all points, because the points
-    were measured on the same prompts. The interval covers the choice of prompts for these models;
-    it says nothing about other seeds. A hypervolume takes the best of noisy means, which is biased
-    slightly upwards, both in the estimate and in its resamples.
+    Prompts are resampled with replacement, jointly for all points, because the points were measured
+    on the same prompts. The interval reflects the choice of prompts for these models, not the
+    variation between seeds. Since a hypervolume takes the best of noisy means, both the estimate
+    and its resamples are biased slightly upwards.
 
     Args:
-        points: Reward of each of N points on each of R ≥ 2 rows of data, shape [N, R, M]; NaN for a
-            row without a reward, which is left out of means. Resamples in which a mean has no rows
-            are left out as well.
-        reference: Reference point, shape [M]. A resampled point that is not above it adds nothing.
-        generator: Draws the prompts.
-        groups: Prompt number of each row, from 0 to P - 1, shape [R], if rows share prompts: the
-            rows of a prompt are drawn together. By default every row has its own.
+        points: Rewards of N points on R ≥ 2 rows of data, shape [N, R, M]; NaN where a reward does
+            not apply to a row, which means then exclude. Resamples in which a mean has no rows are
+            excluded as well.
+        reference: Reference point, shape [M]. Resampled points that are not above it add nothing.
+        generator: Random generator that draws the prompts.
+        groups: Prompt index of each row, from 0 to P - 1, shape [R]; rows of a prompt are drawn
+            together. By default every row has its own prompt.
         num_resamples: Number of resamples.
         level: Share of the resamples inside the interval, in (0, 1).
     """
@@ -62,12 +62,12 @@ def _as_points_by_row(points: ArrayLike) -> np.ndarray:
     except ValueError:
         shapes = sorted({np.shape(rows) for rows in points})  # pyright: ignore
         raise ValueError(
-            f"every point needs values on the same rows and objectives, got shapes {shapes}."
+            f"all points must have rewards on the same rows and objectives, got shapes {shapes}."
         ) from None
     if points.ndim != 3 or points.size == 0 or points.shape[1] < 2:
         raise ValueError(
-            "points must have shape [N, R, M] with at least 2 rows, got "
-            f"{list(points.shape)}: give one value per point, row and objective."
+            "points must have shape [N, R, M], one value per point, row and objective, with at "
+            f"least 2 rows, got {list(points.shape)}."
         )
     is_missing = np.isnan(points)
     check_finite(np.where(is_missing, 0.0, points), name="points")

@@ -44,8 +44,8 @@ def test_a_language_half_lost_is_a_collapse_beside_the_base_models_own():
 @pytest.mark.parametrize(
     ("rates", "message"),
     [
-        ({"parse_rate": 0.5}, "give both or none"),
-        ({"base_parse_rate": 0.5}, "give both or none"),
+        ({"parse_rate": 0.5}, "give both or neither"),
+        ({"base_parse_rate": 0.5}, "give both or neither"),
         ({"parse_rate": 50.0, "base_parse_rate": 0.9}, r"in \[0, 1\]"),
         ({"parse_rate": 0.5, "base_parse_rate": math.nan}, r"in \[0, 1\]"),
     ],

@@ -38,7 +38,7 @@ def test_fewer_than_two_points_are_no_front(build_point, build_front, num_points
     front = build_front([build_point((0.5, 0.5))] * num_points)
     words = ["no points", "one point"][num_points]
     for figure in ("hypervolume", "non_dominated"):
-        with pytest.raises(ValueError, match=f"a front with {words} shows no trade-off"):
+        with pytest.raises(ValueError, match=f"a front with {words} has no trade-off"):
             getattr(front, figure)
     with pytest.raises(ValueError, match=f"a front with {words}"):
         seed_hypervolumes(front)
@@ -97,8 +97,8 @@ def test_what_is_no_preference_is_refused_with_the_points_name(
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"objectives": ("a", "a")}, "objectives of different names"),
-        ({"objectives": ()}, "objectives of different names"),
+        ({"objectives": ("a", "a")}, "objectives must be distinct names"),
+        ({"objectives": ()}, "objectives must be distinct names"),
         ({"reference": (0.0,)}, "one finite number for each of the 2 objectives"),
         ({"calibrations": {"a": {}}}, r"the calibrations must have one entry .* \(a, b\), got a"),
         ({"base": {"a": 0.5, "b": 0.5, "c": 0.5}}, "base model must have one entry"),
@@ -117,16 +117,25 @@ def test_a_front_that_does_not_fit_together_is_refused(build_front, fields, mess
         ({"rewards": {"a": 0.5}}, "the rewards of 'x' must have one entry"),
         ({"errors": {}}, "the errors of 'x' must have one entry .* got none"),
         ({"rewards": {"a": 0.5, "b": math.inf}}, "got inf for 'b'"),
-        ({"adapter": "/home/x"}, "adapter of 'x' must be relative"),
+        ({"adapter": "/home/x"}, "adapter of 'x' must be a path relative"),
         (
             {"adapter": "points/../../x"},
-            "adapter of 'x' must be below the front's file, without '..'",
+            "adapter of 'x' must be inside the front's folder, without '..'",
         ),
-        ({"adapter": "points\\x"}, "adapter of 'x' must be below the front's file"),
-        ({"adapter": "points/x\n"}, r"an adapter's folder must be a printable .* 'points/x\\n'"),
-        ({"adapter": ""}, "an adapter's folder must be a printable text"),
-        ({"name": "x\x1b[2J"}, r"a point's name must be a printable .* got 'x\\x1b\[2J'"),
-        ({"collapse": "x\u202e"}, r"a collapse's reason must be a printable .* got 'x\\u202e'"),
+        ({"adapter": "points\\x"}, "adapter of 'x' must be inside the front's folder"),
+        (
+            {"adapter": "points/x\n"},
+            r"an adapter's folder must be a single line of printable .* 'points/x\\n'",
+        ),
+        ({"adapter": ""}, "an adapter's folder must be a single line of printable text"),
+        (
+            {"name": "x\x1b[2J"},
+            r"a point's name must be a single line of printable .* got 'x\\x1b\[2J'",
+        ),
+        (
+            {"collapse": "x\u202e"},
+            r"a collapse's reason must be a single line of printable .* got 'x\\u202e'",
+        ),
     ],
 )
 def test_a_point_that_does_not_fit_is_refused(build_point, build_front, fields, message):
@@ -136,12 +145,14 @@ def test_a_point_that_does_not_fit_is_refused(build_point, build_front, fields, 
 
 @pytest.mark.parametrize("fields", [{"strategy": "firm\r"}, {"objectives": ("a", "b\x07")}])
 def test_names_that_a_terminal_would_obey_are_refused(build_front, fields):
-    with pytest.raises(ValueError, match="an objective or strategy must be a printable text"):
+    with pytest.raises(
+        ValueError, match="an objective or strategy must be a single line of printable text"
+    ):
         build_front([], **fields)
 
 
 def test_two_points_of_one_name_are_refused(build_point, build_front):
-    with pytest.raises(ValueError, match="its own name, got 'x' 2 times"):
+    with pytest.raises(ValueError, match="must be unique, got 'x' 2 times"):
         build_front([build_point((0.5, 0.5), name="x"), build_point((0.5, 0.6), name="x")])
 
 

@@ -131,7 +131,7 @@ def test_rounds_to_loss_finds_the_first_round_at_or_below_the_target():
         (lambda: local_progress([1.0], [1.0]), "2 dimension"),
         (lambda: preference_correlation([[1, 0]], [[1, 1]]), "preferences must be positive"),
         (lambda: preference_correlation([[1, 1]], [[0, 1]]), "losses must be positive"),
-        (lambda: rounds_to_loss([0, 2, 1], [1, 1, 1], 0.1), "rounds must rise"),
+        (lambda: rounds_to_loss([0, 2, 1], [1, 1, 1], 0.1), "rounds must increase"),
         (lambda: rounds_to_loss([0, 1], [1], 0.1), "losses must have shape"),
     ],
 )

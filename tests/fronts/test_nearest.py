@@ -61,16 +61,16 @@ def test_dominated_and_collapsed_models_are_taken_on_demand_only(build_point, bu
 def test_a_front_without_sound_models_is_refused(build_point, build_front):
     front = build_front([build_point((0.5, 0.5), preference=(1, 1), collapse="mute")])
     for find in (nearest, neighbours):
-        with pytest.raises(ValueError, match=r"none of 1 models .* nor collapsed"):
+        with pytest.raises(ValueError, match=r"none of the 1 models .* nor collapsed"):
             find(front, (1, 1))
-    with pytest.raises(ValueError, match="none of 1 models has a preference: train"):
+    with pytest.raises(ValueError, match="none of the 1 models has a preference: train"):
         nearest(build_front([build_point((0.5, 0.5))]), (1, 1), any_point=True)
 
 
 @pytest.mark.parametrize("want", [(-1, 2), (0, 0), (1,), (1, 1, 1), (np.nan, 1)])
 def test_what_is_no_preference_is_refused(grid_front, want):
     for find in (nearest, neighbours):
-        with pytest.raises(ValueError, match="the wanted preference must"):
+        with pytest.raises(ValueError, match="the target preference must"):
             find(grid_front, want)
 
 
@@ -163,5 +163,5 @@ def test_expected_rewards_lie_between_and_errors_add_up(build_point):
 
 @pytest.mark.parametrize("shares", [(), (0.5,), (1.5, -0.5), (np.nan,)])
 def test_shares_off_the_simplex_are_refused(build_point, shares):
-    with pytest.raises(ValueError, match="non-negative with sum 1"):
+    with pytest.raises(ValueError, match="non-negative and sum to 1"):
         expected_rewards([(build_point((0.5, 0.5)), share) for share in shares])

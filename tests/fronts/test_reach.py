@@ -86,9 +86,9 @@ def test_the_ends_are_the_best_sound_models(build_point, build_front):
     front = build_front([*points, over, broken])
     assert reaching(front, (1, 0)) == [(points[0], pytest.approx(1))]
     assert reaching(front, (0, 1)) == [(points[-1], pytest.approx(1))]
-    with pytest.raises(ValueError, match="none of 1 models has a preference and is neither"):
+    with pytest.raises(ValueError, match="none of the 1 models has a preference and is neither"):
         reaching(build_front([broken]), (1, 0))
-    with pytest.raises(ValueError, match="the wanted trade-off"):
+    with pytest.raises(ValueError, match="the target trade-off"):
         reaching(front, (1, 0, 0))
 
 

@@ -176,7 +176,7 @@ def test_what_is_gone_or_in_the_way_ends_in_a_line_and_nothing_is_written(front,
     assert "there is no file" in refused("--front", tmp_path / "none.json", *want)
     assert f"such as {front}" in refused("--front", sweep, *want)
     (tmp_path / "odd.json").write_text("{}")
-    assert "holds no front" in refused("--front", tmp_path / "odd.json", *want)
+    assert "is not a valid front" in refused("--front", tmp_path / "odd.json", *want)
     assert "add --merge" in refused("--front", front, *want, "--out", tmp_path / "merged")
 
     taken = tmp_path / "taken"
@@ -213,8 +213,12 @@ def test_adapters_of_other_kinds_are_not_merged(front, tmp_path, refused):
 def test_a_strangers_front_shows_no_escapes_and_reads_nothing_outside(front, tmp_path, refused):
     text = front.read_text()
     for name, stranger, message in (
-        ("middle", "mid\\u001b[2Jdle", r"a point's name must be a printable text in one line"),
-        ("points/middle/adapter", "points/../../elsewhere", "must be below the front's file"),
+        (
+            "middle",
+            "mid\\u001b[2Jdle",
+            r"a point's name must be a single line of printable text",
+        ),
+        ("points/middle/adapter", "points/../../elsewhere", "must be inside the front's folder"),
     ):
         front.write_text(text.replace(f'"{name}"', f'"{stranger}"'))
         line = refused("--front", front, "--want", "brevity=1,positivity=1")
