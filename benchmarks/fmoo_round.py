@@ -48,7 +48,7 @@ from firm.federation.strategies.fedcmoo import FedCmooConfig
 from firm.federation.strategies.fedcmoo_pref import FedCmooPrefConfig
 from firm.federation.strategies.fsmgda import FsmgdaConfig
 from firm.fmoo import (
-    DataConfig,
+    DatasetConfig,
     LocalConfig,
     ModelConfig,
     Splits,
@@ -122,7 +122,7 @@ def print_share(when: str) -> None:
 
 def load_splits(data: str | None) -> Splits:
     name = "multi_mnist" if data else "two_digits"
-    return load_data(DataConfig(name, path=data))
+    return load_data(DatasetConfig(name, path=data))
 
 
 def all_variants(splits: Splits, stack: ExitStack) -> dict[tuple[str, str], Variant]:

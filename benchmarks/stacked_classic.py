@@ -20,7 +20,7 @@ from firm.federation.strategies import STRATEGIES, StrategyConfig
 from firm.federation.strategies.fedavg import FedAvgConfig
 from firm.federation.strategies.firm import FirmConfig
 from firm.fmoo import (
-    DataConfig,
+    DatasetConfig,
     LocalConfig,
     ModelConfig,
     SupervisedClient,
@@ -52,7 +52,7 @@ def main() -> None:
     quiet()
     rows = []
     for model, batch_size, cfg in CASES:
-        data = load_data(DataConfig()).train if model == "lenet" else table()
+        data = load_data(DatasetConfig()).train if model == "lenet" else table()
         for count in CLIENTS:
             # convolutions too, which a stacked engine would leave to their clients
             own, workspaces.is_stackable = workspaces.is_stackable, lambda model: True

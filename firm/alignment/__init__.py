@@ -20,8 +20,8 @@ from firm.alignment.build import build_trainer
 from firm.alignment.client import AlignmentClient
 from firm.alignment.estimators import EstimatorConfig, PPOConfig
 from firm.alignment.evaluation import (
-    Comparison,
     Evaluation,
+    MetricComparison,
     Replies,
     comparison_table,
     evaluate,
@@ -51,7 +51,7 @@ from firm.alignment.prompt_data import (
     read_prompts,
 )
 from firm.alignment.prompts import (
-    Message,
+    ChatMessage,
     Prompt,
     PromptFormat,
     as_prompt,
@@ -67,13 +67,13 @@ from firm.alignment.trainer import MultiObjectiveTrainer
 __all__ = [
     "AlignmentClient",
     "Calibration",
-    "Comparison",
+    "ChatMessage",
     "EstimatorConfig",
     "Evaluation",
     "Judges",
     "KLConfig",
     "LoraSettings",
-    "Message",
+    "MetricComparison",
     "MultiObjectiveTrainer",
     "PPOConfig",
     "PolicyConfig",

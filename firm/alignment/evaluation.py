@@ -28,7 +28,7 @@ from firm.quantities import Quantity, register
 from firm.schema import Count, Finite, NonNegative, Share
 
 
-class Measure(TypedDict):
+class MetricRecord(TypedDict):
     """A score in the row of an evaluation."""
 
     mean: Finite
@@ -52,12 +52,12 @@ register(
         "reward",
         "mean reward in [0, 1]",
         "Rewards are mapped to [0, 1] by a calibration that is frozen before training.",
-        type=dict[str, Measure],
+        type=dict[str, MetricRecord],
         by="objective",
         axis={},
         better="higher",
     ),
-    *(_measured(name, type=dict[str, Measure]) for name in ("scores", "change")),
+    *(_measured(name, type=dict[str, MetricRecord]) for name in ("scores", "change")),
 )
 
 
@@ -397,7 +397,7 @@ def _num_scored(values: torch.Tensor, groups: torch.Tensor) -> int:
 
 
 @dataclass(frozen=True)
-class Comparison:
+class MetricComparison:
     """One figure for two policies on the same prompts; only figures per row have an error."""
 
     name: str
@@ -433,7 +433,7 @@ def _figure(value: float, error: float | None, *, sign: str = "") -> str:
 
 def comparison_table(
     base: Evaluation, final: Evaluation, *, has_rewards: bool = False
-) -> list[Comparison]:
+) -> list[MetricComparison]:
     """Returns every figure of the base model beside the final model's, one row each, scores first.
 
     With `has_rewards`, the rewards in [0, 1] follow the scores.
@@ -448,7 +448,7 @@ def comparison_table(
     for name, (before, after) in figures.items():
         count = _num_scored(after - before, groups)
         rows.append(
-            Comparison(
+            MetricComparison(
                 name,
                 *mean_and_error(before, groups),
                 *mean_and_error(after, groups),
@@ -460,5 +460,7 @@ def comparison_table(
     for name in ("distinct_1", "distinct_2"):
         before, after = getattr(base, name), getattr(final, name)
         change = after - before
-        rows.append(Comparison(name, before, None, after, None, change, None, final.num_prompts))
+        rows.append(
+            MetricComparison(name, before, None, after, None, change, None, final.num_prompts)
+        )
     return rows

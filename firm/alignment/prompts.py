@@ -33,7 +33,7 @@ _SOURCES = ("prompt", "messages", "chosen")
 _ARGUMENTS = ("prompts", "completions", "completion_ids")
 """Keywords of a reward function that no field of the data may take."""
 
-Message = Mapping[str, Any]
+ChatMessage = Mapping[str, Any]
 """One turn: `role`, `content`, and further fields of a chat template such as `tool_calls`."""
 TEMPLATE_SECONDS = 10.0
 """Time that a chat template may take for one conversation; real ones take milliseconds."""
@@ -52,7 +52,7 @@ class Prompt:
     """The group that it comes from, such as "helpful"; empty when the data do not say."""
     columns: Mapping[str, Any] = field(default_factory=dict, compare=False)
     """The row's further fields, such as an `answer`, which reward functions get by keyword."""
-    messages: tuple[Message, ...] = field(default=(), hash=False)
+    messages: tuple[ChatMessage, ...] = field(default=(), hash=False)
     """The conversation. Of a text, by default, one user message with the whole of it."""
     tools: Sequence[Any] | None = field(default=None, compare=False)
     """Tools that the chat template describes to the model."""
@@ -65,7 +65,7 @@ class Prompt:
             object.__setattr__(self, "messages", one_turn)
 
     @property
-    def given(self) -> str | list[Message]:
+    def given(self) -> str | list[ChatMessage]:
         """The text or the messages, as passed to reward functions."""
         return list(self.messages) if self.text is None else self.text
 
@@ -82,7 +82,7 @@ class Prompt:
         return "\n\n".join(f"{turn['role']}: {turn['content']}" for turn in self.turns)
 
 
-def _shown(message: Message) -> str:
+def _shown(message: ChatMessage) -> str:
     calls = message.get("tool_calls")
     parts = [_content(message), json.dumps(calls, ensure_ascii=False, default=str) if calls else ""]
     return "\n".join(filter(None, parts))
@@ -211,7 +211,7 @@ def _source_of(row: Any) -> tuple[str, Any]:
 
 def _read_text(
     text: str, rejected: Any, source: str, reader: Reader
-) -> tuple[str, tuple[Message, ...]]:
+) -> tuple[str, tuple[ChatMessage, ...]]:
     """Returns a prompt's text, and its messages if the reader parses it."""
     if reader == "hh":
         if source == "chosen":
@@ -258,7 +258,7 @@ def _common_messages(chosen: Any, rejected: Any) -> Any:
     return [turn for turn, _ in takewhile(lambda pair: pair[0] == pair[1], pairs)]
 
 
-def _read_messages(value: Any, *, drops_answer: bool) -> tuple[Message, ...]:
+def _read_messages(value: Any, *, drops_answer: bool) -> tuple[ChatMessage, ...]:
     """Returns chat messages, checked.
 
     Args:
@@ -284,7 +284,7 @@ def _read_messages(value: Any, *, drops_answer: bool) -> tuple[Message, ...]:
     return tuple(messages)
 
 
-def _checked_message(turn: Any, number: int) -> Message:
+def _checked_message(turn: Any, number: int) -> ChatMessage:
     """Returns one chat message, its text parts joined, without fields that are None."""
     turn = _without_none(turn) if isinstance(turn, Mapping) else {}
     role, content = turn.get("role"), turn.get("content")
@@ -374,12 +374,12 @@ def parse_hh(text: str) -> list[dict[str, str]]:
     ]
 
 
-def _turns(text: str) -> tuple[Message, ...]:
+def _turns(text: str) -> tuple[ChatMessage, ...]:
     """Returns the turns of a text in HH-RLHF's form; a single empty one if all are empty."""
     return tuple(parse_hh(text)) or ({"role": "user", "content": ""},)
 
 
-def hh_text(messages: Sequence[Message]) -> str:
+def hh_text(messages: Sequence[ChatMessage]) -> str:
     r"""Returns messages in HH-RLHF's form.
 
     The form has two speakers, so system messages are put at the start of the next human turn.
@@ -419,7 +419,7 @@ def as_hh(prompt: Prompt) -> str:
     return hh_text(prompt.messages) if prompt.text is None or is_one_turn else prompt.text
 
 
-def prompt_of(value: Prompt | str | Sequence[Message]) -> Prompt:
+def prompt_of(value: Prompt | str | Sequence[ChatMessage]) -> Prompt:
     """Returns the prompt of a text, parsed if it has HH-RLHF's form, or of messages."""
     if isinstance(value, Prompt):
         return value
@@ -429,7 +429,7 @@ def prompt_of(value: Prompt | str | Sequence[Message]) -> Prompt:
     return Prompt(value, messages=_turns(value) if has_tags else ())
 
 
-def _content(message: Message) -> str:
+def _content(message: ChatMessage) -> str:
     return message.get("content") or ""
 
 
@@ -465,7 +465,7 @@ def format_prompt(
 
 
 def apply_template(
-    tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message], **options: Any
+    tokenizer: PreTrainedTokenizerBase, messages: Sequence[ChatMessage], **options: Any
 ) -> str:
     """Returns messages in a tokenizer's chat template, special tokens included.
 
@@ -647,7 +647,7 @@ def _cut(
         ids = ids_of(candidate)
         return ids if ids is not None and len(ids) <= max_tokens else None
 
-    def shortened(messages: Sequence[Message], places: Sequence[int]) -> list[int] | None:
+    def shortened(messages: Sequence[ChatMessage], places: Sequence[int]) -> list[int] | None:
         """Returns the conversation's ids with the beginnings of some messages cut enough to fit."""
         for place in places:
             content = _content(messages[place])

@@ -21,7 +21,7 @@ import torch
 from transformers import TrainerState
 
 from firm.alignment.event_loop import gathered
-from firm.alignment.prompts import Message, Prompt, prompt_of
+from firm.alignment.prompts import ChatMessage, Prompt, prompt_of
 from firm.federation.outside import printable
 from firm.federation.user_code import user_code
 from firm.fields import NOT_IN_PAPER, configuration
@@ -44,7 +44,7 @@ logger = logging.getLogger(__name__)
 
 def score(
     reward_fns: Mapping[str, RewardFn],
-    prompts: Sequence[Prompt | str | Sequence[Message]],
+    prompts: Sequence[Prompt | str | Sequence[ChatMessage]],
     completions: Sequence[str],
     completion_ids: Sequence[Sequence[int]] | None = None,
     *,
@@ -114,7 +114,7 @@ def _source(reward_fn: RewardFn) -> tuple[RewardFn, Mapping[str, Any]]:
 
 
 Arguments = dict[str, Any]
-Answer = tuple[torch.Tensor, list[bool] | None]
+RawScores = tuple[torch.Tensor, list[bool] | None]
 """The scores [B] of one objective, and which inputs its reward function has cut."""
 
 
@@ -153,7 +153,7 @@ class _Question:
         return calls
 
 
-def _as_message(reply: str) -> list[Message]:
+def _as_message(reply: str) -> list[ChatMessage]:
     return [{"role": "assistant", "content": reply}]
 
 
@@ -167,7 +167,7 @@ def _log_extra(reward: str, column: str, values: Sequence[Any]) -> None:
     logger.debug("reward %r: the column %s is not kept", reward, printable(column))
 
 
-def _answers(questions: Sequence[_Question]) -> list[list[Answer]]:
+def _answers(questions: Sequence[_Question]) -> list[list[RawScores]]:
     """Returns the answers to each question, for its objectives in their order.
 
     Functions are called sequentially; the results of coroutine functions are awaited together.
@@ -176,7 +176,7 @@ def _answers(questions: Sequence[_Question]) -> list[list[Answer]]:
     results, truncated = _called(
         [(*questions[at].objectives[0], arguments) for at, _, arguments in calls]
     )
-    answers: list[list[Answer]] = []
+    answers: list[list[RawScores]] = []
     for at, question in enumerate(questions):
         own = [
             (places, values, cut)
@@ -194,7 +194,7 @@ def _answer(
     reward_fn: RewardFn,
     num_replies: int,
     calls: Sequence[tuple[list[int], Any, list[bool] | None]],
-) -> Answer:
+) -> RawScores:
     """Returns the scores [B] of one objective, from the results of one or two calls."""
     row, is_truncated, cut = torch.empty(num_replies), [False] * num_replies, None
     for places, values, cut in calls:
@@ -489,7 +489,7 @@ def filled(rewards: torch.Tensor, replies_per_prompt: int) -> torch.Tensor:
 
 
 @dataclass(frozen=True)
-class Asked:
+class ScoringRequest:
     """Replies that await their scores."""
 
     judges: Judges
@@ -510,7 +510,7 @@ class Scored:
     """Which inputs a reward model has cut, by objective, for those that say so."""
 
 
-def scores_together(asked: Sequence[Asked]) -> list[Scored | ValueError]:
+def scores_together(asked: Sequence[ScoringRequest]) -> list[Scored | ValueError]:
     """Returns the scores of each batch of replies, or the error that it raised.
 
     A reward model that several batches share scores all of their replies in one call. If that
@@ -524,7 +524,7 @@ def scores_together(asked: Sequence[Asked]) -> list[Scored | ValueError]:
         return [scored for each in asked for scored in scores_together([each])]
 
 
-def _scored_at_once(asked: Sequence[Asked]) -> list[Scored]:
+def _scored_at_once(asked: Sequence[ScoringRequest]) -> list[Scored]:
     askers = [
         (at, name, fn)
         for at, each in enumerate(asked)
@@ -553,7 +553,7 @@ def _scored_at_once(asked: Sequence[Asked]) -> list[Scored]:
 
 
 def _joined_question(
-    asked: Sequence[Asked], group: Sequence[tuple[int, str, RewardFn]]
+    asked: Sequence[ScoringRequest], group: Sequence[tuple[int, str, RewardFn]]
 ) -> _Question:
     """Returns one question for the replies of several requests, each batch once."""
     batches = [asked[at] for at in dict.fromkeys(at for at, _, _ in group)]

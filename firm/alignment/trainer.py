@@ -30,7 +30,7 @@ from firm.alignment.generation import RolloutConfig
 from firm.alignment.learner import Learner
 from firm.alignment.policy import adapter_parameters, set_mode
 from firm.alignment.prompts import Prompt, PromptFormat
-from firm.alignment.rewards import Asked, Judges, RewardFn, filled, scores_together
+from firm.alignment.rewards import Judges, RewardFn, ScoringRequest, filled, scores_together
 from firm.alignment.rollout import Sampler, encode_prompts, rollout
 from firm.alignment.rows import ALONE
 from firm.alignment.sequences import Queries, Rollouts
@@ -44,7 +44,7 @@ ADAM = partial(torch.optim.AdamW, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.0
 
 
 @dataclass(frozen=True)
-class Scores:
+class ScoredReplies:
     """Scores and rewards of B replies."""
 
     scores: torch.Tensor
@@ -214,7 +214,7 @@ class MultiObjectiveTrainer:
     @torch.no_grad()
     def score(
         self, rollouts: Rollouts, judges: Judges | None = None, *, rounds_done: float = 0.0
-    ) -> Scores:
+    ) -> ScoredReplies:
         """Stage 3: returns the replies' scores and rewards; by default of all reward functions.
 
         Where an objective's reward does not apply, the score is NaN, and the reward is a neutral
@@ -232,7 +232,7 @@ class MultiObjectiveTrainer:
             num_train_epochs=self.num_rounds,
         )
         prompts, completions, ids = own.queries.prompts, own.completions, own.completion_ids
-        asked = Asked(judges, self.objectives, prompts, completions, ids, progress)
+        asked = ScoringRequest(judges, self.objectives, prompts, completions, ids, progress)
         with self.timed("reward"):
             with self.team.unanimous():
                 scored = together(scores_together, asked, size=own.num_rows)
@@ -240,7 +240,7 @@ class MultiObjectiveTrainer:
             rewards = judges.rewards(self.objectives, scores).to(rollouts.logprobs.device)
             rewards = filled(rewards, self.config.replies_per_prompt)
             rewards = rewards - self.config.missing_end_penalty * (~rollouts.ended)
-        return Scores(scores, rewards, scored.truncated)
+        return ScoredReplies(scores, rewards, scored.truncated)
 
     def minibatch_indices(self) -> Iterator[np.ndarray]:
         """Yields the row indices of every minibatch: a fresh permutation in each epoch.

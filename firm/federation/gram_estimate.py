@@ -21,7 +21,7 @@ from firm.federation.training import LocalTraining
 from firm.fields import Hint, PositiveFloat, configuration
 from firm.gradients import (
     COMPRESSORS,
-    Message,
+    JacobianMessage,
     TwoWayReply,
     broadcast,
     gram_matrix,
@@ -283,7 +283,7 @@ def _mean_jacobian(replies: Sequence[Reply]) -> torch.Tensor:
     return rows.double().mean(dim=0)
 
 
-def _message(reply: Reply) -> Message:
+def _message(reply: Reply) -> JacobianMessage:
     return message_from_dict(reply.content.message)
 
 

@@ -27,7 +27,13 @@ from firm.federation.schema import (
     shown,
 )
 from firm.federation.tasks import task
-from firm.gradients import COMPRESSORS, Message, message_from_dict, message_to_dict, two_way_reply
+from firm.gradients import (
+    COMPRESSORS,
+    JacobianMessage,
+    message_from_dict,
+    message_to_dict,
+    two_way_reply,
+)
 from firm.schema import Finite, PerObjective
 
 SkippedBatches = Annotated[int, Interval(ge=0, le=100)]
@@ -227,7 +233,7 @@ def _rows(client: Client, request: JacobianRequest) -> tuple[torch.Tensor, list[
     return gradients.jacobian[:, columns].float().cpu(), in_batch
 
 
-def _message(client: str, rows: torch.Tensor, request: JacobianRequest) -> Message:
+def _message(client: str, rows: torch.Tensor, request: JacobianRequest) -> JacobianMessage:
     budget = int(request.budget * rows.size(1))
     if request.compressor is None or budget < 1:
         raise ValueError(

@@ -42,22 +42,22 @@ the decorators `dataset`, `loss` and `model`, the same take part in a study with
 page and resumption: `firm.jobs.fmoo.run_classic`, or `firm fmoo` with the file in `plugins`.
 """
 
-from firm.fmoo.attacks import AttackConfig
+from firm.fmoo.attacks import LossAttackConfig
 from firm.fmoo.client import SupervisedClient
-from firm.fmoo.data import DataConfig, Splits, TaskData, dataset, load_data
+from firm.fmoo.data import DatasetConfig, Splits, TaskData, dataset, load_data
 from firm.fmoo.models import ModelConfig, build_model, model, num_parameters
 from firm.fmoo.modules import Dropout, MultiTaskModel
 from firm.fmoo.task_data import loss
-from firm.fmoo.workspace import LocalConfig, Scores, Workspace
+from firm.fmoo.workspace import LocalConfig, ObjectiveMetrics, Workspace
 
 __all__ = [
-    "AttackConfig",
-    "DataConfig",
+    "DatasetConfig",
     "Dropout",
     "LocalConfig",
+    "LossAttackConfig",
     "ModelConfig",
     "MultiTaskModel",
-    "Scores",
+    "ObjectiveMetrics",
     "Splits",
     "SupervisedClient",
     "TaskData",

@@ -16,7 +16,7 @@ from firm.fields import FiniteFloat, configuration
 
 
 @configuration
-class AttackConfig:
+class LossAttackConfig:
     """Who attacks, and how. By default nobody does."""
 
     kind: Literal["none", "bias", "scaling"] = "none"
@@ -43,7 +43,7 @@ class AttackConfig:
         return self.kind != "none" and client in self.clients
 
 
-def attacked_losses(losses: torch.Tensor, *, client: str, attack: AttackConfig) -> torch.Tensor:
+def attacked_losses(losses: torch.Tensor, *, client: str, attack: LossAttackConfig) -> torch.Tensor:
     """Returns the losses [M] that a client reports: f + amount (bias), f · amount (scaling), or f.
 
     Clients that the attack does not name are honest.
@@ -53,7 +53,7 @@ def attacked_losses(losses: torch.Tensor, *, client: str, attack: AttackConfig) 
     return losses + attack.amount if attack.kind == "bias" else losses * attack.amount
 
 
-def attacked_gradients(gradients: Gradients, *, client: str, attack: AttackConfig) -> Gradients:
+def attacked_gradients(gradients: Gradients, *, client: str, attack: LossAttackConfig) -> Gradients:
     """Returns the gradients and losses that a client trains with and sends.
 
     A constant has no gradient: the bias attack changes the losses alone.

@@ -8,7 +8,7 @@ import torch
 
 from firm.federation import Adapter, Client, Gradients, State, derive_seed
 from firm.fmoo import linear
-from firm.fmoo.attacks import AttackConfig, attacked_gradients, attacked_losses
+from firm.fmoo.attacks import LossAttackConfig, attacked_gradients, attacked_losses
 from firm.fmoo.workspace import Workspace, rotated
 from firm.quantities import Quantity, register
 from firm.schema import ByObjective, Finite, Items
@@ -64,7 +64,7 @@ class SupervisedClient(Client):
         *,
         seed: int,
         served: Sequence[int] | None = None,
-        attack: AttackConfig | None = None,
+        attack: LossAttackConfig | None = None,
     ) -> None:
         self.name, self.num_examples = name, len(indices)
         self.objectives = workspace.data.objectives
@@ -79,7 +79,7 @@ class SupervisedClient(Client):
             )
         self._workspace, self._indices = workspace, indices
         self._seed, self._num_batches, self._num_drawn = seed, 0, 0
-        self._attack = attack or AttackConfig()
+        self._attack = attack or LossAttackConfig()
         self._order: tuple[int, torch.Tensor] | None = None
         self._memo: tuple[int, torch.Tensor, Gradients] | None = None
 

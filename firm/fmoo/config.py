@@ -14,7 +14,7 @@ CallableT = TypeVar("CallableT", bound=Callable[..., Any])
 
 
 @configuration
-class DataConfig:
+class DatasetConfig:
     """A data set in its three splits."""
 
     name: str = "two_digits"

@@ -6,7 +6,7 @@ import numpy as np
 import torch
 
 from firm.federation.user_code import user_code
-from firm.fmoo.config import CallableT, DataConfig, by_name, registering
+from firm.fmoo.config import CallableT, DatasetConfig, by_name, registering
 from firm.fmoo.loaders.faces import celeba, celeba5
 from firm.fmoo.loaders.images import (
     cifar10,
@@ -24,13 +24,13 @@ from firm.fmoo.loaders.tables import adult, river_flow
 from firm.fmoo.loaders.text import shakespeare
 from firm.fmoo.task_data import LOSSES, Splits, TaskData
 
-__all__ = ["DATASETS", "LOSSES", "DataConfig", "Splits", "TaskData", "dataset", "load_data"]
+__all__ = ["DATASETS", "LOSSES", "DatasetConfig", "Splits", "TaskData", "dataset", "load_data"]
 
 _PAIRS = (two_digits, multi_mnist, mnist_fmnist, cifar10_mnist)
 _IMAGES = (mnist, fashion_mnist, cifar10, femnist, celeba, celeba5)
 _OTHERS = (adult, river_flow, qm9, shakespeare)
 
-DATASETS: dict[str, Callable[[DataConfig], Splits | TaskData]] = {
+DATASETS: dict[str, Callable[[DatasetConfig], Splits | TaskData]] = {
     loader.__name__: loader for loader in (*_PAIRS, *_IMAGES, *_OTHERS)
 }
 """Loaders by the name that a configuration gives."""
@@ -39,7 +39,7 @@ DATASETS: dict[str, Callable[[DataConfig], Splits | TaskData]] = {
 def dataset(name: str) -> Callable[[CallableT], CallableT]:
     """Returns a decorator that registers a data set under a name, for ``data.name``.
 
-    The function takes a ``DataConfig`` with the study's path and seed, and returns ``Splits`` or
+    The function takes a ``DatasetConfig`` with the study's path and seed, and returns ``Splits`` or
     all samples as one ``TaskData``. In the latter case, 0.1 of each natural client's samples, or
     0.2 of all without natural clients, become the test split, and ``validation_fraction`` of them,
     by default none, the validation split.
@@ -50,7 +50,7 @@ def dataset(name: str) -> Callable[[CallableT], CallableT]:
     return registering(DATASETS, name, "data set")
 
 
-def load_data(cfg: DataConfig) -> Splits:
+def load_data(cfg: DatasetConfig) -> Splits:
     """Returns train, validation and test samples; equal configurations give equal samples.
 
     Raises:
@@ -73,7 +73,7 @@ def load_data(cfg: DataConfig) -> Splits:
     return Splits(*(part.with_losses(cfg.losses) for part in parts)) if cfg.losses else splits
 
 
-def _cut(data: TaskData, cfg: DataConfig) -> Splits:
+def _cut(data: TaskData, cfg: DatasetConfig) -> Splits:
     """Returns splits of a source that has none, cut in the same way as the tables' splits."""
     table = {"row": np.arange(len(data))}
     if data.natural is not None:

@@ -23,7 +23,7 @@ _STACKABLE = (MultiTaskModel, nn.ModuleList, nn.Sequential, nn.Flatten, nn.Linea
 
 
 @dataclass(frozen=True, eq=False)
-class Asked:
+class GradientRequest:
     """A client's request for gradients."""
 
     parameters: Mapping[str, torch.Tensor]
@@ -47,7 +47,7 @@ def is_stackable(model: nn.Module, losses: Collection[str]) -> bool:
 
 
 def gradients_together(
-    asked: list[Asked], *, model: nn.Module, losses: Losses
+    asked: list[GradientRequest], *, model: nn.Module, losses: Losses
 ) -> list[tuple[torch.Tensor, torch.Tensor] | ValueError]:
     """Returns every client's losses [M] and rows [k, d], or the error in them.
 

@@ -20,7 +20,7 @@ from firm.federation.lockstep import outcome_of, together
 from firm.federation.user_code import user_code
 from firm.fields import NonNegativeFloat, PositiveFloat, PositiveInt, configuration
 from firm.fmoo.modules import Dropout, MultiTaskModel
-from firm.fmoo.stacked import Asked, gradients_together, is_stackable
+from firm.fmoo.stacked import GradientRequest, gradients_together, is_stackable
 from firm.fmoo.task_data import CLASS_LOSSES, LOSSES, TaskData
 from firm.gradients import jacobian
 from firm.quantities import Quantity, register
@@ -67,7 +67,7 @@ register(
 
 
 @dataclass(frozen=True, eq=False)
-class Scores:
+class ObjectiveMetrics:
     """Results of a model, by objective."""
 
     losses: torch.Tensor
@@ -209,17 +209,17 @@ class Workspace:
         Raises:
             ValueError: As ``firm.gradients.jacobian`` does.
         """
-        asked = Asked(self.parameters, inputs, targets, select)
+        asked = GradientRequest(self.parameters, inputs, targets, select)
         if not self.is_stackable:
             return self._own_gradients(asked)
         return together(self._gradients, asked, key=(inputs.shape, targets.shape, count))
 
-    def _gradients(self, asked: list[Asked]) -> Sequence[Any]:
+    def _gradients(self, asked: list[GradientRequest]) -> Sequence[Any]:
         if len(asked) == 1:
             return [outcome_of(self._own_gradients, asked[0])]
         return gradients_together(asked, model=self.model, losses=self._losses)
 
-    def _own_gradients(self, asked: Asked) -> tuple[torch.Tensor, torch.Tensor]:
+    def _own_gradients(self, asked: GradientRequest) -> tuple[torch.Tensor, torch.Tensor]:
         outputs = functional_call(self.model, dict(asked.parameters), (asked.inputs,))
         losses = self._losses(outputs, asked.targets)
         return losses.detach(), jacobian(asked.select(losses), asked.parameters)
@@ -257,7 +257,7 @@ class Workspace:
         )
 
     @torch.no_grad()
-    def evaluate(self, data: TaskData, indices: torch.Tensor | None = None) -> Scores:
+    def evaluate(self, data: TaskData, indices: torch.Tensor | None = None) -> ObjectiveMetrics:
         """Returns the results of this thread's model on samples of a data set, by default all.
 
         Raises:
@@ -283,7 +283,7 @@ class Workspace:
                     "too large in the data, or lower lr."
                 )
         accuracies = hits / len(chosen) if data.has_accuracies else None
-        return Scores(losses / len(chosen), accuracies)
+        return ObjectiveMetrics(losses / len(chosen), accuracies)
 
 
 def _check_modules(model: nn.Module) -> None:

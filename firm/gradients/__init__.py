@@ -19,8 +19,8 @@ from firm.gradients.approx_gram import (
 )
 from firm.gradients.compression import (
     Compressor,
+    JacobianMessage,
     LowRankCompressor,
-    Message,
     RandomMaskCompressor,
     TopKCompressor,
 )
@@ -37,8 +37,8 @@ __all__ = [
     "Compressor",
     "CountSketchCompressor",
     "HybridCompressor",
+    "JacobianMessage",
     "LowRankCompressor",
-    "Message",
     "PerSequenceGradients",
     "QuantizingCompressor",
     "RandomMaskCompressor",

@@ -15,7 +15,7 @@ from typing import Literal
 
 import torch
 
-from firm.gradients.compression import Compressor, Message, checked_jacobian
+from firm.gradients.compression import Compressor, JacobianMessage, checked_jacobian
 from firm.gradients.gram import CHUNK, gram_matrix
 
 
@@ -35,7 +35,7 @@ class TwoWayReply:
 
 
 def one_way_gram(
-    messages: Sequence[Message],
+    messages: Sequence[JacobianMessage],
     *,
     own_grams: Sequence[torch.Tensor] | None = None,
     num_clients: int | None = None,
@@ -90,12 +90,12 @@ def one_way_gram(
 
 
 def broadcast(
-    messages: Sequence[Message],
+    messages: Sequence[JacobianMessage],
     compressor: Compressor,
     *,
     generator: torch.Generator,
     shared_seed: int = 0,
-) -> Message:
+) -> JacobianMessage:
     """Returns the message the server broadcasts: the compressed Σ_i H_i (Algorithm 6, line 12).
 
     Raises:
@@ -107,7 +107,9 @@ def broadcast(
     return compressor.compress(total, generator=generator, shared_seed=shared_seed)
 
 
-def two_way_reply(jacobian: torch.Tensor, message: Message, answer: Message) -> TwoWayReply:
+def two_way_reply(
+    jacobian: torch.Tensor, message: JacobianMessage, answer: JacobianMessage
+) -> TwoWayReply:
     """Returns a client's second upload (Algorithm 6, lines 14 to 16).
 
     Args:
@@ -131,7 +133,9 @@ def two_way_reply(jacobian: torch.Tensor, message: Message, answer: Message) -> 
     return TwoWayReply(gram_matrix(jacobian), correction)
 
 
-def two_way_gram(messages: Sequence[Message], replies: Sequence[TwoWayReply]) -> torch.Tensor:
+def two_way_gram(
+    messages: Sequence[JacobianMessage], replies: Sequence[TwoWayReply]
+) -> torch.Tensor:
     """Returns the Gram matrix of the mean Jacobian after two-way communication (Eq. 14).
 
     (1/n²) (Σ_i A_i A_iᵀ + Σ_{i≠j} H_i H_jᵀ + X + Xᵀ),  X = Σ_i R_i (h - H_i)ᵀ
@@ -174,7 +178,10 @@ def two_way_gram(messages: Sequence[Message], replies: Sequence[TwoWayReply]) ->
 
 
 def two_sample_gram(
-    first: Sequence[Message], second: Sequence[Message], *, is_symmetrized: bool = False
+    first: Sequence[JacobianMessage],
+    second: Sequence[JacobianMessage],
+    *,
+    is_symmetrized: bool = False,
 ) -> torch.Tensor:
     """Returns the unbiased estimate Y₁ Y₂ᵀ from two independent sets of clients (Algorithm 9).
 
@@ -273,8 +280,8 @@ def inner_products(first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
     return products
 
 
-def sum_of_parts(messages: Sequence[Message]) -> list[tuple[int, torch.Tensor]]:
-    """Returns the signed parts of the summed Jacobian; see `Message.parts`."""
+def sum_of_parts(messages: Sequence[JacobianMessage]) -> list[tuple[int, torch.Tensor]]:
+    """Returns the signed parts of the summed Jacobian; see `JacobianMessage.parts`."""
     total = [(sign, matrix.clone()) for sign, matrix in messages[0].parts()]
     for message in messages[1:]:
         for (_, matrix), (_, other) in zip(total, message.parts(), strict=True):
@@ -292,11 +299,11 @@ def _inner_products_of(
     return torch.stack(products).sum(dim=0)
 
 
-def _check_alike(messages: Sequence[Message]) -> None:
+def _check_alike(messages: Sequence[JacobianMessage]) -> None:
     if not messages:
         raise ValueError("messages is empty; pass the message of at least one client.")
 
-    def traits(message: Message) -> dict[str, object]:
+    def traits(message: JacobianMessage) -> dict[str, object]:
         # sketches add up only at equal widths; ranks and numbers of kept entries may differ
         sketch = getattr(message, "sketch", None)
         return {
@@ -316,7 +323,7 @@ def _check_alike(messages: Sequence[Message]) -> None:
                 )
 
 
-def _check_two_way(messages: Sequence[Message]) -> None:
+def _check_two_way(messages: Sequence[JacobianMessage]) -> None:
     _check_alike(messages)
     if getattr(messages[0], "shared_seed", None) is not None:
         raise ValueError(

@@ -24,7 +24,7 @@ MAX_SEED = 2**63 - 1
 
 
 @dataclass(frozen=True)
-class Message:
+class JacobianMessage:
     """A client's compressed Jacobian."""
 
     shape: tuple[int, int]
@@ -60,7 +60,7 @@ class Compressor(Protocol):
 
     def compress(
         self, jacobian: torch.Tensor, *, generator: torch.Generator, shared_seed: int = 0
-    ) -> Message:
+    ) -> JacobianMessage:
         """Returns the message for a Jacobian.
 
         Args:
@@ -77,7 +77,7 @@ class Compressor(Protocol):
 
 
 @dataclass(frozen=True)
-class LowRankMessage(Message):
+class LowRankMessage(JacobianMessage):
     """The leading singular components of the Jacobian reshaped to a nearly square matrix."""
 
     left: torch.Tensor
@@ -150,7 +150,7 @@ class LowRankCompressor:
 
 
 @dataclass(frozen=True)
-class TopKMessage(Message):
+class TopKMessage(JacobianMessage):
     """The entries of largest absolute value, and their positions."""
 
     values: torch.Tensor
@@ -245,7 +245,7 @@ class TopKCompressor:
 
 
 @dataclass(frozen=True)
-class RandomMaskMessage(Message):
+class RandomMaskMessage(JacobianMessage):
     """Entries at random positions drawn from a seed."""
 
     values: torch.Tensor

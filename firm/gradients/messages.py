@@ -9,9 +9,9 @@ from typing import Any
 
 from firm.gradients.compression import (
     Compressor,
+    JacobianMessage,
     LowRankCompressor,
     LowRankMessage,
-    Message,
     RandomMaskCompressor,
     RandomMaskMessage,
     TopKCompressor,
@@ -35,7 +35,7 @@ COMPRESSORS: dict[str, type[Compressor]] = {
 }
 """Compressors by their names in configurations."""
 
-_MESSAGES: dict[str, type[Message]] = {
+_MESSAGES: dict[str, type[JacobianMessage]] = {
     "low_rank": LowRankMessage,
     "top_k": TopKMessage,
     "random_mask": RandomMaskMessage,
@@ -45,13 +45,13 @@ _MESSAGES: dict[str, type[Message]] = {
 }
 
 
-def message_to_dict(message: Message) -> dict[str, Any]:
+def message_to_dict(message: JacobianMessage) -> dict[str, Any]:
     """Returns a message's kind and fields as a dictionary; tensors are not copied."""
     (kind,) = (name for name, message_type in _MESSAGES.items() if type(message) is message_type)
     return {"kind": kind, **vars(message)}
 
 
-def message_from_dict(content: dict[str, Any]) -> Message:
+def message_from_dict(content: dict[str, Any]) -> JacobianMessage:
     """Returns the message that `message_to_dict` converted.
 
     Raises:

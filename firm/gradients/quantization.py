@@ -9,7 +9,7 @@ import torch
 
 from firm.gradients.compression import (
     FLOAT_BYTES,
-    Message,
+    JacobianMessage,
     check_budget,
     check_seed,
     check_shape,
@@ -26,7 +26,7 @@ CHUNK = 65_536
 
 
 @dataclass(frozen=True)
-class QuantizedMessage(Message):
+class QuantizedMessage(JacobianMessage):
     """Entries rounded stochastically to a few levels, with one scale per bucket."""
 
     codes: torch.Tensor

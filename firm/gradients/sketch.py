@@ -12,9 +12,9 @@ import torch
 
 from firm.gradients.compression import (
     FLOAT_BYTES,
+    JacobianMessage,
     LowRankCompressor,
     LowRankMessage,
-    Message,
     check_budget,
     check_seed,
     check_shape,
@@ -29,7 +29,7 @@ CHUNK = 65_536
 
 
 @dataclass(frozen=True)
-class CountSketchMessage(Message):
+class CountSketchMessage(JacobianMessage):
     """Signed sums of a Jacobian's columns; messages with the same seed can be added."""
 
     sketch: torch.Tensor
@@ -113,7 +113,7 @@ class CountSketchCompressor:
 
 
 @dataclass(frozen=True)
-class HybridMessage(Message):
+class HybridMessage(JacobianMessage):
     """The leading components S of a Jacobian A, and a sketch of the residual R = A - S."""
 
     left: torch.Tensor

@@ -18,8 +18,8 @@ from safetensors.torch import save_file
 
 from firm.alignment import (
     Calibration,
-    Comparison,
     Evaluation,
+    MetricComparison,
     Prompt,
     comparison_table,
     evaluate,
@@ -55,7 +55,7 @@ from firm.jobs.alignment_loading import (
     shared_calibrations,
 )
 from firm.jobs.hub import push
-from firm.jobs.loop import Logbook, Round, Wing, train
+from firm.jobs.loop import Logbook, RoundResult, Wing, train
 from firm.jobs.model_card import markdown_table, model_card, model_name
 from firm.jobs.plan import print_plan
 from firm.jobs.sources import check_sources
@@ -106,7 +106,7 @@ class Result:
     """The aligned model on the same."""
 
     @property
-    def comparison(self) -> list[Comparison]:
+    def comparison(self) -> list[MetricComparison]:
         """Returns aligned against base model, by objective and for further metrics."""
         return comparison_table(self.base, self.final)
 
@@ -119,9 +119,9 @@ class Result:
     def rewards(self) -> Frame:
         """Returns the rewards on the held-out prompts, in [0, 1]: a pandas.DataFrame by objective.
 
-        The columns are those of `Comparison`: base, base_se, final, final_se, change and change_se,
-        which are means and their standard errors, the change paired by row; num_prompts, the
-        number of prompts evaluated; and z.
+        The columns are those of `MetricComparison`: base, base_se, final, final_se, change and
+        change_se, which are means and their standard errors, the change paired by row; num_prompts,
+        the number of prompts evaluated; and z.
         """
         table = comparison_table(self.base, self.final, has_rewards=True)
         by_name = {row.name: {**asdict(row), "z": row.z} for row in table}
@@ -368,17 +368,19 @@ class _LanguageWing(Wing):
     def is_done(self, state: ServerState) -> bool:
         return state.round >= self._cfg.rounds
 
-    def measure(self, before: ServerState, after: ServerState, metrics: dict[str, Any]) -> Round:
+    def measure(
+        self, before: ServerState, after: ServerState, metrics: dict[str, Any]
+    ) -> RoundResult:
         rows = [*metrics["clients"], metrics["round"]]
         metrics["round"]["alarms"] = alarms_of_rounds(self._cfg, [*self.book.rows, *rows])
         if not (prompts := self._loaded.validation):
-            return Round(rows)
+            return RoundResult(rows)
         measured = self._evaluate(after.adapter, prompts, "validation")
         base = self._base["validation"]
         rows.append(measured.row(base, round=after.round, split="validation"))
         if is_front_due(self._cfg, after.round):
             rows += self._at_preferences(after, "validation")
-        return Round(rows, quality=self._quality(measured))
+        return RoundResult(rows, quality=self._quality(measured))
 
     def show(self, state: ServerState, rows: Sequence[Row]) -> None:
         update_report(self.book.run.path)

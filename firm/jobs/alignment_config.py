@@ -91,7 +91,7 @@ GIVEN = "given to firm.align"
 
 
 @configuration
-class PartitionConfig:
+class PromptPartitionConfig:
     """How the training prompts are divided among the clients."""
 
     kind: Annotated[Literal["iid", "dirichlet"], Paper("A.1")] = "iid"
@@ -209,7 +209,7 @@ class AlignmentConfig:
     """Clients C."""
     data: DataConfig = field(default_factory=DataConfig)
     """Prompts."""
-    partition: PartitionConfig = field(default_factory=PartitionConfig)
+    partition: PromptPartitionConfig = field(default_factory=PromptPartitionConfig)
     """Who has which."""
     groups: dict[str, GroupConfig] = field(default_factory=dict)
     """Clients with other reward models or fewer objectives, or attackers, by a name of the

@@ -53,7 +53,7 @@ from firm.jobs.alignment_config import (
     GIVEN,
     AlignmentConfig,
     GroupConfig,
-    PartitionConfig,
+    PromptPartitionConfig,
     client_names,
     reward_configs,
 )
@@ -333,7 +333,7 @@ def _stacked(loaded: LoadedRun) -> Callable[[], MultiObjectiveTrainer]:
 
 
 def partition(
-    prompts: list[Prompt], cfg: AlignmentConfig, how: PartitionConfig, num_clients: int
+    prompts: list[Prompt], cfg: AlignmentConfig, how: PromptPartitionConfig, num_clients: int
 ) -> list[list[Prompt]]:
     """Returns the clients' shards, each large enough for a batch of distinct prompts."""
     size = cfg.estimator.num_prompts

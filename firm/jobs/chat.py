@@ -12,7 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from firm.alignment import Calibration, score
-from firm.alignment.prompts import Message, Prompt, hh_text
+from firm.alignment.prompts import ChatMessage, Prompt, hh_text
 from firm.federation import RandomStream
 from firm.federation.outside import legible
 from firm.fields import configuration
@@ -48,7 +48,7 @@ class ChatConfig(SpeakersConfig):
 
 
 @dataclass(frozen=True)
-class Answer:
+class ChatReply:
     """One model's reply, with its scores."""
 
     text: str
@@ -82,9 +82,9 @@ class Conversation:
 
     def reset(self) -> None:
         """Clears both dialogues."""
-        self._dialogues: dict[str, list[Message]] = {}
+        self._dialogues: dict[str, list[ChatMessage]] = {}
 
-    def answer(self, line: str, turn: int) -> dict[str, Answer]:
+    def answer(self, line: str, turn: int) -> dict[str, ChatReply]:
         """Returns each model's reply to a line, and appends both to the dialogues.
 
         Args:
@@ -95,8 +95,8 @@ class Conversation:
         return answers
 
     def continued(
-        self, dialogues: Mapping[str, list[Message]], line: str, turn: int
-    ) -> tuple[dict[str, Answer], dict[str, list[Message]]]:
+        self, dialogues: Mapping[str, list[ChatMessage]], line: str, turn: int
+    ) -> tuple[dict[str, ChatReply], dict[str, list[ChatMessage]]]:
         """Returns each model's reply to a line, and the extended dialogues.
 
         Args:
@@ -115,7 +115,7 @@ class Conversation:
         """Sets the preference of the aligned model, whose adapter must be conditioned."""
         self._speakers.refold(0, preference)
 
-    def _reply(self, side: str, messages: Sequence[Message], turn: int) -> Answer:
+    def _reply(self, side: str, messages: Sequence[ChatMessage], turn: int) -> ChatReply:
         # reward functions receive the same type as in training: texts or messages
         text = hh_text(messages) if self._scores_texts else None
         prompts = [Prompt(text, messages=tuple(messages))]
@@ -127,7 +127,7 @@ class Conversation:
         batch = prompts, replies.completions, replies.completion_ids
         rows = score(reward_fns, *batch) if reward_fns else ()
         scores = {name: row[0] for name, row in zip(reward_fns, rows, strict=True)}
-        return Answer(replies.completions[0].strip(), in_words(scores, self._calibrations))
+        return ChatReply(replies.completions[0].strip(), in_words(scores, self._calibrations))
 
 
 def _has_texts(run: Path) -> bool:
@@ -190,7 +190,7 @@ def show_welcome(console: Console, cfg: ChatConfig, folder: Path) -> None:
         say(console, f"base     {cfg.policy.path}\naligned  {folder}\n{COMMANDS}\n")
 
 
-def show(console: Console, answers: Mapping[str, Answer]) -> None:
+def show(console: Console, answers: Mapping[str, ChatReply]) -> None:
     """Prints the replies: in two columns on a terminal, as labelled lines elsewhere."""
     if not console.is_terminal:
         for side, answer in answers.items():

@@ -12,8 +12,8 @@ from annotated_types import Ge
 
 from firm.alignment import (
     Calibration,
-    Comparison,
     Evaluation,
+    MetricComparison,
     PromptsConfig,
     comparison_table,
     evaluate,
@@ -27,7 +27,7 @@ from firm.jobs.finished_runs import adapter_folder, check_code, checked_record, 
 from firm.jobs.speakers import Speakers, SpeakersConfig
 from firm.report import Record
 from firm.report.comparison import write_comparison
-from firm.report.samples import Reply, Sample, Turn, turns_of
+from firm.report.samples import Sample, ScoredReply, Turn, turns_of
 from firm.run import UserError, dated_folder, leaves, print_table, to_yaml
 from firm.run.comparison import Line, Measure, prompts_text
 from firm.run.files import whole_folder, write_csv
@@ -82,9 +82,9 @@ class ComparisonResult:
 
     path: Path
     """Directory of the results: `evaluation.html`, `figures.csv`, `samples.csv`, `config.yaml`."""
-    tables: dict[str, list[Comparison]]
+    tables: dict[str, list[MetricComparison]]
     """Every adapter beside the base model, by its name."""
-    samples: list[tuple[str, dict[str, Reply]]]
+    samples: list[tuple[str, dict[str, ScoredReply]]]
     """Prompts, each with the reply of every model."""
     prompts: str
     """How many prompts were replied to, in how many rows."""
@@ -235,14 +235,14 @@ def named_folders(paths: Sequence[Path]) -> dict[str, Path]:
 
 def shown_samples(
     evaluations: Mapping[str, Evaluation], limit: int
-) -> list[tuple[str, dict[str, Reply]]]:
+) -> list[tuple[str, dict[str, ScoredReply]]]:
     """Returns the first `limit` prompts, each with the reply of every model."""
     rows = zip(*(evaluation.samples[:limit] for evaluation in evaluations.values()), strict=True)
     return [
         (
             samples[0]["prompt"],
             {
-                name: Reply(sample["completion"], sample["scores"])
+                name: ScoredReply(sample["completion"], sample["scores"])
                 for name, sample in zip(evaluations, samples, strict=True)
             },
         )
@@ -275,7 +275,10 @@ def write_results(
                 samples=[
                     Sample(
                         turns,
-                        [Reply(reply.text.strip(), reply.scores) for reply in replies.values()],
+                        [
+                            ScoredReply(reply.text.strip(), reply.scores)
+                            for reply in replies.values()
+                        ],
                     )
                     for turns, (_, replies) in zip(result.turns, result.samples, strict=True)
                 ],
@@ -291,7 +294,7 @@ def write_results(
             )
 
 
-def _figure_rows(tables: Mapping[str, Sequence[Comparison]]) -> list[dict[str, Any]]:
+def _figure_rows(tables: Mapping[str, Sequence[MetricComparison]]) -> list[dict[str, Any]]:
     """Returns a row for each metric of each model, the base model first."""
     first = next(iter(tables.values()))
     rows: list[dict[str, Any]] = [
@@ -310,7 +313,7 @@ def _figure_rows(tables: Mapping[str, Sequence[Comparison]]) -> list[dict[str, A
 
 
 def _lines(
-    tables: Mapping[str, Sequence[Comparison]], *, scores: Sequence[str]
+    tables: Mapping[str, Sequence[MetricComparison]], *, scores: Sequence[str]
 ) -> dict[str, list[Line]]:
     return {
         name: [

@@ -5,14 +5,14 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Annotated, Any
 
-from firm.alignment import Message
+from firm.alignment import ChatMessage
 from firm.fields import Hint, Port, configuration
 from firm.fronts import Expectation, expected_rewards, mean_preference, reaching
 from firm.jobs.alignment import FRONT_NAME
-from firm.jobs.chat import Answer, ChatConfig, Conversation
+from firm.jobs.chat import ChatConfig, ChatReply, Conversation
 from firm.jobs.pick import load_front
 from firm.jobs.speakers import SpeakersConfig
-from firm.report.drawing import Key
+from firm.report.drawing import LegendEntry
 from firm.report.front_page import front_clouds
 from firm.report.plane import KL, Cloud, Spot, planes
 from firm.report.static import light_color
@@ -20,7 +20,7 @@ from firm.run import UserError
 
 CLEAR, GRAY = "rgba(0, 0, 0, 0)", "#808890"
 """Colours that do on a light page and on a dark one."""
-POINT = Key("the sliders' trade-off", "var(--objective-1)")
+POINT = LegendEntry("the sliders' trade-off", "var(--objective-1)")
 
 
 @configuration
@@ -44,7 +44,7 @@ class ExploreConfig(SpeakersConfig):
 
 
 @dataclass(frozen=True)
-class Place:
+class TargetPoint:
     """The point on the measured front for a target trade-off."""
 
     preference: list[float]
@@ -77,16 +77,16 @@ class Explorer:
         self._conversation = Conversation(chat)
         self._clouds = front_clouds({run.name: self.front})
 
-    def place(self, want: Sequence[float]) -> Place:
+    def place(self, want: Sequence[float]) -> TargetPoint:
         """Returns the place on the front for a target, shape [M]; see `firm.fronts.reaching`.
 
         Raises:
             ValueError: The target is not a valid preference, or all models have collapsed.
         """
         parts = reaching(self.front, want)
-        return Place(mean_preference(parts), expected_rewards(parts))
+        return TargetPoint(mean_preference(parts), expected_rewards(parts))
 
-    def planes(self, place: Place) -> list[dict[str, Any]]:
+    def planes(self, place: TargetPoint) -> list[dict[str, Any]]:
         """Returns a plotly figure of the front for each pair of objectives, with `place` marked."""
         facts = {
             f"preference for {name}": f"{share:.3f}"
@@ -102,8 +102,8 @@ class Explorer:
         return figures
 
     def answer(
-        self, place: Place, dialogues: Mapping[str, list[Message]], line: str, turn: int
-    ) -> tuple[dict[str, Answer], dict[str, list[Message]]]:
+        self, place: TargetPoint, dialogues: Mapping[str, list[ChatMessage]], line: str, turn: int
+    ) -> tuple[dict[str, ChatReply], dict[str, list[ChatMessage]]]:
         """Returns the replies of the base model and at `place`, and the extended dialogues."""
         self._conversation.turn_to(place.preference)
         return self._conversation.continued(dialogues, line, turn)

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from typing import Any
 from urllib.parse import urlsplit
 
-from firm.jobs.chat import SIDES, Answer
-from firm.jobs.explore import ExploreConfig, Explorer, Place
+from firm.jobs.chat import SIDES, ChatReply
+from firm.jobs.explore import ExploreConfig, Explorer, TargetPoint
 from firm.run import UserError
 
 HELP = (
@@ -235,7 +235,7 @@ def _theme() -> Any:
     return _gradio().themes.Default(font=["system-ui", "sans-serif"], font_mono=["monospace"])
 
 
-def _place(explorer: Explorer, want: Sequence[float]) -> Place | None:
+def _place(explorer: Explorer, want: Sequence[float]) -> TargetPoint | None:
     return explorer.place(want) if any(want) else None
 
 
@@ -243,7 +243,7 @@ def _nothing_said() -> dict[str, Any]:
     return {"said": {}, "turn": 0, "shown": {side: [] for side in SIDES}}
 
 
-def _turn(line: str, answer: Answer) -> list[dict[str, str]]:
+def _turn(line: str, answer: ChatReply) -> list[dict[str, str]]:
     scores = f"\n\n{'  ·  '.join(answer.scores)}" if answer.scores else ""
     return [
         {"role": "user", "content": line.strip()},
@@ -251,7 +251,7 @@ def _turn(line: str, answer: Answer) -> list[dict[str, str]]:
     ]
 
 
-def _in_words(explorer: Explorer, place: Place) -> str:
+def _in_words(explorer: Explorer, place: TargetPoint) -> str:
     """Returns the preference and its expected rewards, as a table."""
     rows = [
         f"| {_escaped(name)} | {share:.3f} | {explorer.front.base[name]:.3f} "

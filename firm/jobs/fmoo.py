@@ -18,9 +18,9 @@ from firm.federation import ServerState, State, failure_alarms
 from firm.federation.outside import legible, printable
 from firm.fmoo import Splits, build_model, load_data, num_parameters
 from firm.jobs.fmoo_config import FREE_KEYS, ClassicConfig
-from firm.jobs.fmoo_loading import Federation, federate, partition
+from firm.jobs.fmoo_loading import SupervisedFederation, federate, partition
 from firm.jobs.fmoo_measures import evaluation, improved, progress
-from firm.jobs.loop import Logbook, Round, Wing, train
+from firm.jobs.loop import Logbook, RoundResult, Wing, train
 from firm.report import read_record
 from firm.report.criteria import comparable, criteria_of
 from firm.report.page import write_page
@@ -198,7 +198,7 @@ class _ClassicWing(Wing):
         name: str,
         splits: Splits,
         seed: int,
-        federation: Federation,
+        federation: SupervisedFederation,
     ) -> None:
         super().__init__(book, keep_last=1)
         self._cfg, self._name, self._splits, self._seed = cfg, name, splits, seed
@@ -221,7 +221,9 @@ class _ClassicWing(Wing):
     def is_done(self, state: ServerState) -> bool:
         return is_done(self._measured, self._num_rounds, self._cfg.target_loss)
 
-    def measure(self, before: ServerState, after: ServerState, metrics: dict[str, Any]) -> Round:
+    def measure(
+        self, before: ServerState, after: ServerState, metrics: dict[str, Any]
+    ) -> RoundResult:
         cfg, row = self._cfg, metrics["round"]
         is_due = after.round % cfg.evaluate_every == 0 or after.round == self._num_rounds
         if is_due and cfg.improved_share:
@@ -229,14 +231,14 @@ class _ClassicWing(Wing):
         if alarms := failure_alarms([*self.book.rows, row]):
             row["alarms"] = alarms
         if not is_due:
-            return Round([row], is_kept=False)
+            return RoundResult([row], is_kept=False)
         self._measured = evaluation(cfg, self._federation, self._splits, after)
         if self._rivals:
             clients = self._federation.engine.client_states(after.accepted)
             self._measured["progress"] = {
                 name: progress(rival, after, clients) for name, rival in self._rivals.items()
             }
-        return Round([row, self._measured])
+        return RoundResult([row, self._measured])
 
     def show(self, state: ServerState, rows: Sequence[Row]) -> None:
         for row in rows:

@@ -21,7 +21,7 @@ from firm.fields import (
     configuration,
     did_you_mean,
 )
-from firm.fmoo import AttackConfig, DataConfig, LocalConfig, ModelConfig
+from firm.fmoo import DatasetConfig, LocalConfig, LossAttackConfig, ModelConfig
 from firm.run import Resume, TrackingConfig, check_folder_name
 from firm.run.resuming import check_out
 
@@ -30,7 +30,7 @@ FREE_KEYS = ("engine", "resume", "plugins", "out", "algorithms", "seeds", "num_w
 
 
 @configuration
-class PartitionConfig:
+class SamplePartitionConfig:
     """How the training samples are divided among the clients."""
 
     kind: Literal["iid", "dirichlet", "balanced", "shards", "natural"] = "balanced"
@@ -89,13 +89,13 @@ class ClassicConfig:
     algorithms: dict[str, AlgorithmConfig]
     """What is compared, by name. Algorithms whose names are the same up to a comma, and that differ
     in one number alone, are also drawn as a line over that number."""
-    data: DataConfig = field(default_factory=DataConfig)
+    data: DatasetConfig = field(default_factory=DatasetConfig)
     """What is learned."""
     model: ModelConfig = field(default_factory=ModelConfig)
     """What learns it."""
-    partition: PartitionConfig = field(default_factory=PartitionConfig)
+    partition: SamplePartitionConfig = field(default_factory=SamplePartitionConfig)
     """Who holds what."""
-    attack: AttackConfig = field(default_factory=AttackConfig)
+    attack: LossAttackConfig = field(default_factory=LossAttackConfig)
     """Clients that inflate their losses, in every round; nobody by default."""
     num_clients: NumClients = 20
     """C; a natural partition has as many as there are users."""
@@ -173,7 +173,7 @@ def _check_participation(cfg: ClassicConfig, name: str, algorithm: AlgorithmConf
             )
 
 
-def attack_on(algorithm: AlgorithmConfig, cfg: ClassicConfig) -> AttackConfig:
+def attack_on(algorithm: AlgorithmConfig, cfg: ClassicConfig) -> LossAttackConfig:
     """Returns the attack that an algorithm faces."""
     if algorithm.attack_amount is None:
         return cfg.attack

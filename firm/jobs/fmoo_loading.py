@@ -23,7 +23,7 @@ from firm.jobs.fmoo_config import AlgorithmConfig, ClassicConfig, attack_on
 
 
 @dataclass(frozen=True, eq=False)
-class Federation:
+class SupervisedFederation:
     """The clients of one algorithm, with the components to evaluate them."""
 
     cfg: StrategyConfig
@@ -49,7 +49,7 @@ class Federation:
 
 def federate(
     cfg: ClassicConfig, algorithm: AlgorithmConfig, splits: Splits, seed: int
-) -> Federation:
+) -> SupervisedFederation:
     """Returns an algorithm's clients with their samples, and the model that they share."""
     train, fraction = splits.train, cfg.partition.test_fraction
     shards, held_out = partition(train, cfg, algorithm.num_clients or cfg.num_clients, seed), {}
@@ -92,7 +92,7 @@ def federate(
     is_loop = workspace.linear_heads is not None and isinstance(strategy, ScalarConfig)
     name = cfg.engine or ("stacked" if workspace.is_stackable and not is_loop else "local")
     engine = ENGINES[name](clients, num_workers=cfg.num_workers or os.cpu_count() or 1)
-    return Federation(strategy, workspace, clients, engine, indices, held_out)
+    return SupervisedFederation(strategy, workspace, clients, engine, indices, held_out)
 
 
 def partition(

@@ -6,11 +6,11 @@ import torch
 
 from firm.federation import ServerState, State
 from firm.federation.strategies import STRATEGIES
-from firm.fmoo import Scores, Splits, TaskData
+from firm.fmoo import ObjectiveMetrics, Splits, TaskData
 from firm.fmoo.progress import local_models
 from firm.fronts.measures import improved_share, local_progress
 from firm.jobs.fmoo_config import ClassicConfig
-from firm.jobs.fmoo_loading import Federation
+from firm.jobs.fmoo_loading import SupervisedFederation
 from firm.quantities import Quantity, register
 from firm.schema import Finite, Share
 
@@ -32,7 +32,7 @@ register(
 
 
 def evaluation(
-    cfg: ClassicConfig, federation: Federation, splits: Splits, state: ServerState
+    cfg: ClassicConfig, federation: SupervisedFederation, splits: Splits, state: ServerState
 ) -> dict[str, Any]:
     """Evaluates the global model and returns the row to log."""
     workspace = federation.workspace
@@ -50,7 +50,7 @@ def evaluation(
     }
 
 
-def by_objective(scores: Scores, data: TaskData) -> dict[str, dict[str, float]]:
+def by_objective(scores: ObjectiveMetrics, data: TaskData) -> dict[str, dict[str, float]]:
     """Returns losses and, where defined, accuracies by objective."""
     figures = {"losses": scores.losses, "accuracies": scores.accuracies}
     return {
@@ -60,7 +60,7 @@ def by_objective(scores: Scores, data: TaskData) -> dict[str, dict[str, float]]:
     }
 
 
-def by_user(federation: Federation, splits: Splits) -> dict[str, dict[str, float]]:
+def by_user(federation: SupervisedFederation, splits: Splits) -> dict[str, dict[str, float]]:
     """Returns each user's accuracy, averaged over objectives, on its client's held-out samples.
 
     If clients hold out nothing but are users of the data set, uses these users' test samples;
@@ -82,7 +82,7 @@ def by_user(federation: Federation, splits: Splits) -> dict[str, dict[str, float
 
 
 def improved(
-    federation: Federation, before: ServerState, after: ServerState, row: dict[str, Any]
+    federation: SupervisedFederation, before: ServerState, after: ServerState, row: dict[str, Any]
 ) -> float:
     """Returns the share of a round's clients for which the server step raised no loss."""
     workspace = federation.workspace
@@ -94,7 +94,9 @@ def improved(
     return improved_share(*losses)
 
 
-def progress(federation: Federation, state: ServerState, clients: State) -> dict[str, float]:
+def progress(
+    federation: SupervisedFederation, state: ServerState, clients: State
+) -> dict[str, float]:
     """Returns the decrease of each loss on clients' own samples by training from the global model.
 
     Args:

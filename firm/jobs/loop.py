@@ -46,7 +46,7 @@ class Logbook:
 
 
 @dataclass(frozen=True)
-class Round:
+class RoundResult:
     """Result of a round."""
 
     rows: Sequence[Row]
@@ -121,7 +121,9 @@ class Wing(ABC):
         """Returns whether all rounds are done."""
 
     @abstractmethod
-    def measure(self, before: ServerState, after: ServerState, metrics: dict[str, Any]) -> Round:
+    def measure(
+        self, before: ServerState, after: ServerState, metrics: dict[str, Any]
+    ) -> RoundResult:
         """Evaluates the round that has just ended."""
 
     @abstractmethod

@@ -20,7 +20,7 @@ from firm.federation import Engine, LocalEngine, Processes, ProcessesEngine
 from firm.federation.options.secure import SecureEngine
 from firm.federation.outside import check_name
 from firm.jobs.alignment import FREE_KEYS, progress_of, run_rounds
-from firm.jobs.alignment_config import AlignmentConfig, PartitionConfig, client_names
+from firm.jobs.alignment_config import AlignmentConfig, PromptPartitionConfig, client_names
 from firm.jobs.alignment_loading import (
     LoadedRun,
     as_calibrations,
@@ -51,7 +51,7 @@ from firm.run import Run, UserError, compose, to_dict
 from firm.run.differences import leaves
 from firm.run.lock import check_not_held
 
-CONTROLLER = "firm.jobs.network.Federation"
+CONTROLLER = "firm.jobs.network.AlignmentController"
 """The one workflow that a server of ours allows."""
 
 LEDGER = "ledger.jsonl"
@@ -82,7 +82,7 @@ OWN_REWARD_KEYS = ("batch_size", "device", "dtype", "path")
 """The same of a reward model."""
 
 
-class Federation(SitesController):
+class AlignmentController(SitesController):
     """Controls a run with clients on remote sites."""
 
     def __init__(self, name: str) -> None:
@@ -142,7 +142,7 @@ def site_process(kit: Path) -> None:
     states = kit / "states" / _digest(sorted(shared.items())) / f"process_{processes.rank}"
     prompts = None
     if own.own_prompts:
-        shards = partition(loaded.prompts, cfg, PartitionConfig(), len(names))
+        shards = partition(loaded.prompts, cfg, PromptPartitionConfig(), len(names))
         prompts = dict(zip(names, shards, strict=True))
 
     def build(setup: Mapping[str, Any]) -> Engine:

@@ -8,9 +8,9 @@ training pairs. The recipe `recipes/miniature` builds them.
 
 from pathlib import Path
 
-from firm.miniature.world import Act, Prompt, World
+from firm.miniature.world import Act, SyntheticPrompt, World
 
-__all__ = ["CHECKPOINTS", "Act", "Prompt", "World", "checkpoint_path"]
+__all__ = ["CHECKPOINTS", "Act", "SyntheticPrompt", "World", "checkpoint_path"]
 
 CHECKPOINTS = ("policy", "helpful", "harmless", "helpful_other")
 

@@ -41,7 +41,7 @@ class Act:
 
 
 @dataclass(frozen=True)
-class Prompt:
+class SyntheticPrompt:
     """A request in the HH dialogue form, "\\n\\nHuman: ...\\n\\nAssistant:"."""
 
     text: str
@@ -95,7 +95,7 @@ class World:
 
     # Texts
 
-    def prompts(self, split: Split) -> list[Prompt]:
+    def prompts(self, split: Split) -> list[SyntheticPrompt]:
         """Returns the prompts of a split, in a fixed shuffled order.
 
         "validation" has the training acts in separate phrasings, for tuning; "test" has them in
@@ -109,7 +109,9 @@ class World:
         asked = [(phrasing, act) for act in acts for phrasing in phrasings]
         random.Random(f"prompts {split}").shuffle(asked)
         return [
-            Prompt(f"\n\nHuman: {phrasing.format(act=act.text)}\n\nAssistant:", act.kind, act.text)
+            SyntheticPrompt(
+                f"\n\nHuman: {phrasing.format(act=act.text)}\n\nAssistant:", act.kind, act.text
+            )
             for phrasing, act in asked
         ]
 

@@ -38,7 +38,7 @@ class Panel:
 
 
 @dataclass(frozen=True)
-class Key:
+class LegendEntry:
     """An entry of the legend that several panels share."""
 
     label: str
@@ -52,7 +52,7 @@ class Key:
 class Series:
     """A line: means at N places, such as those over the seeds of a setting."""
 
-    key: Key
+    key: LegendEntry
     xs: np.ndarray
     means: np.ndarray
     ses: np.ndarray
@@ -63,7 +63,7 @@ class Series:
 
 
 def scatter(
-    key: Key,
+    key: LegendEntry,
     xs: Iterable[float],
     ys: Iterable[float],
     *,
@@ -93,7 +93,7 @@ def scatter(
 
 
 def curve(
-    key: Key,
+    key: LegendEntry,
     points: Iterable[tuple[float, float | None]],
     *,
     width: float = 2,
@@ -118,7 +118,9 @@ def curve(
     )
 
 
-def bars(key: Key, xs: Iterable[Any], ys: Iterable[Any], hover: str, **attributes: Any) -> Trace:
+def bars(
+    key: LegendEntry, xs: Iterable[Any], ys: Iterable[Any], hover: str, **attributes: Any
+) -> Trace:
     """Returns bars in the colour of a key."""
     return {
         "type": "bar",

@@ -22,7 +22,7 @@ from firm.report import formats
 from firm.report import front_tables as tables
 from firm.report import settings_sections as sections
 from firm.report.drawing import (
-    Key,
+    LegendEntry,
     Panel,
     Series,
     Trace,
@@ -325,7 +325,7 @@ def preference_section(fronts: Mapping[str, Front]) -> Section:
     )
 
 
-def _share_traces(key: Key, models: Frame) -> list[Trace]:
+def _share_traces(key: LegendEntry, models: Frame) -> list[Trace]:
     """Means of y over the models of each x with their standard errors, and the models.
 
     A single model has its own standard error.

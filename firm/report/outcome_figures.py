@@ -18,7 +18,7 @@ from firm.report.drawing import (
     INK,
     MUTED,
     SURFACE,
-    Key,
+    LegendEntry,
     Panel,
     Series,
     annotation,
@@ -44,7 +44,7 @@ LOG_TICKS = {"type": "log", "tickformat": "~g", "dtick": "D2"}
 class PreferenceOutcome:
     """Final losses of a setting's runs with one preference."""
 
-    key: Key
+    key: LegendEntry
     preference: tuple[float, float]
     """r, positive: it asks for r₁F₁ = r₂F₂."""
     losses: np.ndarray
@@ -81,7 +81,7 @@ def points_panel(
 def radar_panel(
     name: str,
     title: str,
-    values: Mapping[Key, Sequence[float]],
+    values: Mapping[LegendEntry, Sequence[float]],
     objectives: Sequence[str],
     *,
     span: tuple[float, float],
@@ -227,7 +227,7 @@ def _grey(*, x0: float = 0, x1: float, y1: float) -> dict[str, Any]:
 
 
 def user_histograms(
-    name: str, users: Mapping[Key, np.ndarray], *, num_bins: int = 20
+    name: str, users: Mapping[LegendEntry, np.ndarray], *, num_bins: int = 20
 ) -> list[Panel]:
     """Returns a histogram of the users' accuracies for each setting, on equal axes.
 

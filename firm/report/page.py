@@ -17,7 +17,7 @@ from markupsafe import Markup
 
 from firm.federation.outside import legible, legible_data
 from firm.report import formats
-from firm.report.drawing import Key, Panel
+from firm.report.drawing import LegendEntry, Panel
 from firm.report.record import Record
 from firm.report.samples import Sample
 from firm.run.comparison import Measure
@@ -68,7 +68,7 @@ class Section:
     title: str
     text: str
     panels: Sequence[Panel]
-    legend: Sequence[Key] = ()
+    legend: Sequence[LegendEntry] = ()
     note: str = ""
     """Why the figures could not be drawn; empty if they could."""
     is_wide: bool = False
@@ -173,7 +173,7 @@ def is_shown(block: Block) -> bool:
 class Choice:
     """Legend groups of traces that the reader can show or hide in all figures."""
 
-    keys: Sequence[Key]
+    keys: Sequence[LegendEntry]
     shown: frozenset[str]
     """Labels shown at first."""
     sets: Mapping[str, Sequence[str]] = field(default_factory=dict)

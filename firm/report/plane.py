@@ -15,7 +15,7 @@ from firm.report.drawing import (
     MUTED,
     SURFACE,
     Axis,
-    Key,
+    LegendEntry,
     Panel,
     Trace,
     annotation,
@@ -33,7 +33,7 @@ REWARD = "mean reward in [0, 1]"
 MARGIN = 0.08
 """Margin around the points, as a share of their span."""
 
-Place = Mapping[str, float]
+PlanePoint = Mapping[str, float]
 """Rewards by objective, and the KL under `KL`."""
 
 
@@ -41,7 +41,7 @@ Place = Mapping[str, float]
 class Spot:
     """A model, or the mean of several."""
 
-    place: Place
+    place: PlanePoint
     errors: Mapping[str, float | None]
     """Standard errors of the values in `place`."""
     facts: Mapping[str, str]
@@ -63,7 +63,7 @@ class Spot:
 class Cloud:
     """Models that share a colour."""
 
-    key: Key
+    key: LegendEntry
     index: int
     """Place among the symbols, from 0."""
     models: Sequence[Spot]
@@ -132,9 +132,9 @@ def planes(
     objectives: Sequence[str],
     *,
     unit: str = REWARD,
-    base: Place | None = None,
+    base: PlanePoint | None = None,
     base_name: str = "base model",
-    reference: Place | None = None,
+    reference: PlanePoint | None = None,
 ) -> list[Panel]:
     """Returns one plane per pair of objectives; for a single objective, its value against the KL.
 
@@ -152,10 +152,10 @@ def planes(
         middle = fmean(axes[0]["range"])
         traces = [t for cloud in clouds for t in _traces(cloud, x, y, middle) if t["x"]]
         if base and _has(base, x, y):
-            traces.append(_mark(base, x, y, Key(base_name, INK), "asterisk-open"))
+            traces.append(_mark(base, x, y, LegendEntry(base_name, INK), "asterisk-open"))
         notes = {}
         if reference and _has(reference, x, y):
-            key = Key("reference point", MUTED)
+            key = LegendEntry("reference point", MUTED)
             traces.append(_mark(reference, x, y, key, "cross-thin-open"))
             if any(reference[n] < own["range"][0] for n, own in zip((x, y), axes, strict=True)):
                 notes["annotations"] = [_corner_note(reference, x, y)]
@@ -250,7 +250,7 @@ def _label_places(points: Sequence[tuple[float, float]], middle: float) -> list[
     ]
 
 
-def _mark(place: Place, x: str, y: str, key: Key, symbol: str) -> Trace:
+def _mark(place: PlanePoint, x: str, y: str, key: LegendEntry, symbol: str) -> Trace:
     marker = {"symbol": symbol, "size": 13, "color": key.color, "line": {"width": 2}}
     hover = f"{key.label}<br>{_coordinates(x, y)}"
     return scatter(key, [place[x]], [place[y]], hover=hover, marker=marker)
@@ -270,7 +270,7 @@ def _axis(name: str, spots: Sequence[Spot], unit: str) -> Axis:
     return axis(title, range=[low - gap, high + gap])
 
 
-def _corner_note(reference: Place, x: str, y: str) -> dict[str, Any]:
+def _corner_note(reference: PlanePoint, x: str, y: str) -> dict[str, Any]:
     text = f"reference point ({reference[x]:g}, {reference[y]:g}) beyond the lower left corner"
     place = {"xref": "paper", "yref": "paper", "xanchor": "right", "yanchor": "bottom"}
     return annotation(1, 1, text, MUTED, **place)
@@ -280,5 +280,5 @@ def _coordinates(x: str, y: str) -> str:
     return f"{'KL' if x == KL else escape(x)} %{{x:.3f}}<br>{escape(y)} %{{y:.3f}}"
 
 
-def _has(place: Place, *names: str) -> bool:
+def _has(place: PlanePoint, *names: str) -> bool:
     return all(isfinite(place.get(name, float("nan"))) for name in names)

@@ -10,7 +10,17 @@ from itertools import combinations
 from firm.federation.rivals import RIVALS
 from firm.quantities import Quantity, shown
 from firm.report import formats
-from firm.report.drawing import INK, MUTED, Key, Panel, Trace, bars, curve, nonempty, rounds_figure
+from firm.report.drawing import (
+    INK,
+    MUTED,
+    LegendEntry,
+    Panel,
+    Trace,
+    bars,
+    curve,
+    nonempty,
+    rounds_figure,
+)
 from firm.report.ledger import uploads_so_far
 from firm.report.plane import KL, Cloud, Spot, planes
 from firm.report.record import Record, score
@@ -38,27 +48,27 @@ NEED_TWO = ("weights", "gradients")
 
 NUM_OBJECTIVE_COLORS, NUM_CLIENT_COLORS, NUM_STAGE_COLORS = 6, 8, 12
 
-GLOBAL_MODEL = Key("global model, validation", INK)
-MEAN = Key("mean over clients", INK)
-CUT = Key("replies that the length limit cut", MUTED, "dash")
-UP = Key("clients to server", "var(--up)")
-DOWN = Key("server to clients", "var(--down)", "dash")
+GLOBAL_MODEL = LegendEntry("global model, validation", INK)
+MEAN = LegendEntry("mean over clients", INK)
+CUT = LegendEntry("replies that the length limit cut", MUTED, "dash")
+UP = LegendEntry("clients to server", "var(--up)")
+DOWN = LegendEntry("server to clients", "var(--down)", "dash")
 """Nearly equal in most runs: the dashes keep both visible."""
 RIVAL_COLOR = 3
 """Index of the first rival's colour among the clients' colours."""
-SERVER = Key("weights of the server", "var(--round-last)", "dash")
+SERVER = LegendEntry("weights of the server", "var(--round-last)", "dash")
 VIEWS = {
-    "epsilon": Key("for those who see the models and know who took part", INK),
-    "epsilon_if_unknown": Key("the same, if who took part is secret", MUTED, "dash"),
-    "epsilon_server": Key("for the server", "var(--round-last)", "dot"),
+    "epsilon": LegendEntry("for those who see the models and know who took part", INK),
+    "epsilon_if_unknown": LegendEntry("the same, if who took part is secret", MUTED, "dash"),
+    "epsilon_server": LegendEntry("for the server", "var(--round-last)", "dot"),
 }
 """Legend of the privacy spent, by the key in the row of a round."""
 
 
-def rival_keys() -> dict[str, Key]:
+def rival_keys() -> dict[str, LegendEntry]:
     """Returns the legend of the algorithms whose uploads are compared with a run's, by name."""
     return {
-        name: Key(
+        name: LegendEntry(
             f"{name} would have sent up",
             f"var(--client-{(RIVAL_COLOR + place) % NUM_CLIENT_COLORS})",
             "dot",
@@ -73,26 +83,27 @@ def objective_color(record: Record, objective: str) -> str:
     return f"var(--objective-{record.objectives.index(objective) % NUM_OBJECTIVE_COLORS})"
 
 
-def client_key(record: Record, client: str) -> Key:
+def client_key(record: Record, client: str) -> LegendEntry:
     """Returns the client's colour and dash."""
     index = record.clients.index(client)
     dash = DASHES[index // NUM_CLIENT_COLORS % len(DASHES)]
-    return Key(client, f"var(--client-{index % NUM_CLIENT_COLORS})", dash, is_thin=True)
+    return LegendEntry(client, f"var(--client-{index % NUM_CLIENT_COLORS})", dash, is_thin=True)
 
 
-def stage_keys(settings: Sequence[Setting]) -> list[Key]:
+def stage_keys(settings: Sequence[Setting]) -> list[LegendEntry]:
     """Returns the stages that clients timed with their colours, in the order of their stack."""
     seen = {stage for s in settings for stage in s.objectives_with("seconds") if stage}
     stages = [stage for stage in STAGES if stage in seen] + sorted(seen - set(STAGES))
     return [
-        Key(stage, f"var(--stage-{place % NUM_STAGE_COLORS})") for place, stage in enumerate(stages)
+        LegendEntry(stage, f"var(--stage-{place % NUM_STAGE_COLORS})")
+        for place, stage in enumerate(stages)
     ]
 
 
 # --- Quantities -----------------------------------------------------------------------------------
 
 
-def quantity_panels(run: Setting, section: str) -> tuple[list[Panel], list[Key]]:
+def quantity_panels(run: Setting, section: str) -> tuple[list[Panel], list[LegendEntry]]:
     """Returns the figures of all quantities of a section, and the keys of their lines.
 
     Args:
@@ -100,7 +111,7 @@ def quantity_panels(run: Setting, section: str) -> tuple[list[Panel], list[Key]]
         section: Its name.
     """
     panels: list[Panel] = []
-    keys: dict[str, Key] = {}
+    keys: dict[str, LegendEntry] = {}
     needs_two = section in NEED_TWO
     is_old = section == "diagnostics" and not run.objectives_with("score_length_correlation")
     if is_old or (needs_two and len(run.objectives) < 2):
@@ -113,7 +124,7 @@ def quantity_panels(run: Setting, section: str) -> tuple[list[Panel], list[Key]]
     return panels, list(keys.values())
 
 
-def _panels(run: Setting, quantity: Quantity) -> list[tuple[Panel, list[Key]]]:
+def _panels(run: Setting, quantity: Quantity) -> list[tuple[Panel, list[LegendEntry]]]:
     """Returns the figures of a quantity with the keys of their lines: one, or one by objective."""
     entries = _entries(run.records[0], quantity)
     if quantity.kind == "round" or quantity.lines == "means":
@@ -130,24 +141,26 @@ def _panels(run: Setting, quantity: Quantity) -> list[tuple[Panel, list[Key]]]:
     return [_client_panel(run, quantity, name, key) for name, key in entries.items()]
 
 
-def _entries(record: Record, quantity: Quantity) -> dict[str, Key]:
+def _entries(record: Record, quantity: Quantity) -> dict[str, LegendEntry]:
     """Returns the keys of a quantity's values: objectives, pairs, or the quantity itself."""
     if quantity.by == "pair":
         pairs = enumerate(combinations(record.objectives, 2))
         return {
-            f"{a}-{b}": Key(f"{a} / {b}", INK, DASHES[index % len(DASHES)])
+            f"{a}-{b}": LegendEntry(f"{a} / {b}", INK, DASHES[index % len(DASHES)])
             for index, (a, b) in pairs
         }
     if not quantity.by:
-        return {"": Key(quantity.title, INK)}
+        return {"": LegendEntry(quantity.title, INK)}
     names = drawn_objectives(quantity, record.objectives)
     is_all = len(names) == len(record.objectives)
-    return {name: Key(name, objective_color(record, name) if is_all else INK) for name in names}
+    return {
+        name: LegendEntry(name, objective_color(record, name) if is_all else INK) for name in names
+    }
 
 
 def _client_panel(
-    run: Setting, quantity: Quantity, name: str, entry: Key
-) -> tuple[Panel, list[Key]]:
+    run: Setting, quantity: Quantity, name: str, entry: LegendEntry
+) -> tuple[Panel, list[LegendEntry]]:
     """Returns a thin line for each client, and bold ones for mean, server and global model."""
     record = run.records[0]
     lines = run.lines(quantity.name, name)
@@ -191,7 +204,7 @@ def evaluation_line(run: Setting, field: str, name: str, color: str) -> Trace:
     quantity = f"validation/{field}"
     points = run.lines(quantity, name).get("", {})
     ses = list(run.errors(quantity, name).values())
-    return curve(Key(GLOBAL_MODEL.label, color), points.items(), width=2.5, size=7, ses=ses)
+    return curve(LegendEntry(GLOBAL_MODEL.label, color), points.items(), width=2.5, size=7, ses=ses)
 
 
 # --- The trade-off --------------------------------------------------------------------------------
@@ -207,8 +220,8 @@ def trade_off_planes(record: Record) -> list[Panel]:
     """Returns where the rounds took the global model, one pair of objectives at a time."""
     validation, test = record.evaluations.get("validation", []), final_test(record)
     models = {
-        Key("validation, after each round", MUTED): _spots(record, validation, test),
-        Key("test, base and aligned", INK, "dot"): _spots(record, test),
+        LegendEntry("validation, after each round", MUTED): _spots(record, validation, test),
+        LegendEntry("test, base and aligned", INK, "dot"): _spots(record, test),
     }
     clouds = [
         Cloud(key, 2 * place, [], spots, range(len(spots)))
@@ -282,8 +295,8 @@ def learned_and_true(run: Setting) -> list[Panel]:
         objective = true_name.removeprefix("true_")
         color = objective_color(record, objective)
         lines = [
-            _effect_line(run, objective, Key("learned score", color)),
-            _effect_line(run, true_name, Key("true score", color, "dot")),
+            _effect_line(run, objective, LegendEntry("learned score", color)),
+            _effect_line(run, true_name, LegendEntry("true score", color, "dot")),
         ]
         figure = rounds_figure(lines, "change (base SDs)", reference=0.0)
         panels.append(Panel(f"true-{objective}", objective, figure))
@@ -296,7 +309,7 @@ def learned_and_true(run: Setting) -> list[Panel]:
     return nonempty(panels)
 
 
-def _effect_line(run: Setting, name: str, key: Key) -> Trace:
+def _effect_line(run: Setting, name: str, key: LegendEntry) -> Trace:
     """Returns the paired change since the base model over the SD of its score per prompt."""
     base_se = run.errors("validation/scores", name).get(0)
     base = next(iter(run.records[0].evaluations.get("validation", [])), {})
@@ -334,7 +347,7 @@ def cost_curves(run: Setting) -> list[Panel]:
         totals = [sum(points.get(at, 0.0) for points in lines) for at in rounds]
         seconds.append(bars(key, rounds, totals, "%{fullData.name}, round %{x}: %{y:.3g} s"))
     elapsed = [(row["round"], row.get("seconds")) for row in record.rounds]
-    seconds.append(curve(Key("whole round", INK), elapsed))
+    seconds.append(curve(LegendEntry("whole round", INK), elapsed))
     traffic_figure = rounds_figure(
         traffic, "bytes so far", rangemode="tozero", tickformat="~s", ticksuffix="B"
     )
@@ -348,12 +361,12 @@ def cost_curves(run: Setting) -> list[Panel]:
     )
 
 
-def privacy_curves(run: Setting) -> tuple[list[Panel], list[Key]]:
+def privacy_curves(run: Setting) -> tuple[list[Panel], list[LegendEntry]]:
     """Returns ε by round for each kind of observer, the share of clipped deltas, and the legend."""
     views = {view: run.lines("privacy", view).get("", {}) for view in (*VIEWS, "clipped")}
     spent = [curve(key, views[view].items()) for view, key in VIEWS.items()]
     clipped = rounds_figure(
-        [curve(Key("clipped", INK), views["clipped"].items())], "share", tickformat="~%"
+        [curve(LegendEntry("clipped", INK), views["clipped"].items())], "share", tickformat="~%"
     )
     panels = [
         Panel("epsilon", "ε so far", rounds_figure(spent, "ε", rangemode="tozero")),

@@ -15,7 +15,7 @@ from firm.quantities import shown
 from firm.report import formats, front_tables
 from firm.report import run_figures as figures
 from firm.report.comparison import Comparison, best_comparison, comparison_table
-from firm.report.drawing import INK, MUTED, Key
+from firm.report.drawing import INK, MUTED, LegendEntry
 from firm.report.front_page import plane_section, preference_section
 from firm.report.ledger import total_bytes, uploads_so_far
 from firm.report.page import (
@@ -222,8 +222,10 @@ def _trade_off(run: Setting) -> Section:
     record = run.records[0]
     has_several = len(record.objectives) > 1
     has_path, has_test = record.evaluations.get("validation"), figures.final_test(record)
-    path = [Key("validation, by round", "var(--round-last)", "path")] if has_path else []
-    test = [Key("test, base and aligned", "var(--round-last)", "diamond")] if has_test else []
+    path = [LegendEntry("validation, by round", "var(--round-last)", "path")] if has_path else []
+    test = (
+        [LegendEntry("test, base and aligned", "var(--round-last)", "diamond")] if has_test else []
+    )
     return Section(
         "trade-off",
         "The trade-off" if has_several else "Score against KL",
@@ -294,7 +296,9 @@ def _truth(run: Setting) -> Section:
         "Learned and true scores" if has_truth else "Other scores",
         f"{text} {score_notes(record.extra_scores())}".strip(),
         figures.learned_and_true(run),
-        [Key("learned score", MUTED), Key("true score", MUTED, "dot")] if has_truth else [],
+        [LegendEntry("learned score", MUTED), LegendEntry("true score", MUTED, "dot")]
+        if has_truth
+        else [],
     )
 
 
@@ -329,7 +333,7 @@ def _cost(run: Setting) -> Section:
             figures.DOWN,
             *(figures.rival_keys().values() if would_send else ()),
             *figures.stage_keys([run]),
-            Key("whole round", INK),
+            LegendEntry("whole round", INK),
         ],
     )
 

@@ -19,7 +19,7 @@ class Turn:
 
 
 @dataclass(frozen=True)
-class Reply:
+class ScoredReply:
     """One reply with its scores."""
 
     text: str
@@ -31,7 +31,7 @@ class Sample:
     """One prompt and the replies to it, the base model's first."""
 
     turns: Sequence[Turn]
-    replies: Sequence[Reply]
+    replies: Sequence[ScoredReply]
 
     def change(self, name: str) -> float | None:
         """Returns the second reply's score minus the first's."""
@@ -82,5 +82,5 @@ def dialogue(prompt: str) -> tuple[Turn, ...]:
     return tuple(Turn(turn.role, turn.text.strip()) for turn in turns if turn.text.strip())
 
 
-def _reply(row: Row) -> Reply:
-    return Reply(row["completion"].strip(), row.get("scores") or {})
+def _reply(row: Row) -> ScoredReply:
+    return ScoredReply(row["completion"].strip(), row.get("scores") or {})

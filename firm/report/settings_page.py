@@ -30,7 +30,7 @@ from firm.report.page import (
     left_out_notes,
     write_page,
 )
-from firm.report.plane import KL, Cloud, Place, Spot, clouds_of, planes
+from firm.report.plane import KL, Cloud, PlanePoint, Spot, clouds_of, planes
 from firm.report.record import Record
 from firm.report.settings_tables import (
     difference_table,
@@ -204,7 +204,7 @@ def setting_clouds(settings: Sequence[Setting], folder: Path) -> list[Cloud]:
     return clouds_of(groups, criterion.objectives, sign=criterion.sign)
 
 
-def base_place(settings: Sequence[Setting]) -> Place | None:
+def base_place(settings: Sequence[Setting]) -> PlanePoint | None:
     """Returns the initial model's values; None if no run measured them all."""
     main = criteria_of(settings)[0]
     place = {KL: 0.0}

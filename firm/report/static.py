@@ -24,9 +24,9 @@ from matplotlib.ticker import MaxNLocator
 
 from firm.federation.outside import legible_data
 from firm.fronts import exponential_average
-from firm.report.drawing import Key, Panel, Trace, series_panel
+from firm.report.drawing import LegendEntry, Panel, Trace, series_panel
 from firm.report.page import replace_file
-from firm.report.plane import Cloud, Place, planes
+from firm.report.plane import Cloud, PlanePoint, planes
 from firm.report.tables import Series, mean_and_error
 
 COLUMN_IN, PAGE_IN = 3.3, 6.8
@@ -66,7 +66,7 @@ STYLE: dict[Any, Any] = {
 class Curve:
     """A quantity of one setting over the rounds."""
 
-    key: Key
+    key: LegendEntry
     xs: Sequence[float] | np.ndarray
     """Rounds, [T]."""
     values: np.ndarray
@@ -111,7 +111,7 @@ def save_figure(figure: PaperFigure, stem: str | Path) -> list[Path]:
 
 
 def plane_figure(
-    clouds: Sequence[Cloud], objectives: Sequence[str], *, base: Place | None = None
+    clouds: Sequence[Cloud], objectives: Sequence[str], *, base: PlanePoint | None = None
 ) -> PaperFigure:
     """Returns the trade-off plane of `planes`; its data are one row per mean or model.
 

@@ -13,7 +13,7 @@ from numpy.typing import ArrayLike
 
 from firm.fronts import differing_figure
 from firm.quantities import Quantity
-from firm.report.drawing import Key, Over, Panel, Series, series_panel
+from firm.report.drawing import LegendEntry, Over, Panel, Series, series_panel
 from firm.report.record import Record
 from firm.run.comparison import Measure
 from firm.run.errors import UserError
@@ -30,21 +30,21 @@ DASHES = ("solid", "dash", "dot")
 How = Literal["mean", "lowest", "highest"]
 Frame = Any
 """A pandas.DataFrame: without stubs, type checkers take most of its methods for something else."""
-Place = tuple[int, str, str, str]
+SeriesKey = tuple[int, str, str, str]
 """Round, client, objective and quantity of a value."""
 
 
 # --- One run --------------------------------------------------------------------------------------
 
 
-def measured(rows: Iterable[Row], objectives: Sequence[str]) -> dict[Place, list[float | None]]:
+def measured(rows: Iterable[Row], objectives: Sequence[str]) -> dict[SeriesKey, list[float | None]]:
     """Returns the numbers of valid rows, value and standard error by place, by rising round.
 
     The client is empty for numbers of the server or the global model. The name of an evaluated
     quantity starts with its split: "test/scores". Nested entries have their path as name and their
     last key as objective. Rows without a round are skipped.
     """
-    numbers: dict[Place, list[float | None]] = {}
+    numbers: dict[SeriesKey, list[float | None]] = {}
     # rows come grouped by their kind, and the last value of a round is to count
     for row in sorted((row for row in rows if "round" in row), key=lambda row: row["round"]):
         before = f"{row['split']}/" if "split" in row else ""
@@ -70,7 +70,7 @@ def measured(rows: Iterable[Row], objectives: Sequence[str]) -> dict[Place, list
 
 
 def tidy(
-    numbers: Mapping[Place, Sequence[float | None]], *, setting: str = "", seed: int = 0
+    numbers: Mapping[SeriesKey, Sequence[float | None]], *, setting: str = "", seed: int = 0
 ) -> Frame:
     """Returns the numbers of `measured` as a table with the columns `COLUMNS`, one number per row.
 
@@ -105,10 +105,10 @@ class Setting:
         return cls(name, index, [record.rows for record in records], records=records)
 
     @property
-    def key(self) -> Key:
+    def key(self) -> LegendEntry:
         """Its entry in a legend."""
         dash = DASHES[self.index // len(COLORS) % len(DASHES)]
-        return Key(self.name, COLORS[self.index % len(COLORS)], dash)
+        return LegendEntry(self.name, COLORS[self.index % len(COLORS)], dash)
 
     @property
     def objectives(self) -> tuple[str, ...]:
@@ -131,7 +131,7 @@ class Setting:
         return replace(self, runs=kept[0], records=kept[1])
 
     @cached_property
-    def _numbers(self) -> list[dict[Place, list[float | None]]]:
+    def _numbers(self) -> list[dict[SeriesKey, list[float | None]]]:
         return [measured(rows, self.objectives) for rows in self.runs]
 
     @cached_property
@@ -264,7 +264,7 @@ def series_of(
     *,
     over: Over = "rounds",
     window: int = 1,
-    key: Key | None = None,
+    key: LegendEntry | None = None,
     how: How = "mean",
 ) -> Series | None:
     """Returns a quantity's mean over the seeds, in rounds in which all of them have it.

@@ -75,7 +75,7 @@ def lay_out(
     source: str = "command line",
     base: Mapping[str, Any] | None = None,
     has_plugins: bool = True,
-) -> "Section":
+) -> "PartialConfig":
     """Returns the tree from which `compose` builds a configuration; required keys may be missing.
 
     The files override the settings in `base`, which are plain data by the name of their source in
@@ -94,7 +94,7 @@ def lay_out(
         plugins = _lay(tuple[str, ...], None, (), given[-1], "plugins") if given else ()
     for name in plugins if has_plugins else ():
         import_plugin(name)
-    root = Section.of(config_class)
+    root = PartialConfig.of(config_class)
     try:
         for file, content in contents:
             with _named_in_errors(file):
@@ -135,7 +135,7 @@ def to_yaml(config: Any) -> str:
 
 
 @dataclass
-class Section:
+class PartialConfig:
     """A dataclass under construction: its validated values so far, and the keys that were given."""
 
     form: type
@@ -143,7 +143,7 @@ class Section:
     given: set[str] = field(default_factory=set)
 
     @classmethod
-    def of(cls, form: type) -> "Section":
+    def of(cls, form: type) -> "PartialConfig":
         """Creates a section with the defaults of `form`, without its required keys."""
         values = {}
         for f in _fields(form):
@@ -153,9 +153,9 @@ class Section:
                 values[f.name] = _tree(f.default_factory())
         return cls(form, values)
 
-    def turned_into(self, form: type) -> "Section":
+    def turned_into(self, form: type) -> "PartialConfig":
         """Converts the section to another form; keeps the given keys that this form also has."""
-        section = Section.of(form)
+        section = PartialConfig.of(form)
         section.given = self.given & {f.name for f in _fields(form)}
         section.values |= {key: self.values[key] for key in section.given}
         return section
@@ -165,7 +165,7 @@ class Section:
         for f in _fields(self.form):
             yield f.name
             value = self.values.get(f.name)
-            if isinstance(value, Section):
+            if isinstance(value, PartialConfig):
                 yield from (f"{f.name}.{path}" for path in value.key_paths())
 
 
@@ -177,7 +177,7 @@ def _tree(value: Any) -> Any:
     """Replaces the dataclasses in a configuration's value by sections."""
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         values = {f.name: _tree(getattr(value, f.name)) for f in _fields(type(value))}
-        return Section(type(value), values)
+        return PartialConfig(type(value), values)
     if isinstance(value, Mapping):
         return {key: _tree(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
@@ -191,7 +191,7 @@ def build(tree: Any, path: str = "") -> Any:
         return {key: build(item, join(path, key)) for key, item in tree.items()}
     if isinstance(tree, list | tuple):
         return type(tree)(build(item, join(path, place)) for place, item in enumerate(tree))
-    if not isinstance(tree, Section):
+    if not isinstance(tree, PartialConfig):
         return tree
     names = [f.name for f in _fields(tree.form)]
     for key in (join(path, name) for name in names if name not in tree.values):
@@ -273,8 +273,8 @@ def _lay_entries(kind: Any, old: Any, keys: Sequence[str], value: Any, path: str
 
 
 def _lay_section(
-    forms: Sequence[type], old: Section | None, keys: Sequence[str], value: Any, path: str
-) -> Section:
+    forms: Sequence[type], old: PartialConfig | None, keys: Sequence[str], value: Any, path: str
+) -> PartialConfig:
     if keys:
         entries = [(keys[0], keys[1:], value)]
     elif value is None:  # `section:` with all of its keys commented out
@@ -283,12 +283,12 @@ def _lay_section(
         entries = [(key, (), item) for key, item in _with_text_keys(value, path)]
     else:
         raise UserError(f"{path or 'the file'} must be a section of keys, got {value!r}.")
-    section = old or (Section.of(forms[0]) if len(forms) == 1 else None)
+    section = old or (PartialConfig.of(forms[0]) if len(forms) == 1 else None)
     for key, rest, item in sorted(entries, key=lambda entry: entry[0] != "name"):
         place = join(path, key)
         if key == "name" and len(forms) > 1:
             form = _form_named(forms, item, place)
-            section = section.turned_into(form) if section else Section.of(form)
+            section = section.turned_into(form) if section else PartialConfig.of(form)
         if section is None:
             break
         hints = get_type_hints(section.form)

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from firm.fields import field_docstrings, in_words
-from firm.run.config import Section, forms_of, join, members_of, to_dict, type_in_words
+from firm.run.config import PartialConfig, forms_of, join, members_of, to_dict, type_in_words
 from firm.run.errors import UserError
 
 _WIDTH = 100
@@ -22,7 +22,7 @@ _FEW = 24
 _PLACEHOLDERS = {dict: "NAME", list: "INDEX", tuple: "INDEX"}
 """What stands in a key path for an entry of these."""
 
-_Versions = list[tuple[str, Section]]
+_Versions = list[tuple[str, PartialConfig]]
 """A section in all its forms and entries, each with a name; the first counts where they agree."""
 
 
@@ -84,7 +84,7 @@ class _Part:
 
 
 def help_page(
-    root: Section,
+    root: PartialConfig,
     topic: str = "",
     *,
     keys: Mapping[str, Sequence[str]] | None = None,
@@ -251,7 +251,7 @@ def _keys(versions: _Versions, path: str) -> list[_Key]:
     return keys
 
 
-def _default(section: Section, name: str) -> str | None:
+def _default(section: PartialConfig, name: str) -> str | None:
     if name not in section.values:
         return None
     return json.dumps(to_dict(section.values[name]), ensure_ascii=False)
@@ -275,14 +275,14 @@ def _sections(versions: _Versions) -> Iterator[tuple[str, str, _Versions]]:
 def _versions_of(forms: Sequence[type], entry: str, values: Sequence[tuple[str, Any]]) -> _Versions:
     """Returns the versions of a section from its values in the versions of its parent."""
     (_, chosen), *others = values
-    if not entry and isinstance(chosen, Section):
+    if not entry and isinstance(chosen, PartialConfig):
         rest = (form for form in forms if form is not chosen.form)
         turned = [(_form_name(form), chosen.turned_into(form)) for form in rest]
-        return [("", chosen), *turned, *((k, v) for k, v in others if isinstance(v, Section))]
+        return [("", chosen), *turned, *((k, v) for k, v in others if isinstance(v, PartialConfig))]
     named = len(forms) > 1
-    new = [(_form_name(form) if named else "", Section.of(form)) for form in forms]
+    new = [(_form_name(form) if named else "", PartialConfig.of(form)) for form in forms]
     given = [pair for label, value in values for pair in _entries(label, value)]
-    return [*new, *((label, value) for label, value in given if isinstance(value, Section))]
+    return [*new, *((label, value) for label, value in given if isinstance(value, PartialConfig))]
 
 
 def _entries(label: str, value: Any) -> list[tuple[str, Any]]:

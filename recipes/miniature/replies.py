@@ -6,7 +6,15 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from firm.miniature.world import OBJECTIVES, Act, Objective, Prompt, Split, World, sentences_of
+from firm.miniature.world import (
+    OBJECTIVES,
+    Act,
+    Objective,
+    Split,
+    SyntheticPrompt,
+    World,
+    sentences_of,
+)
 
 STYLES = {
     "helper": (
@@ -109,7 +117,7 @@ class ReplyWriter:
             rows.append({"prompt": prompt.text, "chosen": first, "rejected": second, "kind": kind})
         return rows
 
-    def _sentence(self, rng: random.Random, prompt: Prompt, role: str) -> str:
+    def _sentence(self, rng: random.Random, prompt: SyntheticPrompt, role: str) -> str:
         act = self._acts[prompt.act]
         if role == "step":
             return rng.choice(act.steps)
@@ -127,7 +135,7 @@ class ReplyWriter:
             ):
                 return other
 
-    def _styled(self, rng: random.Random, prompt: Prompt) -> str:
+    def _styled(self, rng: random.Random, prompt: SyntheticPrompt) -> str:
         """Returns a reply in a random style of the demonstrations."""
         styles = list(STYLE_SHARES)
         style = rng.choices(styles, list(STYLE_SHARES.values()))[0]
@@ -139,7 +147,7 @@ class ReplyWriter:
                     sentences.append(sentence)
         return _join(sentences or [self._sentence(rng, prompt, STYLES[style][0][0])])
 
-    def _random_reply(self, rng: random.Random, prompt: Prompt) -> str:
+    def _random_reply(self, rng: random.Random, prompt: SyntheticPrompt) -> str:
         """Returns up to six different sentences of random roles, half of them steps."""
         others = ("stray", *self.world.sentences)
         roles = [
@@ -147,7 +155,9 @@ class ReplyWriter:
         ]
         return _join(list(dict.fromkeys(self._sentence(rng, prompt, role) for role in roles)))
 
-    def _candidate(self, rng: random.Random, prompt: Prompt, sampled: Sequence[str]) -> str:
+    def _candidate(
+        self, rng: random.Random, prompt: SyntheticPrompt, sampled: Sequence[str]
+    ) -> str:
         """Returns one reply for a pair: sampled, styled, random or corrupted."""
         if sampled and rng.random() < 0.5:
             return rng.choice(sampled)
@@ -155,7 +165,7 @@ class ReplyWriter:
         reply = make(rng, prompt)
         return rng.choice(CORRUPTIONS)(rng, reply) if rng.random() < 0.2 else reply
 
-    def _edited(self, rng: random.Random, prompt: Prompt, reply: str) -> str:
+    def _edited(self, rng: random.Random, prompt: SyntheticPrompt, reply: str) -> str:
         """Returns a reply with one sentence added, taken out or replaced, or corrupted."""
         sentences = sentences_of(reply)
         if not sentences or rng.random() < 0.2:

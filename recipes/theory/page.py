@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from firm.report.drawing import INK, MUTED, Key, Panel, Series, figure, scatter, ticks_at
+from firm.report.drawing import INK, MUTED, LegendEntry, Panel, Series, figure, scatter, ticks_at
 from firm.report.formats import CONFIG, measure
 from firm.report.page import Origin, Page, Section, Table
 from firm.run import to_yaml
@@ -32,19 +32,19 @@ NUM_SHOWN_PAIRS = 100
 """Pairs of clients that the figure of Lemma 1 shows for each β."""
 COLORS = [f"var(--objective-{place})" for place in range(4)]
 KEYS = {
-    SPREAD: Key("spread of λ*", COLORS[0]),
-    BOUND: Key("bound on the drift of λ*", COLORS[1]),
-    SOLVED: Key("drift of λ*", COLORS[2]),
-    DRIFT: Key("drift of λ (Eq. 7)", COLORS[3]),
-    "spread_steps": Key("spread of λ*, no noise", COLORS[0]),
-    "drift_steps": Key("drift of λ*, no noise", COLORS[2]),
-    "t12": Key("client drift T₁,₂", COLORS[1]),
-    "gradient_error": Key("gradient error", COLORS[0]),
-    "stationarity": Key("‖∇J(θ̄) λ̄‖², mean up to T", COLORS[0]),
-    "min_norm": Key("min ‖∇J(θ̄) λ‖², mean up to T", COLORS[1]),
+    SPREAD: LegendEntry("spread of λ*", COLORS[0]),
+    BOUND: LegendEntry("bound on the drift of λ*", COLORS[1]),
+    SOLVED: LegendEntry("drift of λ*", COLORS[2]),
+    DRIFT: LegendEntry("drift of λ (Eq. 7)", COLORS[3]),
+    "spread_steps": LegendEntry("spread of λ*, no noise", COLORS[0]),
+    "drift_steps": LegendEntry("drift of λ*, no noise", COLORS[2]),
+    "t12": LegendEntry("client drift T₁,₂", COLORS[1]),
+    "gradient_error": LegendEntry("gradient error", COLORS[0]),
+    "stationarity": LegendEntry("‖∇J(θ̄) λ̄‖², mean up to T", COLORS[0]),
+    "min_norm": LegendEntry("min ‖∇J(θ̄) λ‖², mean up to T", COLORS[1]),
 }
 """How the pages name and draw each quantity."""
-LINES = [Key("fitted slope", MUTED), Key("theorem's slope", INK, "dot")]
+LINES = [LegendEntry("fitted slope", MUTED), LegendEntry("theorem's slope", INK, "dot")]
 AXES = {
     "beta": "β",
     "batch_size": "B",
@@ -223,7 +223,7 @@ def lemma_panel(pairs: Sequence[Mapping[str, float]]) -> Panel:
         "size": 5,
     }
     points = scatter(
-        Key("", INK),
+        LegendEntry("", INK),
         rights,
         lefts,
         customdata=[pair["beta"] for pair in shown],

@@ -9,7 +9,7 @@ import numpy as np
 from firm.report.drawing import (
     INK,
     Axis,
-    Key,
+    LegendEntry,
     Panel,
     Series,
     Trace,
@@ -75,7 +75,7 @@ def points_trace(points: Series, x_title: str, *, mode: str = "markers") -> Trac
 
 def reference_line(ends: Sequence[float], heights: Sequence[float], dash: str) -> Trace:
     """Returns a thin line between two points, which the pointer does not find."""
-    return scatter(Key("", INK, dash), ends, heights, mode="lines", width=1.5)
+    return scatter(LegendEntry("", INK, dash), ends, heights, mode="lines", width=1.5)
 
 
 def log_axis(title: str) -> Axis:

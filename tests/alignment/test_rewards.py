@@ -13,9 +13,9 @@ from transformers import TrainerState
 
 from firm.alignment.prompts import Prompt, prompt_of
 from firm.alignment.rewards import (
-    Asked,
     Calibration,
     Judges,
+    ScoringRequest,
     calibrate,
     check_same,
     filled,
@@ -62,11 +62,11 @@ def test_batches_that_are_scored_together_keep_their_own_fields():
 
     judges = Judges({"right": right})
     batches = [
-        Asked(
+        ScoringRequest(
             judges, ["right"], [Prompt("?", columns={"answer": "a"})] * 2, ["a", "b"], [[1], [2]]
         ),
-        Asked(judges, ["right"], [Prompt("?")], ["b"], [[2]]),
-        Asked(judges, ["right"], [Prompt("?", columns={"answer": "b"})], ["b"], [[2]]),
+        ScoringRequest(judges, ["right"], [Prompt("?")], ["b"], [[2]]),
+        ScoringRequest(judges, ["right"], [Prompt("?", columns={"answer": "b"})], ["b"], [[2]]),
     ]
     scores = [scored.scores.tolist() for scored in scores_together(batches)]
     assert scores == [[[1.0, 0.0]], [[0.0]], [[1.0]]]
@@ -103,7 +103,9 @@ def test_a_reward_that_reads_prompts_gets_them_in_one_call():
             self.truncated = [prompt.text is None for prompt in prompts]
             return [float(len(prompt.messages)) for prompt in prompts]
 
-    asked = Asked(Judges({"r": Reader()}), ["r"], [Prompt("t"), CHAT, CHAT], REPLIES, [[1]] * 3)
+    asked = ScoringRequest(
+        Judges({"r": Reader()}), ["r"], [Prompt("t"), CHAT, CHAT], REPLIES, [[1]] * 3
+    )
     (scored,) = scores_together([asked])
     assert scored.scores.tolist() == [[1.0, 2.0, 2.0]]
     assert scored.truncated == {"r": [False, True, True]}
@@ -115,7 +117,7 @@ def test_what_was_cut_stays_with_its_row_in_a_batch_of_texts_and_chats():
             self.truncated = [isinstance(prompt, list) for prompt in prompts]
             return [0.0] * len(prompts)
 
-    asked = Asked(
+    asked = ScoringRequest(
         Judges({"r": Cutter()}), ["r"], [Prompt("t"), CHAT, Prompt("u")], REPLIES, [[1]] * 3
     )
     (scored,) = scores_together([asked])
@@ -218,7 +220,9 @@ def test_a_reward_that_says_of_too_few_inputs_which_it_cut_is_named():
         def __call__(self, prompts, completions, **kwargs):
             return [0.0] * len(completions)
 
-    asked = Asked(Judges({"short": Forgetful()}), ["short"], [Prompt("x")] * 3, REPLIES, [[1]] * 3)
+    asked = ScoringRequest(
+        Judges({"short": Forgetful()}), ["short"], [Prompt("x")] * 3, REPLIES, [[1]] * 3
+    )
     (error,) = scores_together([asked])
     assert isinstance(error, ValueError)
     assert "reward 'short' has 1 entries in `truncated` for 3 completions" in str(error)
@@ -531,9 +535,11 @@ def test_clients_and_objectives_share_a_call_and_groups_may_judge_otherwise():
     one = Judges({"long": counting})
     mixed = Judges({"brief": other, "long": counting})
     asked = [
-        Asked(all_own, ["brief", "long"], prompts_of(PROMPTS[:2]), ["a", "bb"], [[1], [1, 2]]),
-        Asked(one, ["brief", "long"], prompts_of(PROMPTS[:1]), ["ccc"], [[1]]),
-        Asked(mixed, ["brief", "long"], prompts_of(PROMPTS[:1]), ["dddd"], [[1]]),
+        ScoringRequest(
+            all_own, ["brief", "long"], prompts_of(PROMPTS[:2]), ["a", "bb"], [[1], [1, 2]]
+        ),
+        ScoringRequest(one, ["brief", "long"], prompts_of(PROMPTS[:1]), ["ccc"], [[1]]),
+        ScoringRequest(mixed, ["brief", "long"], prompts_of(PROMPTS[:1]), ["dddd"], [[1]]),
     ]
     scores = [scored.scores.tolist() for scored in scores_together(asked)]
     assert scores == [[[-1, -2], [1, 2]], [[0], [3]], [[-4], [4]]]
@@ -548,7 +554,7 @@ def test_clients_that_are_not_as_far_are_not_joined():
         return [float(trainer_state.global_step)] * len(completions)
 
     own = Judges({"r": shaped}), ["r"], prompts_of(["p"]), ["a"], [[1]]
-    asked = [Asked(*own, TrainerState(global_step=step)) for step in (1, 2, 1)]
+    asked = [ScoringRequest(*own, TrainerState(global_step=step)) for step in (1, 2, 1)]
     assert [scored.scores.tolist() for scored in scores_together(asked)] == [[[1]], [[2]], [[1]]]
     assert sorted(seen) == [(1, 2), (2, 1)]
     assert score({"r": shaped}, ["p"], ["a"]).tolist() == [[0]]

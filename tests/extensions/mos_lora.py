@@ -5,7 +5,7 @@ from typing import Any, ClassVar
 import torch
 from torch import nn
 
-from firm.alignment.adapters import Lora, Rows, adapted_modules, register_adapter
+from firm.alignment.adapters import Lora, PassRows, adapted_modules, register_adapter
 from firm.federation import Adapter
 
 
@@ -28,7 +28,7 @@ class MosLora(Lora):
             mixer.weight = nn.Parameter(torch.eye(len(weight)).to(weight))
             layer.add_module("lora_M", nn.ModuleDict({"default": mixer}))
 
-    def update(self, layer: Any, rows: Rows, x: torch.Tensor) -> torch.Tensor:
+    def update(self, layer: Any, rows: PassRows, x: torch.Tensor) -> torch.Tensor:
         """Returns B M A x, [b, ..., out]."""
         for name in ("lora_A", "lora_M", "lora_B"):
             x = rows.product(layer, name, x)

@@ -11,7 +11,7 @@ from torch import nn
 
 import firm.fmoo
 from firm.cli.main import COMMANDS
-from firm.fmoo import DataConfig, LocalConfig, TaskData, Workspace, load_data, loss, model
+from firm.fmoo import DatasetConfig, LocalConfig, TaskData, Workspace, load_data, loss, model
 from firm.jobs.fmoo import ClassicConfig, main, run_classic
 from firm.run import compose, parse
 from tests.plugins import plugins_forgotten
@@ -131,7 +131,7 @@ def test_a_state_has_buffers_frozen_parameters_and_tied_names(tmp_path, monkeypa
     untrained = result.new_model(0).state_dict()
     changed = {name for name in state if not torch.equal(state[name], untrained[name])}
     assert changed == {"first.weight", "first.bias", "second.weight"}
-    data = load_data(DataConfig(name="clinics"))
+    data = load_data(DatasetConfig(name="clinics"))
     measured = Workspace(net, data.train, LocalConfig()).evaluate(data.test).losses.tolist()
     logged = result.losses.loc["fsmgda", 0, 2]
     assert measured == [logged[name] for name in data.test.objectives]
@@ -152,7 +152,7 @@ BAD = {
     "raises": (
         "cfg.seed",
         "cfg.sead",
-        "data set clinics: its function raised AttributeError: 'DataConfig' object has no",
+        "data set clinics: its function raised AttributeError: 'DatasetConfig' object has no",
     ),
     "a client without samples": (
         "x[c], y[c]",

@@ -8,12 +8,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from firm.federation.client import Gradients
-from firm.fmoo.attacks import AttackConfig, attacked_gradients, attacked_losses
+from firm.fmoo.attacks import LossAttackConfig, attacked_gradients, attacked_losses
 from firm.run import parse
 from firm.solvers import min_norm_weights
 
-BIAS = AttackConfig("bias", ("client_0",), 1000.0)
-SCALING = AttackConfig("scaling", ("client_0",), 10.0)
+BIAS = LossAttackConfig("bias", ("client_0",), 1000.0)
+SCALING = LossAttackConfig("scaling", ("client_0",), 10.0)
 
 
 def true_gradients(seed: int = 0, num_clients: int = 4) -> list[Gradients]:
@@ -25,7 +25,7 @@ def true_gradients(seed: int = 0, num_clients: int = 4) -> list[Gradients]:
     return [Gradients(*pair) for pair in zip(jacobians, losses, strict=True)]
 
 
-def sent(gradients: list[Gradients], attack: AttackConfig) -> list[Gradients]:
+def sent(gradients: list[Gradients], attack: LossAttackConfig) -> list[Gradients]:
     return [
         attacked_gradients(one, client=f"client_{index}", attack=attack)
         for index, one in enumerate(gradients)
@@ -87,14 +87,14 @@ def test_what_a_client_adds_to_its_gradients_is_handed_on():
 
 def test_without_an_attack_nobody_attacks():
     (honest, *_) = true_gradients()
-    attack = AttackConfig("none", ("client_0",), 5.0)
+    attack = LossAttackConfig("none", ("client_0",), 5.0)
     assert attacked_gradients(honest, client="client_0", attack=attack) is honest
 
 
 @given(st.integers(0, 1000), st.sampled_from(["bias", "scaling"]), st.floats(1e-3, 1e4))
 def test_fedmgda_plus_does_not_notice_either_attack(seed, kind, amount):
     honest = true_gradients(seed)
-    attacked = sent(honest, AttackConfig(kind, ("client_0", "client_2"), amount))
+    attacked = sent(honest, LossAttackConfig(kind, ("client_0", "client_2"), amount))
     moved = direction(attacked, is_normalised=True)
     assert torch.allclose(moved, direction(honest, is_normalised=True), atol=1e-9)
 
@@ -102,14 +102,14 @@ def test_fedmgda_plus_does_not_notice_either_attack(seed, kind, amount):
 @given(st.integers(0, 1000), st.floats(-1e4, 1e4))
 def test_a_bias_does_not_move_mgda_even_without_normalisation(seed, amount):
     honest = true_gradients(seed)
-    attacked = sent(honest, AttackConfig("bias", ("client_0",), amount))
+    attacked = sent(honest, LossAttackConfig("bias", ("client_0",), amount))
     moved = direction(attacked, is_normalised=False)
     assert torch.equal(moved, direction(honest, is_normalised=False))
 
 
 def test_scaling_turns_the_mean_and_the_direction_without_normalisation():
     honest = true_gradients()
-    attacked = sent(honest, AttackConfig("scaling", ("client_0",), 1e4))
+    attacked = sent(honest, LossAttackConfig("scaling", ("client_0",), 1e4))
     attacker = honest[0].jacobian[0]
 
     def cosine(vector: torch.Tensor) -> float:
@@ -133,7 +133,7 @@ def test_a_bias_makes_the_attacker_the_worst_off_whom_afl_trains_for():
 
 def test_the_configuration_is_read_from_a_command_line():
     arguments = ["--kind", "scaling", "--clients", "[a, b]", "--amount", "10"]
-    assert parse(AttackConfig, arguments) == AttackConfig("scaling", ("a", "b"), 10.0)
+    assert parse(LossAttackConfig, arguments) == LossAttackConfig("scaling", ("a", "b"), 10.0)
 
 
 @pytest.mark.parametrize(
@@ -151,4 +151,4 @@ def test_the_configuration_is_read_from_a_command_line():
 )
 def test_an_attack_that_makes_no_sense_is_refused(fields, message):
     with pytest.raises(ValueError, match=message):
-        AttackConfig(**fields)
+        LossAttackConfig(**fields)

@@ -18,7 +18,7 @@ from firm.federation.strategies.fedmgda import FedMgdaConfig
 from firm.federation.strategies.firm import FirmConfig
 from firm.federation.strategies.fsmgda import FsmgdaConfig
 from firm.federation.strategies.qfedavg import QFedAvgConfig
-from firm.fmoo.attacks import AttackConfig
+from firm.fmoo.attacks import LossAttackConfig
 from firm.fmoo.client import SupervisedClient
 from firm.fmoo.models import Dropout, MultiTaskModel
 from firm.fmoo.task_data import TaskData
@@ -248,8 +248,8 @@ def test_accuracy_counts_right_labels():
 
 
 def test_attackers_inflate_losses_and_gradients():
-    honest, biased = _client(), _client(attack=AttackConfig("bias", ("client_0",), 1000.0))
-    scaled = _client(attack=AttackConfig("scaling", ("client_0",), 10.0))
+    honest, biased = _client(), _client(attack=LossAttackConfig("bias", ("client_0",), 1000.0))
+    scaled = _client(attack=LossAttackConfig("scaling", ("client_0",), 10.0))
     batches = [next(client.batches(1)) for client in (honest, biased, scaled)]
     rows = [
         client.gradients(batch).jacobian
@@ -422,7 +422,7 @@ LINEAR = {
     "logistic": (("binary",), 1, {}),
     "attributes": (("binary", "binary"), 3, {}),
     "least squares": (("squared", "squared"), 1, {}),
-    "biased": (("squared", "squared"), 1, {"attack": AttackConfig("bias", ("client_0",), 5.0)}),
+    "biased": (("squared", "squared"), 1, {"attack": LossAttackConfig("bias", ("client_0",), 5.0)}),
     "of one objective": (("squared", "squared"), 1, {"served": (1,)}),
 }
 
@@ -536,7 +536,7 @@ def test_other_optimizers_take_steps_one_by_one_and_a_loss_that_is_infinite_stop
     else:
         assert client.weighted_steps(8, torch.ones(1), proximal=0.0) == 0
         assert client.state() == {"num_batches": 0}
-    attack = AttackConfig("scaling", ("client_0",), 3.0)
+    attack = LossAttackConfig("scaling", ("client_0",), 3.0)
     assert _client(workspace, attack=attack).weighted_steps(8, torch.ones(1), proximal=0.0) == 0
 
 

@@ -13,7 +13,7 @@ from torch.utils.data import TensorDataset
 
 from firm.federation.partition import balanced_dirichlet_partition, natural_partition
 from firm.fmoo import linear
-from firm.fmoo.data import DATASETS, LOSSES, DataConfig, Splits, TaskData, dataset, load_data
+from firm.fmoo.data import DATASETS, LOSSES, DatasetConfig, Splits, TaskData, dataset, load_data
 from firm.fmoo.loaders.composition import draw_pairs, paste_centre, paste_corners
 from firm.fmoo.loaders.faces import CELEBA_ATTRIBUTES, CELEBA_GROUPS
 from firm.fmoo.loaders.molecules import dense_molecules
@@ -224,7 +224,7 @@ def test_a_users_loss_takes_targets_of_any_shape_and_unknown_values(new_plugins)
 
 def _own(name, data, **options):
     dataset(name)(lambda cfg: data)
-    return load_data(DataConfig(name=name, **options))
+    return load_data(DatasetConfig(name=name, **options))
 
 
 def test_a_data_set_without_splits_is_cut_within_its_clients(new_plugins):
@@ -295,7 +295,7 @@ def test_pairs_use_every_left_image_as_often_as_asked_and_right_ones_evenly():
 
 
 def test_a_split_without_images_has_no_pairs():
-    splits = load_data(DataConfig(validation_fraction=0.0))
+    splits = load_data(DatasetConfig(validation_fraction=0.0))
     assert [len(data) for data in parts(splits)] == [5752, 0, 1436]
     assert splits.validation.num_outputs == (10, 10)
     with pytest.raises(ValueError, match="the test split has 3 first images and no second ones"):
@@ -303,7 +303,7 @@ def test_a_split_without_images_has_no_pairs():
 
 
 def test_the_embedded_default_needs_nothing_and_has_two_objectives():
-    splits = load_data(DataConfig())
+    splits = load_data(DatasetConfig())
     assert [len(data) for data in parts(splits)] == [4600, 1152, 1436]
     for data in parts(splits):
         assert data.inputs.shape[1:] == (1, 16, 16)
@@ -318,7 +318,7 @@ def test_the_embedded_default_needs_nothing_and_has_two_objectives():
 def test_no_original_digit_is_in_two_splits_of_the_embedded_default():
     # the top left 6 x 6 pixels belong to the left digit alone, the bottom right ones to the right
     seen = []
-    for data in parts(load_data(DataConfig())):
+    for data in parts(load_data(DatasetConfig())):
         left = {row.tobytes() for row in data.inputs[:, 0, :6, :6].numpy()}
         right = {row.tobytes() for row in data.inputs[:, 0, 8:14, 8:14].numpy()}
         seen.append((left, right))
@@ -330,8 +330,8 @@ def test_no_original_digit_is_in_two_splits_of_the_embedded_default():
 
 
 def test_pairs_of_a_split_are_made_of_its_own_images(digits_npz):
-    splits = load_data(DataConfig(name="multi_mnist", path=digits_npz, pairs_per_image=2))
-    single = load_data(DataConfig(name="mnist", path=digits_npz))
+    splits = load_data(DatasetConfig(name="multi_mnist", path=digits_npz, pairs_per_image=2))
+    single = load_data(DatasetConfig(name="mnist", path=digits_npz))
     assert [len(data) for data in parts(splits)] == [80, 20, 40]
     picked = np.arange(28) * 36 // 28
     inside = picked < 6  # rows of the left image alone
@@ -351,7 +351,7 @@ def test_the_left_image_is_the_first_objective_and_the_right_one_the_second(tmp_
     black, white = np.zeros((40, 28, 28), np.uint8), np.full((40, 28, 28), 255, np.uint8)
     first = save_npz(tmp_path / "mnist.npz", x=black, y=np.full(40, 3))
     second = save_npz(tmp_path / "fashion.npz", x=white, y=np.full(40, 7))
-    data = load_data(DataConfig(name="mnist_fmnist", path=first, second_path=second)).train
+    data = load_data(DatasetConfig(name="mnist_fmnist", path=first, second_path=second)).train
     assert data.objectives == ("mnist", "fashion_mnist")
     assert set(map(tuple, data.targets.tolist())) == {(3, 7)}
     assert set(data.groups.tolist()) == {37}
@@ -363,7 +363,7 @@ def test_pictures_with_a_digit_have_the_pictures_label_first(tmp_path):
     pictures, _ = digits(40, shape=(32, 32, 3))
     first = save_npz(tmp_path / "cifar.npz", x=pictures, y=np.full(40, 4))
     second = save_npz(tmp_path / "mnist.npz", x=digits(30)[0], y=np.full(30, 9))
-    data = load_data(DataConfig(name="cifar10_mnist", path=first, second_path=second)).train
+    data = load_data(DatasetConfig(name="cifar10_mnist", path=first, second_path=second)).train
     assert data.inputs.shape == (26, 3, 32, 32)
     assert set(data.groups.tolist()) == {49}
     corners = {tuple(pixel) for pixel in pictures[:, 0, 0].tolist()}
@@ -374,7 +374,7 @@ def test_pictures_with_a_digit_have_the_pictures_label_first(tmp_path):
 
 
 def test_images_keep_their_labels_and_stay_bytes(digits_npz):
-    splits = load_data(DataConfig(name="fashion_mnist", path=digits_npz))
+    splits = load_data(DatasetConfig(name="fashion_mnist", path=digits_npz))
     assert [len(data) for data in parts(splits)] == [40, 10, 20]
     with np.load(digits_npz) as arrays:
         labels = {
@@ -392,14 +392,16 @@ def test_colours_may_come_first_or_last(tmp_path):
     pictures, labels = digits(40, shape=(32, 32, 3))
     last = save_npz(tmp_path / "last.npz", x=pictures, y=labels)
     first = save_npz(tmp_path / "first.npz", x=pictures.transpose(0, 3, 1, 2), y=labels)
-    data, same = (load_data(DataConfig(name="cifar10", path=path)).train for path in (last, first))
+    data, same = (
+        load_data(DatasetConfig(name="cifar10", path=path)).train for path in (last, first)
+    )
     assert data.inputs.shape[1:] == (3, 32, 32)
     assert torch.equal(data.inputs, same.inputs)
 
 
 def test_the_share_of_validation_is_the_configurations(digits_npz):
     def sizes(fraction):
-        cfg = DataConfig(name="mnist", path=digits_npz, validation_fraction=fraction)
+        cfg = DatasetConfig(name="mnist", path=digits_npz, validation_fraction=fraction)
         return [len(data) for data in parts(load_data(cfg))]
 
     assert sizes(0.5) == [25, 25, 20]
@@ -409,7 +411,7 @@ def test_the_share_of_validation_is_the_configurations(digits_npz):
 def test_data_in_one_piece_are_split_in_three(tmp_path):
     images, labels = digits(100)
     path = save_npz(tmp_path / "all.npz", x=images, y=labels)
-    splits = load_data(DataConfig(name="mnist", path=path))
+    splits = load_data(DatasetConfig(name="mnist", path=path))
     assert [len(data) for data in parts(splits)] == [64, 16, 20]
     together = [row for data in parts(splits) for row in rows(data)]
     assert len(set(together)) == 100
@@ -418,7 +420,7 @@ def test_data_in_one_piece_are_split_in_three(tmp_path):
 def test_the_seed_of_the_data_decides(digits_npz):
     for name in ("two_digits", "multi_mnist", "mnist"):
         first, again, other = (
-            load_data(DataConfig(name=name, path=digits_npz, seed=seed)) for seed in (0, 0, 1)
+            load_data(DatasetConfig(name=name, path=digits_npz, seed=seed)) for seed in (0, 0, 1)
         )
         for a, b in zip(parts(first), parts(again), strict=True):
             assert torch.equal(a.inputs, b.inputs)
@@ -446,8 +448,8 @@ def test_a_datasets_folder_gives_the_same_as_the_arrays(tmp_path, digits_npz, fo
         folder.mkdir()
         for split, table in tables.items():
             table.to_parquet(folder / f"{split}-00000-of-00001.parquet")
-    expected = load_data(DataConfig(name="mnist", path=digits_npz))
-    splits = load_data(DataConfig(name="mnist", path=str(folder)))
+    expected = load_data(DatasetConfig(name="mnist", path=digits_npz))
+    splits = load_data(DatasetConfig(name="mnist", path=str(folder)))
     for data, other in zip(parts(splits), parts(expected), strict=True):
         assert torch.equal(data.inputs, other.inputs)
         assert torch.equal(data.targets, other.targets)
@@ -469,15 +471,15 @@ def test_pictures_of_a_dataset_are_decoded(tmp_path):
     images, labels = digits(30)
     folder = as_pictures(tmp_path / "pictures", images, label=labels)
     path = save_npz(tmp_path / "arrays.npz", x=images, y=labels)
-    data = load_data(DataConfig(name="mnist", path=folder)).train
-    assert torch.equal(data.inputs, load_data(DataConfig(name="mnist", path=path)).train.inputs)
+    data = load_data(DatasetConfig(name="mnist", path=folder)).train
+    assert torch.equal(data.inputs, load_data(DatasetConfig(name="mnist", path=path)).train.inputs)
 
 
 def test_pictures_are_scaled_to_the_size_of_the_configuration(tmp_path):
     images = np.repeat(np.array([0, 80, 160, 240, 20], np.uint8), 218 * 178 * 3)
     columns = {name: [False] * 5 for name in CELEBA_ATTRIBUTES}
     folder = as_pictures(tmp_path / "faces", images.reshape(5, 218, 178, 3), **columns)
-    cfg = DataConfig(name="celeba", path=folder, image_size=16)
+    cfg = DatasetConfig(name="celeba", path=folder, image_size=16)
     for data in parts(load_data(cfg)):
         assert data.inputs.shape[1:] == (3, 16, 16)
         assert (data.inputs == data.inputs[:, :1, :1, :1]).all()
@@ -491,7 +493,7 @@ def test_pictures_without_pillow_say_what_to_install(tmp_path):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(datasets.config, "PIL_AVAILABLE", False)
         with pytest.raises(ValueError, match="Pillow is missing to read them: pip install pillow"):
-            load_data(DataConfig(name="mnist", path=str(tmp_path / "pictures")))
+            load_data(DatasetConfig(name="mnist", path=str(tmp_path / "pictures")))
 
 
 # --- Faces ----------------------------------------------------------------------------------------
@@ -514,7 +516,7 @@ def faces(tmp_path):
 
 def test_every_attribute_of_a_face_is_an_objective(faces):
     path, attributes = faces
-    splits = load_data(DataConfig(name="celeba", path=path))
+    splits = load_data(DatasetConfig(name="celeba", path=path))
     assert [len(data) for data in parts(splits)] == [40, 10, 10]
     assert splits.train.objectives == tuple(CELEBA_ATTRIBUTES)
     assert splits.train.num_outputs == (1,) * 40
@@ -526,7 +528,7 @@ def test_every_attribute_of_a_face_is_an_objective(faces):
 def test_the_five_groups_hold_each_attribute_once_in_the_papers_order(faces):
     assert sorted(name for group in CELEBA_GROUPS for name in group) == sorted(CELEBA_ATTRIBUTES)
     path, attributes = faces
-    data = load_data(DataConfig(name="celeba5", path=path)).train
+    data = load_data(DatasetConfig(name="celeba5", path=path)).train
     assert data.targets.shape == (40, 5, 8)
     assert data.num_outputs == (8,) * 5
     assert data.losses == ("binary",) * 5
@@ -543,7 +545,7 @@ def test_attributes_may_be_columns_of_a_dataset(tmp_path, faces):
     }
     table = datasets.Dataset.from_dict({"image": images.tolist(), **columns})
     table.save_to_disk(tmp_path / "rows")
-    splits = load_data(DataConfig(name="celeba", path=str(tmp_path / "rows")))
+    splits = load_data(DatasetConfig(name="celeba", path=str(tmp_path / "rows")))
     held = torch.cat([data.targets for data in parts(splits)])
     assert sorted(held.tolist()) == sorted(attributes[50:].astype(float).tolist())
 
@@ -555,7 +557,7 @@ def test_writers_keep_their_numbers_over_the_splits(tmp_path):
     images, labels = digits(200)
     writers = np.array([f"f{index % 4:04d}" for index in range(200)])
     path = save_npz(tmp_path / "femnist.npz", x=images, y=labels + 52, writer=writers)
-    splits = load_data(DataConfig(name="femnist", path=path))
+    splits = load_data(DatasetConfig(name="femnist", path=path))
     assert splits.train.natural_names == ("f0000", "f0001", "f0002", "f0003")
     assert splits.train.num_outputs == (62,)
     owner = {
@@ -576,7 +578,7 @@ def test_writers_may_come_from_a_dataset(tmp_path):
         }
     )
     table.save_to_disk(tmp_path / "rows")
-    data = load_data(DataConfig(name="femnist", path=str(tmp_path / "rows"))).train
+    data = load_data(DatasetConfig(name="femnist", path=str(tmp_path / "rows"))).train
     assert data.natural_names == ("f0", "f1")
     assert data.natural.bincount().tolist() == [16, 16]
 
@@ -598,7 +600,7 @@ def letters(length, seed):
 def test_a_role_predicts_the_character_after_eighty(tmp_path, name):
     texts = {"ROMEO": letters(1500, 0), "JULIET": letters(2000, 1), "PAGE": "Ay, sir."}
     path = save_roles(tmp_path / name, {role: [text] for role, text in texts.items()})
-    cfg = DataConfig(name="shakespeare", path=path, window_stride=7)
+    cfg = DatasetConfig(name="shakespeare", path=path, window_stride=7)
     splits = load_data(cfg)
     assert splits.train.natural_names == ("JULIET", "ROMEO")  # the page says too little
     vocabulary = sorted(set("abcdefghij "))
@@ -621,7 +623,7 @@ def test_a_role_predicts_the_character_after_eighty(tmp_path, name):
 def test_the_stride_thins_out_the_samples(tmp_path):
     path = save_roles(tmp_path / "roles.jsonl", {"ROMEO": [letters(1000, 0)]})
     sizes = [
-        len(load_data(DataConfig(name="shakespeare", path=path, window_stride=stride)).train)
+        len(load_data(DatasetConfig(name="shakespeare", path=path, window_stride=stride)).train)
         for stride in (1, 10)
     ]
     assert sizes == [720, 72]  # windows of 81 in 800 characters
@@ -639,7 +641,7 @@ def test_leafs_samples_do_not_overlap_between_splits(tmp_path, stride):
         }
     )
     table.save_to_disk(tmp_path / "rows")
-    cfg = DataConfig(name="shakespeare", path=str(tmp_path / "rows"), window_stride=stride)
+    cfg = DatasetConfig(name="shakespeare", path=str(tmp_path / "rows"), window_stride=stride)
     splits = load_data(cfg)
     vocabulary = sorted(set(text))
     stops = []
@@ -655,10 +657,10 @@ def test_a_role_that_is_no_role_is_refused_with_its_line(tmp_path):
     path = tmp_path / "roles.jsonl"
     path.write_text('{"role": "ROMEO", "utterances": []}\n{"name": "JULIET"}\n')
     with pytest.raises(ValueError, match="line 2: not a role with its utterances"):
-        load_data(DataConfig(name="shakespeare", path=str(path)))
+        load_data(DatasetConfig(name="shakespeare", path=str(path)))
     save_roles(path, {"PAGE": ["Ay, sir."]})
     with pytest.raises(ValueError, match=r"no role of .* has the 81 characters"):
-        load_data(DataConfig(name="shakespeare", path=str(path)))
+        load_data(DatasetConfig(name="shakespeare", path=str(path)))
 
 
 # --- Tables and molecules -------------------------------------------------------------------------
@@ -676,7 +678,7 @@ def test_the_two_domains_of_adult_are_its_natural_clients(tmp_path):
         y_test=income[40:],
         domain_test=domain[40:],
     )
-    splits = load_data(DataConfig(name="adult", path=path))
+    splits = load_data(DatasetConfig(name="adult", path=path))
     assert [len(data) for data in parts(splits)] == [40, 0, 10]
     data = splits.train
     assert data.natural_names == ("other", "phd")
@@ -696,7 +698,7 @@ def river(tmp_path, num=100):
 
 def test_the_river_is_split_by_time_and_scaled_by_what_is_known_then(tmp_path):
     path, features, _ = river(tmp_path)
-    splits = load_data(DataConfig(name="river_flow", path=path))
+    splits = load_data(DatasetConfig(name="river_flow", path=path))
     assert [len(data) for data in parts(splits)] == [61, 15, 19]  # of 95 without NaN
     times = [data.inputs[:, 3] for data in parts(splits)]
     assert times[0].max() < times[1].min() < times[1].max() < times[2].min()
@@ -713,7 +715,7 @@ def test_the_river_is_split_by_time_and_scaled_by_what_is_known_then(tmp_path):
 
 def test_an_extreme_reading_of_the_river_is_cut(tmp_path):
     path, _, targets = river(tmp_path, num=400)
-    data = load_data(DataConfig(name="river_flow", path=path)).train
+    data = load_data(DatasetConfig(name="river_flow", path=path)).train
     assert data.targets[:, 6].max() == 10.0
     assert data.objectives[6] == "NAPM7"
     assert targets[40, 6] == 1e4
@@ -750,7 +752,7 @@ def test_molecules_are_padded_with_atoms_that_are_not_there():
 def test_molecules_come_from_a_file_or_from_pytorch_geometric(tmp_path, monkeypatch):
     graphs = [molecule(4 + index % 9, seed=index) for index in range(60)]
     path = save_npz(tmp_path / "qm9.npz", **dense_molecules(graphs))
-    splits = load_data(DataConfig(name="qm9", path=path))
+    splits = load_data(DatasetConfig(name="qm9", path=path))
     assert [len(data) for data in parts(splits)] == [40, 10, 10]
     assert splits.train.inputs.shape == (40, 29, 43)
     assert len(splits.train.objectives) == 11
@@ -760,7 +762,7 @@ def test_molecules_come_from_a_file_or_from_pytorch_geometric(tmp_path, monkeypa
     monkeypatch.setitem(sys.modules, "torch_geometric", package)
     monkeypatch.setitem(sys.modules, "torch_geometric.datasets", module)
     (tmp_path / "geometric").mkdir()
-    others = load_data(DataConfig(name="qm9", path=str(tmp_path / "geometric")))
+    others = load_data(DatasetConfig(name="qm9", path=str(tmp_path / "geometric")))
     assert torch.equal(others.train.inputs, splits.train.inputs)
     assert torch.equal(others.test.targets, splits.test.targets)
 
@@ -769,17 +771,17 @@ def test_molecules_without_pytorch_geometric_say_what_to_install(monkeypatch):
     monkeypatch.setitem(sys.modules, "torch_geometric", None)
     monkeypatch.setitem(sys.modules, "torch_geometric.datasets", None)
     with pytest.raises(ValueError, match=r"pip install torch_geometric, or give a \.npz file"):
-        load_data(DataConfig(name="qm9"))
+        load_data(DatasetConfig(name="qm9"))
 
 
 def test_molecules_of_other_shapes_are_refused(tmp_path):
     arrays = dense_molecules([molecule(5, seed=index) for index in range(8)])
     path = save_npz(tmp_path / "a.npz", **{**arrays, "positions": arrays["positions"][:, :20]})
     with pytest.raises(ValueError, match=r"positions must have the shape \[8, 29, 3\]"):
-        load_data(DataConfig(name="qm9", path=path))
+        load_data(DatasetConfig(name="qm9", path=path))
     path = save_npz(tmp_path / "b.npz", **{**arrays, "bonds": arrays["bonds"] + 3})
     with pytest.raises(ValueError, match=r"bonds must lie in 0\.\.4"):
-        load_data(DataConfig(name="qm9", path=path))
+        load_data(DatasetConfig(name="qm9", path=path))
 
 
 # --- Bad input ------------------------------------------------------------------------------------
@@ -787,31 +789,31 @@ def test_molecules_of_other_shapes_are_refused(tmp_path):
 
 def test_an_unknown_data_set_is_refused_with_the_nearest_names():
     with pytest.raises(ValueError, match=r"no data set 'multimnist' \(did you mean multi_mnist"):
-        load_data(DataConfig(name="multimnist"))
+        load_data(DatasetConfig(name="multimnist"))
     with pytest.raises(ValueError, match="no data set 'zzz': choose among two_digits, multi_mnist"):
-        load_data(DataConfig(name="zzz"))
+        load_data(DatasetConfig(name="zzz"))
 
 
 def test_a_missing_folder_is_refused(tmp_path):
     for name in ("mnist", "adult", "qm9", "shakespeare"):
         with pytest.raises(ValueError, match=f"data set {name}: there is no file or folder"):
-            load_data(DataConfig(name=name, path=str(tmp_path / "nowhere")))
+            load_data(DatasetConfig(name=name, path=str(tmp_path / "nowhere")))
 
 
 def test_an_empty_folder_is_refused_with_what_it_should_hold(tmp_path):
     with pytest.raises(ValueError, match=r"no data at .*: give the path of a \.npz file with the"):
-        load_data(DataConfig(name="mnist", path=str(tmp_path)))
+        load_data(DatasetConfig(name="mnist", path=str(tmp_path)))
     with pytest.raises(ValueError, match=r"give a \.npz file with the arrays X y domain"):
-        load_data(DataConfig(name="adult", path=str(tmp_path)))
+        load_data(DatasetConfig(name="adult", path=str(tmp_path)))
     with pytest.raises(ValueError, match="these data are not on the hub"):
-        load_data(DataConfig(name="river_flow"))
+        load_data(DatasetConfig(name="river_flow"))
 
 
 def test_a_folder_with_several_files_is_refused(tmp_path):
     for name in ("one", "two"):
         save_npz(tmp_path / f"{name}.npz", x=digits(5)[0], y=digits(5)[1])
     with pytest.raises(ValueError, match=r"several files \*\.npz: name one of one\.npz, two\.npz"):
-        load_data(DataConfig(name="mnist", path=str(tmp_path)))
+        load_data(DatasetConfig(name="mnist", path=str(tmp_path)))
 
 
 @pytest.mark.parametrize(
@@ -837,25 +839,25 @@ def test_a_folder_with_several_files_is_refused(tmp_path):
 def test_arrays_that_do_not_fit_are_refused(tmp_path, arrays, message):
     path = save_npz(tmp_path / "bad.npz", **arrays)
     with pytest.raises(ValueError, match=message):
-        load_data(DataConfig(name="mnist", path=path))
+        load_data(DatasetConfig(name="mnist", path=path))
 
 
 def test_a_file_that_is_no_npz_is_refused(tmp_path):
     (tmp_path / "bad.npz").write_bytes(b"not a zip file")
     with pytest.raises(ValueError, match=r"bad\.npz is not a readable \.npz file"):
-        load_data(DataConfig(name="mnist", path=str(tmp_path / "bad.npz")))
+        load_data(DatasetConfig(name="mnist", path=str(tmp_path / "bad.npz")))
     np.savez(tmp_path / "objects.npz", x=np.array([{}]), y=np.array([1]))
     with pytest.raises(ValueError, match=r"objects\.npz is not a readable \.npz file"):
-        load_data(DataConfig(name="mnist", path=str(tmp_path / "objects.npz")))
+        load_data(DatasetConfig(name="mnist", path=str(tmp_path / "objects.npz")))
     (tmp_path / "notes.txt").write_text("hello")
     with pytest.raises(ValueError, match=r"notes\.txt is not a file of the form \*\.npz"):
-        load_data(DataConfig(name="mnist", path=str(tmp_path / "notes.txt")))
+        load_data(DatasetConfig(name="mnist", path=str(tmp_path / "notes.txt")))
 
 
 def test_a_dataset_without_the_columns_is_refused(tmp_path):
     as_rows(*digits(5)).rename_column("label", "digit").save_to_disk(tmp_path / "rows")
     with pytest.raises(ValueError, match="has no column label, got image, digit"):
-        load_data(DataConfig(name="mnist", path=str(tmp_path / "rows")))
+        load_data(DatasetConfig(name="mnist", path=str(tmp_path / "rows")))
 
 
 @pytest.mark.parametrize(
@@ -868,11 +870,11 @@ def test_a_dataset_without_the_columns_is_refused(tmp_path):
 )
 def test_losses_that_do_not_fit_are_refused(losses, message):
     with pytest.raises(ValueError, match=message):
-        load_data(DataConfig(losses=losses))
+        load_data(DatasetConfig(losses=losses))
 
 
 def test_an_objective_may_be_given_another_loss():
-    for data in parts(load_data(DataConfig(losses={"left": "l2"}))):
+    for data in parts(load_data(DatasetConfig(losses={"left": "l2"}))):
         assert data.losses == ("l2", "cross_entropy")
 
 
@@ -888,11 +890,11 @@ def test_an_objective_may_be_given_another_loss():
 )
 def test_options_out_of_range_are_refused(options):
     with pytest.raises(ValueError, match=next(iter(options))):
-        DataConfig(**options)
+        DatasetConfig(**options)
 
 
 def test_every_loader_gives_splits():
-    assert isinstance(DATASETS["two_digits"](DataConfig()), Splits)
+    assert isinstance(DATASETS["two_digits"](DatasetConfig()), Splits)
 
 
 # --- Real data ------------------------------------------------------------------------------------
@@ -900,7 +902,7 @@ def test_every_loader_gives_splits():
 
 @pytest.mark.data
 def test_multi_mnist_fits_the_papers_hundred_clients(firm_data):
-    cfg = DataConfig(name="multi_mnist", path=str(firm_data / "mnist"), pairs_per_image=2)
+    cfg = DatasetConfig(name="multi_mnist", path=str(firm_data / "mnist"), pairs_per_image=2)
     splits = load_data(cfg)
     assert [len(data) for data in parts(splits)] == [96_000, 24_000, 20_000]
     assert splits.train.inputs.shape[1:] == (1, 28, 28)
@@ -912,7 +914,7 @@ def test_multi_mnist_fits_the_papers_hundred_clients(firm_data):
 
 @pytest.mark.data
 def test_the_phd_client_holds_the_413_rows_of_doctorates(firm_data):
-    train = load_data(DataConfig(name="adult", path=str(firm_data / "adult"))).train
+    train = load_data(DatasetConfig(name="adult", path=str(firm_data / "adult"))).train
     assert train.natural_names is not None
     shards = natural_partition(train.natural.tolist(), seed=0)
     by_name = {train.natural_names[train.natural[shard[0]]]: shard for shard in shards}
@@ -930,7 +932,7 @@ def test_phds_alone_cannot_teach_what_fedmgda_plus_reports_of_them_and_the_rows_
 
     The authors' released code numbers rows from 1 and reads them from 0.
     """
-    splits = load_data(DataConfig(name="adult", path=str(firm_data / "adult")))
+    splits = load_data(DatasetConfig(name="adult", path=str(firm_data / "adult")))
     train, test = splits.train, splits.test
     phds = train.natural.nonzero().flatten()
     assert int(train.natural[phds + 1].sum()) == 6
@@ -956,14 +958,14 @@ def test_phds_alone_cannot_teach_what_fedmgda_plus_reports_of_them_and_the_rows_
 
 @pytest.mark.data
 def test_the_real_sets_load(firm_data):
-    river_flow = load_data(DataConfig(name="river_flow", path=str(firm_data / "rf1")))
+    river_flow = load_data(DatasetConfig(name="river_flow", path=str(firm_data / "rf1")))
     assert [len(data) for data in parts(river_flow)] == [5763, 1441, 1801]
     assert river_flow.train.targets.shape[1] == len(river_flow.train.objectives) == 8
     assert float(river_flow.train.targets.max()) == 10.0  # the reading of NASI2, cut
-    plays = load_data(DataConfig(name="shakespeare", path=str(firm_data / "shakespeare")))
+    plays = load_data(DatasetConfig(name="shakespeare", path=str(firm_data / "shakespeare")))
     assert len(natural_partition(plays.train.natural, 31, seed=0, min_examples=100)) == 31
     pair = load_data(
-        DataConfig(
+        DatasetConfig(
             name="mnist_fmnist",
             path=str(firm_data / "mnist"),
             second_path=str(firm_data / "fashion_mnist_sprite"),

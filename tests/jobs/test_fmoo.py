@@ -14,7 +14,7 @@ import torch
 from firm.cli.main import COMMANDS
 from firm.federation import ServerState
 from firm.federation.strategies import STRATEGIES
-from firm.fmoo import DataConfig, Splits, TaskData, load_data
+from firm.fmoo import DatasetConfig, Splits, TaskData, load_data
 from firm.fmoo.data import DATASETS
 from firm.fmoo.models import MODELS
 from firm.fronts.measures import delta_m
@@ -133,7 +133,7 @@ def test_finished_runs_are_kept_and_others_join(study, tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("kind", ["iid", "dirichlet", "balanced", "shards"])
 def test_every_partition_gives_all_clients_samples(kind):
-    splits = load_data(DataConfig())
+    splits = load_data(DatasetConfig())
     cfg = _config(Path("unused"), "--partition.kind", kind, "--partition.min_samples", "5")
     shards = fmoo_loading.partition(splits.train, cfg, 4, seed=0)
     assert list(shards) == [f"client_{index}" for index in range(4)]
@@ -218,7 +218,7 @@ def test_a_user_without_a_sample_of_its_own_to_measure_on_is_left_out(tmp_path):
 
 
 def test_a_client_has_at_most_the_samples_that_it_may_have():
-    splits = load_data(DataConfig())
+    splits = load_data(DatasetConfig())
     cfg = _config(Path("unused"), "--partition.max_samples", "7")
     whole = fmoo_loading.partition(splits.train, _config(Path("unused")), 4, 0)
     for name, shard in fmoo_loading.partition(splits.train, cfg, 4, 0).items():
@@ -492,7 +492,7 @@ def test_a_poisoned_run_hides_no_other_of_the_study(study, tmp_path, value):
     shutil.copytree(study, out)
     keys = {"kind", "round", "split"}
     edit_rows(out / "firm/seed_1", lambda row: row | dict.fromkeys(row.keys() - keys, value))
-    cfg, splits = _config(out, "--resume", "true"), load_data(DataConfig())
+    cfg, splits = _config(out, "--resume", "true"), load_data(DatasetConfig())
     runs = [
         Setting.of(name, color, [read_record(out / name / f"seed_{seed}") for seed in (0, 1)])
         for color, name in enumerate(SMALL)
@@ -515,7 +515,7 @@ def test_a_study_of_which_nothing_is_valid_keeps_its_last_page(study, tmp_path, 
     shutil.copytree(study, out)
     before = (out / "comparison.html").read_text()
     runs = [Setting(name, 0, [[], []]) for name in SMALL]
-    module.write_comparison(_config(out), runs, load_data(DataConfig()), out)
+    module.write_comparison(_config(out), runs, load_data(DatasetConfig()), out)
     assert (out / "comparison.html").read_text() == before
     assert [note.partition(" could")[0] for note in undrawn] == [
         "The table summary.csv",

@@ -99,12 +99,14 @@ def test_a_runs_name_is_no_path(tmp_path, name):
         network.AdminConfig(tmp_path, name=name)
     assert str(refused.value).isprintable()
     with pytest.raises(ValueError, match="a run's name must be at most 64 letters"):
-        jobs_network.Federation(name)  # in a job that whoever holds an administrator's kit has made
+        jobs_network.AlignmentController(
+            name
+        )  # in a job that whoever holds an administrator's kit has made
 
 
 def test_a_runs_name_that_is_no_path_is_taken(tmp_path):
     assert network.AdminConfig(tmp_path, name="run-2.b_1").name == "run-2.b_1"
-    jobs_network.Federation("run-2.b_1")
+    jobs_network.AlignmentController("run-2.b_1")
 
 
 def test_kits_for_another_number_of_clients_are_not_made(tmp_path):

@@ -90,11 +90,13 @@ def test_a_folder_that_is_no_kit_is_told(tmp_path):
 
 def test_one_class_may_run_at_each_party_and_a_gate_stands_before_it(made):
     kits.prepare_server(
-        made["server"], controller="firm.jobs.network.Federation", arguments={"name": jobs.NAME}
+        made["server"],
+        controller="firm.jobs.network.AlignmentController",
+        arguments={"name": jobs.NAME},
     )
     kits.prepare_site(made["hospital"], site="hospital")
     for party, allowed, gate in (
-        ("server", "firm.jobs.network.Federation", "firm.network.gate.ServerGate"),
+        ("server", "firm.jobs.network.AlignmentController", "firm.network.gate.ServerGate"),
         ("hospital", "firm.network.executor.SiteExecutor", "firm.network.gate.SiteGate"),
     ):
         resources = json.loads((made[party] / "local/resources.json").read_text())
@@ -107,7 +109,9 @@ def test_one_class_may_run_at_each_party_and_a_gate_stands_before_it(made):
 
 
 def test_an_administrator_may_do_what_a_run_needs(made):
-    kits.prepare_server(made["server"], controller="firm.jobs.network.Federation", arguments={})
+    kits.prepare_server(
+        made["server"], controller="firm.jobs.network.AlignmentController", arguments={}
+    )
     kits.prepare_site(made["hospital"], site="hospital")
     for party, allowed in (("server", kits.SERVER_RIGHTS), ("hospital", kits.SITE_RIGHTS)):
         content = json.loads((made[party] / "local/authorization.json").read_text())
@@ -125,7 +129,9 @@ def test_an_administrator_may_do_what_a_run_needs(made):
 def test_a_kit_that_was_handed_on_is_for_its_owner_alone_again(made):
     for party in ("server", "bank"):
         made[party].chmod(0o755)
-    kits.prepare_server(made["server"], controller="firm.jobs.network.Federation", arguments={})
+    kits.prepare_server(
+        made["server"], controller="firm.jobs.network.AlignmentController", arguments={}
+    )
     kits.prepare_site(made["bank"], site="bank")
     for party in ("server", "bank"):
         assert stat.S_IMODE(made[party].stat().st_mode) == 0o700

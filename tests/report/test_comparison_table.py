@@ -3,7 +3,7 @@ import re
 import pytest
 
 from firm.report.comparison import write_comparison
-from firm.report.samples import Reply, Sample, Turn
+from firm.report.samples import Sample, ScoredReply, Turn
 from firm.run.comparison import Line, Measure
 
 HOSTILE = "</style><script>alert(1)</script><img src=x onerror=alert(1)>{{ 7 * 7 }}"
@@ -91,7 +91,7 @@ def test_replies_stand_side_by_side_and_many_are_folded(write):
     samples = [
         Sample(
             [Turn("Human", f"question {i}")],
-            [Reply(f"{who} {i}", {"helpful": i / 8}) for who in ("plain", "good", "")],
+            [ScoredReply(f"{who} {i}", {"helpful": i / 8}) for who in ("plain", "good", "")],
         )
         for i in range(6)
     ]
@@ -104,7 +104,7 @@ def test_replies_stand_side_by_side_and_many_are_folded(write):
 
 
 def test_texts_are_shown_and_never_run(write):
-    samples = [Sample([Turn("Human", HOSTILE)], [Reply(HOSTILE, {}), Reply("", {})])]
+    samples = [Sample([Turn("Human", HOSTILE)], [ScoredReply(HOSTILE, {}), ScoredReply("", {})])]
     html = write(samples=samples, adapters=[HOSTILE], title=HOSTILE)
     assert "<script" not in html
     assert "<img" not in html

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from firm.quantities import Quantity
-from firm.report.drawing import INK, NUM_BANDS, Key, Panel, Series
+from firm.report.drawing import INK, NUM_BANDS, LegendEntry, Panel, Series
 from firm.report.outcome_figures import (
     PreferenceOutcome,
     points_panel,
@@ -191,7 +191,7 @@ def test_settings_stand_side_by_side_in_rising_order():
 
 def test_a_radar_closes_every_line():
     panel = radar_panel(
-        "a", "A", {Key("FIRM", INK): [0.1, 0.2, 0.5]}, ["x", "y", "z"], span=(0, 0.5)
+        "a", "A", {LegendEntry("FIRM", INK): [0.1, 0.2, 0.5]}, ["x", "y", "z"], span=(0, 0.5)
     )
     (trace,) = panel.figure["data"]
     assert trace["r"] == [0.1, 0.2, 0.5, 0.1]
@@ -201,7 +201,7 @@ def test_a_radar_closes_every_line():
 
 def test_long_names_beside_a_radar_are_broken_where_words_end():
     names = ["Wearing_Lipstick", "Male", "high cheek <b>bones</b>"]
-    panel = radar_panel("a", "A", {Key("FIRM", INK): [0.1, 0.2, 0.5]}, names, span=(0, 1))
+    panel = radar_panel("a", "A", {LegendEntry("FIRM", INK): [0.1, 0.2, 0.5]}, names, span=(0, 1))
     assert panel.figure["data"][0]["theta"][:3] == [
         "Wearing_<br>Lipstick",
         "Male",

@@ -5,7 +5,7 @@ import re
 
 import pytest
 
-from firm.report.drawing import Key, Panel
+from firm.report.drawing import LegendEntry, Panel
 from firm.report.page import Origin, Page, Section, Table, render
 
 FIGURE = {"data": [{"type": "scatter", "x": [1], "y": [2]}], "layout": {"height": 340}}
@@ -14,7 +14,11 @@ FIGURE = {"data": [{"type": "scatter", "x": [1], "y": [2]}], "layout": {"height"
 @pytest.fixture
 def page() -> str:
     section = Section(
-        "drift", "The drift", "It <falls>.", [Panel("a", "Against B", FIGURE)], [Key("fit", "red")]
+        "drift",
+        "The drift",
+        "It <falls>.",
+        [Panel("a", "Against B", FIGURE)],
+        [LegendEntry("fit", "red")],
     )
     table = Table("Slopes", "By least squares.", ["what", "slope"], [["drift", "<b>−2</b>"]])
     return render(

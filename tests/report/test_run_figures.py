@@ -6,7 +6,7 @@ import pytest
 
 from firm.report import read_record
 from firm.report import run_figures as figures
-from firm.report.drawing import INK, Key, curve, rounds_figure
+from firm.report.drawing import INK, LegendEntry, curve, rounds_figure
 from firm.report.formats import number
 from firm.report.run_figures import trade_off_planes
 from firm.report.tables import Setting
@@ -166,10 +166,10 @@ def test_the_ratio_of_two_norms_says_which_one_is_larger(make_run):
     ("value", "span"), [(0.2, [0.18, 0.22]), (0.0, [-0.05, 0.05]), (-3.0, [-3.3, -2.7])]
 )
 def test_an_axis_is_near_values_that_are_all_one(value, span):
-    line = curve(Key("line", INK), [(1, value), (2, value)])
+    line = curve(LegendEntry("line", INK), [(1, value), (2, value)])
     assert rounds_figure([line], "y")["layout"]["yaxis"]["range"] == pytest.approx(span)
-    other = curve(Key("other", INK), [(1, value + 1)])
-    barred = curve(Key("barred", INK), [(1, value)], ses=[0.1])
+    other = curve(LegendEntry("other", INK), [(1, value + 1)])
+    barred = curve(LegendEntry("barred", INK), [(1, value)], ses=[0.1])
     for lines in ([line, other], [line, barred]):
         assert "range" not in rounds_figure(lines, "y")["layout"]["yaxis"]
     assert "range" not in rounds_figure([line], "y", reference=0.5)["layout"]["yaxis"]
@@ -337,7 +337,7 @@ def test_names_cannot_bring_markup_into_a_figure(make_run):
 @pytest.mark.parametrize("num_rounds", [1, 7, 8, 9, 16, 40, 100, 1000])
 def test_rounds_are_marked_at_most_nine_times_at_whole_numbers(num_rounds):
     points = [(round_number, 0.5) for round_number in range(num_rounds + 1)]
-    figure = rounds_figure([curve(Key("c", INK), points)], "y")
+    figure = rounds_figure([curve(LegendEntry("c", INK), points)], "y")
     axis = figure["layout"]["xaxis"]
     ticks = range(0, num_rounds + 1, axis["dtick"])
     assert 2 <= len(ticks) <= 9

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from firm.fronts import exponential_average
-from firm.report.drawing import Key
+from firm.report.drawing import LegendEntry
 from firm.report.plane import Cloud, Spot
 from firm.report.static import (
     COLUMN_IN,
@@ -20,7 +20,10 @@ from firm.report.static import (
     save_figure,
 )
 
-KEYS = [Key("FIRM", "var(--objective-0)"), Key("fixed, β = 1", "var(--objective-1)", "dash")]
+KEYS = [
+    LegendEntry("FIRM", "var(--objective-0)"),
+    LegendEntry("fixed, β = 1", "var(--objective-1)", "dash"),
+]
 VALUES = np.array([[0.1, 0.4, 0.3], [0.3, 0.6, 0.5]])
 
 

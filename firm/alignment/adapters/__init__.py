@@ -10,7 +10,7 @@ from firm.alignment.adapters.lora import (
     ADAPTERS,
     Lora,
     LoraSettings,
-    Rows,
+    PassRows,
     adapted_modules,
     register_adapter,
 )
@@ -22,8 +22,8 @@ __all__ = [
     "Lora",
     "LoraSettings",
     "LoraXS",
+    "PassRows",
     "PreferenceStream",
-    "Rows",
     "adapt_",
     "adapted_modules",
     "forward_of",

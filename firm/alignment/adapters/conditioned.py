@@ -15,7 +15,7 @@ import torch
 from annotated_types import Interval
 from torch import nn
 
-from firm.alignment.adapters.lora import Lora, Rows, adapted_modules
+from firm.alignment.adapters.lora import Lora, PassRows, adapted_modules
 from firm.federation import Adapter, RandomStream
 from firm.fields import NOT_IN_PAPER, PositiveFloat, configuration
 
@@ -228,7 +228,9 @@ class Conditioned(Lora):
                 matrix.weight = nn.Parameter(zeros.clone())
                 layer.add_module(name, nn.ModuleDict({"default": matrix}))
 
-    def output(self, layer: Any, rows: Rows, x: torch.Tensor, result: torch.Tensor) -> torch.Tensor:
+    def output(
+        self, layer: Any, rows: PassRows, x: torch.Tensor, result: torch.Tensor
+    ) -> torch.Tensor:
         """Returns the kind's output with B(p) in place of B, [b, ..., out]."""
         return self.kind.output(layer, _AtPreferences(rows, self.names), x, result)
 
@@ -244,7 +246,7 @@ class Conditioned(Lora):
 class _AtPreferences:
     """Rows that are multiplied by B(p) = B₀ + Σ_{j<M} (M p_j - 1) B_j in place of B."""
 
-    def __init__(self, rows: Rows, names: Sequence[str]) -> None:
+    def __init__(self, rows: PassRows, names: Sequence[str]) -> None:
         self.preferences = rows.preferences
         self.is_base, self.dropped = rows.is_base, rows.dropped
         self._rows, self._names = rows, names

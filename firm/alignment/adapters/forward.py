@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from firm.alignment.adapters.lora import Lora, LoraSettings, Rows, adapted_modules
+from firm.alignment.adapters.lora import Lora, LoraSettings, PassRows, adapted_modules
 
 
 class OwnRows:
@@ -22,15 +22,15 @@ class OwnRows:
         self.preferences: torch.Tensor | None = None
 
     def is_base(self, layer: Any) -> bool:
-        """Returns whether PEFT has switched the adapter off; see `Rows`."""
+        """Returns whether PEFT has switched the adapter off; see `PassRows`."""
         return layer.disable_adapters
 
     def dropped(self, layer: Any, x: torch.Tensor) -> torch.Tensor:
-        """Returns x after the adapter's dropout; see `Rows`."""
+        """Returns x after the adapter's dropout; see `PassRows`."""
         return layer.lora_dropout["default"](x)
 
     def product(self, layer: Any, name: str, x: torch.Tensor) -> torch.Tensor:
-        """Returns x Wᵀ; see `Rows`. Hooks of the linear layer take gradients by sequence."""
+        """Returns x Wᵀ; see `PassRows`. Hooks of the linear layer take gradients by sequence."""
         return getattr(layer, name)["default"](x)
 
 
@@ -43,7 +43,7 @@ class AdapterForward:
 
     def __init__(self, kind: Lora) -> None:
         self.kind = kind
-        self.rows: Rows = OwnRows()
+        self.rows: PassRows = OwnRows()
 
     def install_(self, policy: Any) -> None:
         """Computes the output of the policy's adapted layers from now on."""
@@ -51,7 +51,7 @@ class AdapterForward:
             layer.forward = partial(self, layer)
 
     @contextmanager
-    def of(self, rows: Rows) -> Iterator[None]:
+    def of(self, rows: PassRows) -> Iterator[None]:
         """Opens a context in which passes have these rows."""
         outer, self.rows = self.rows, rows
         try:

@@ -39,7 +39,7 @@ class LoraSettings:
     arXiv:2403.12313."""
 
 
-class Rows(Protocol):
+class PassRows(Protocol):
     """The rows [b] of a forward pass, each of which may use a different adapter.
 
     Kinds multiply by their parameters through `product` alone. That gives each row the matrices of
@@ -70,7 +70,7 @@ class Lora:
     has_factors: ClassVar[bool] = True
     """Whether the trained parameters are LoRA's A and B, which have ranks and a product."""
     is_linear: ClassVar[bool] = True
-    """Whether all trained parameters are matrices that act by `Rows.product`. Other kinds can
+    """Whether all trained parameters are matrices that act by `PassRows.product`. Other kinds can
     neither be conditioned nor stacked, and their M gradients take M backward passes."""
 
     def __init__(self, settings: LoraSettings) -> None:
@@ -125,11 +125,13 @@ class Lora:
         if self.settings.freeze_a:
             freeze_a_(policy)
 
-    def update(self, layer: Any, rows: Rows, x: torch.Tensor) -> torch.Tensor:
+    def update(self, layer: Any, rows: PassRows, x: torch.Tensor) -> torch.Tensor:
         """Returns the adapter's part of a layer's output before scaling, for x [b, ..., in]."""
         return rows.product(layer, "lora_B", rows.product(layer, "lora_A", x))
 
-    def output(self, layer: Any, rows: Rows, x: torch.Tensor, result: torch.Tensor) -> torch.Tensor:
+    def output(
+        self, layer: Any, rows: PassRows, x: torch.Tensor, result: torch.Tensor
+    ) -> torch.Tensor:
         """Returns a layer's output [b, ..., out].
 
         Args:

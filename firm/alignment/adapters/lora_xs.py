@@ -24,7 +24,7 @@ from transformers.pytorch_utils import Conv1D
 
 from firm.alignment.adapters.lora import (
     Lora,
-    Rows,
+    PassRows,
     adapted_modules,
     freeze_a_,
     register_adapter,
@@ -79,7 +79,7 @@ class LoraXS(Lora):
             layer.register_buffer("xs_left", left.to(first), persistent=False)
         freeze_a_(policy)
 
-    def update(self, layer: Any, rows: Rows, x: torch.Tensor) -> torch.Tensor:
+    def update(self, layer: Any, rows: PassRows, x: torch.Tensor) -> torch.Tensor:
         """Returns U R A x, [b, ..., out]."""
         inner = super().update(layer, rows, x)  # [b, ..., r]
         return inner @ layer.xs_left.T.to(inner)

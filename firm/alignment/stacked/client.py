@@ -10,7 +10,7 @@ from firm.alignment.estimators.estimator import Policy
 from firm.alignment.rollout import Sampler
 from firm.alignment.sequences import Queries, Sequences
 from firm.alignment.stacked.model import Losses, StackedModel, Weighted
-from firm.alignment.stacked.passes import Output, Part, Place
+from firm.alignment.stacked.passes import Output, Part, PassPosition
 from firm.federation.lockstep import together
 
 
@@ -18,7 +18,7 @@ from firm.federation.lockstep import together
 class _Latest:
     """The latest forward pass of a client's policy."""
 
-    place: Place | None = None
+    place: PassPosition | None = None
     is_tapped: bool = False
 
 
@@ -68,7 +68,7 @@ class StackedPolicy(Policy):
         """Returns a context for taking all M gradients of a forward pass by one backward pass."""
         return _PerSequence(self)
 
-    def _place(self, losses: torch.Tensor) -> Place:
+    def _place(self, losses: torch.Tensor) -> PassPosition:
         if self._latest.place is None or not losses.requires_grad:
             raise ValueError("The losses have no gradient; compute them by the policy's forward.")
         return self._latest.place

@@ -16,8 +16,8 @@ import torch
 from firm.alignment.adapters import forward_of
 from firm.alignment.policy import adapter_parameters, set_mode
 from firm.alignment.sequences import forward, token_logprobs
-from firm.alignment.stacked.passes import Output, Part, Pass, Place
-from firm.alignment.stacked.replies import Reply
+from firm.alignment.stacked.passes import Output, Part, Pass, PassPosition
+from firm.alignment.stacked.replies import SamplingState
 from firm.federation.lockstep import outcome_of
 from firm.gradients.jacobian import check_losses, jacobian_buffer
 from firm.gradients.per_sequence import check_sequences
@@ -76,7 +76,7 @@ class StackedModel:
         with self._forward.of(joint), torch.set_grad_enabled(parts[0].has_gradient):
             output = forward(self.policy, joint.token_ids, joint.mask)
         logits, hidden = output.logits, output.hidden_states[-1]
-        return [Output(Place(joint, index), logits, hidden) for index in range(len(parts))]
+        return [Output(PassPosition(joint, index), logits, hidden) for index in range(len(parts))]
 
     def jacobian(self, wanted: "list[Losses]") -> Sequence[Any]:
         """Returns each part's Jacobian [M, d] in its own adapter, or the error in its losses.
@@ -149,7 +149,7 @@ class StackedModel:
         mask = joint.mask  # [N, Q]
         inputs = joint.token_ids.masked_fill(~mask, 0)
         positions = mask.cumsum(1) - mask.long()
-        cache, replies = None, [Reply(part) for part in parts]
+        cache, replies = None, [SamplingState(part) for part in parts]
         while any(reply.num_open for reply in replies):
             with self._forward.of(joint):
                 output = self.policy(
@@ -181,7 +181,7 @@ class StackedModel:
 class Losses:
     """A client's losses [M] that are to be differentiated."""
 
-    place: Place
+    place: PassPosition
     losses: torch.Tensor
 
 
@@ -189,7 +189,7 @@ class Losses:
 class Weighted:
     """Losses [b] by row, and the coefficients [M, b] of the sums that are differentiated."""
 
-    place: Place
+    place: PassPosition
     losses: torch.Tensor
     coefficients: torch.Tensor
     retain_graph: bool

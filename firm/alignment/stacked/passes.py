@@ -64,7 +64,7 @@ class Part:
 
 
 @dataclass(frozen=True, eq=False)
-class Place:
+class PassPosition:
     """Position of a client's rows in a pass."""
 
     joint: "Pass"
@@ -77,7 +77,7 @@ class Place:
 
 
 class Pass:
-    """A batch of several clients' rows, without needless padding; see `Rows`.
+    """A batch of several clients' rows, without needless padding; see `PassRows`.
 
     Args:
         parts: The rows of each client.
@@ -117,7 +117,7 @@ class Pass:
         """Whether some clients' gradients are still pending."""
         return bool(self._waiting)
 
-    def finish(self, places: "Sequence[Place]") -> None:
+    def finish(self, places: "Sequence[PassPosition]") -> None:
         """Marks these places as needing no further gradients of this pass."""
         self._waiting -= {place.index for place in places}
 
@@ -157,11 +157,11 @@ class Pass:
         return _fitted(values[self.span(index)], before, width - before, 0.0)
 
     def is_base(self, layer: Any) -> bool:
-        """Returns whether the parts use the base model; see `Rows`."""
+        """Returns whether the parts use the base model; see `PassRows`."""
         return not self.stacked
 
     def product(self, layer: Any, name: str, x: torch.Tensor) -> torch.Tensor:
-        """Returns x Wᵀ with each row's client's W, for x [N, ..., in]; see `Rows`."""
+        """Returns x Wᵀ with each row's client's W, for x [N, ..., in]; see `PassRows`."""
         matrix = getattr(layer, name)["default"].weight
         if (parameter := self._names.get(matrix)) is None:  # frozen, so all clients share it
             return torch.nn.functional.linear(x, matrix)
@@ -179,7 +179,7 @@ class Pass:
     def dropped(self, layer: Any, x: torch.Tensor) -> torch.Tensor:
         """Returns x [N, ..., in] after dropout with the masks that each part would draw alone.
 
-        On a GPU, torch's dropout draws different masks from the same generator; see `Rows`.
+        On a GPU, torch's dropout draws different masks from the same generator; see `PassRows`.
         """
         dropout = layer.lora_dropout["default"]
         probability = getattr(dropout, "p", 0.0)
@@ -244,7 +244,7 @@ class Target:
 class Output:
     """The model's output for the rows of one part, padded as the part is."""
 
-    def __init__(self, place: Place, logits: torch.Tensor, hidden: torch.Tensor) -> None:
+    def __init__(self, place: PassPosition, logits: torch.Tensor, hidden: torch.Tensor) -> None:
         self.place = place
         self._logits, self._hidden = logits, hidden
 

@@ -6,7 +6,7 @@ from firm.alignment.sequences import INVALID_LOGPROB, TEMPERATURE_GUARD, token_l
 from firm.alignment.stacked.passes import Part
 
 
-class Reply:
+class SamplingState:
     """The replies to one client's prompts while they are sampled."""
 
     def __init__(self, part: Part) -> None:

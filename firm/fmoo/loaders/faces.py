@@ -3,7 +3,7 @@
 import numpy as np
 import torch
 
-from firm.fmoo.config import DataConfig
+from firm.fmoo.config import DatasetConfig
 from firm.fmoo.loaders.sources import Layout, Table, read_tables
 from firm.fmoo.loaders.splitting import as_images, complete_splits, to_splits
 from firm.fmoo.task_data import Splits, TaskData
@@ -47,19 +47,19 @@ CELEBA = Layout(
 )
 
 
-def celeba(cfg: DataConfig) -> Splits:
+def celeba(cfg: DatasetConfig) -> Splits:
     """Returns CelebA: 40 binary attributes, each an objective."""
     return _celeba(cfg, tuple((name,) for name in CELEBA_ATTRIBUTES), CELEBA_ATTRIBUTES)
 
 
-def celeba5(cfg: DataConfig) -> Splits:
+def celeba5(cfg: DatasetConfig) -> Splits:
     """Returns CelebA-5: five groups of eight attributes; a group's loss is their mean."""
     names = tuple(f"group_{number}" for number in range(1, 6))
     return _celeba(cfg, CELEBA_GROUPS, names)
 
 
 def _celeba(
-    cfg: DataConfig, groups: tuple[tuple[str, ...], ...], objectives: tuple[str, ...]
+    cfg: DatasetConfig, groups: tuple[tuple[str, ...], ...], objectives: tuple[str, ...]
 ) -> Splits:
     tables = read_tables(cfg.path, CELEBA, image_size=cfg.image_size)
     for table in tables.values():

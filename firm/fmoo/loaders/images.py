@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from firm.fmoo.config import DataConfig
+from firm.fmoo.config import DatasetConfig
 from firm.fmoo.loaders.composition import draw_pairs, paste_centre, paste_corners
 from firm.fmoo.loaders.sources import Layout, Table, read_tables
 from firm.fmoo.loaders.splitting import (
@@ -40,7 +40,7 @@ Paste = Callable[[np.ndarray, np.ndarray], np.ndarray]
 # --- Two images in one ----------------------------------------------------------------------------
 
 
-def two_digits(cfg: DataConfig) -> Splits:
+def two_digits(cfg: DatasetConfig) -> Splits:
     """Returns the embedded default: pairs of scikit-learn's 8 x 8 handwritten digits.
 
     They are placed on 16 x 16 pixels at (0, 0) and (6, 6), and overlap in two rows and columns.
@@ -55,20 +55,20 @@ def two_digits(cfg: DataConfig) -> Splits:
     return _paired(parts, parts, ("left", "right"), paste, cfg, default_pairs=4)
 
 
-def multi_mnist(cfg: DataConfig) -> Splits:
+def multi_mnist(cfg: DatasetConfig) -> Splits:
     """Returns MultiMNIST: pairs of digits, both of the same split."""
     digits = _ten_classes(cfg, cfg.path, MNIST, side=28)
     return _paired(digits, digits, ("left", "right"), _paste_28, cfg)
 
 
-def mnist_fmnist(cfg: DataConfig) -> Splits:
+def mnist_fmnist(cfg: DatasetConfig) -> Splits:
     """Returns MNIST+FMNIST: a digit top left and a piece of clothing bottom right."""
     digits = _ten_classes(cfg, cfg.path, MNIST, side=28)
     clothes = _ten_classes(cfg, cfg.second_path, FASHION_MNIST, side=28)
     return _paired(digits, clothes, ("mnist", "fashion_mnist"), _paste_28, cfg)
 
 
-def cifar10_mnist(cfg: DataConfig) -> Splits:
+def cifar10_mnist(cfg: DatasetConfig) -> Splits:
     """Returns CIFAR10+MNIST, which the FedCMOO paper also calls CIFAR10+FMNIST."""
     pictures = _ten_classes(cfg, cfg.path, CIFAR10, side=32)
     digits = _ten_classes(cfg, cfg.second_path, MNIST, side=28)
@@ -84,7 +84,7 @@ def _paired(
     right: Mapping[str, Table],
     objectives: tuple[str, str],
     paste: Paste,
-    cfg: DataConfig,
+    cfg: DatasetConfig,
     *,
     default_pairs: int = 1,
 ) -> Splits:
@@ -110,22 +110,22 @@ def _paired(
 # --- One objective --------------------------------------------------------------------------------
 
 
-def mnist(cfg: DataConfig) -> Splits:
+def mnist(cfg: DatasetConfig) -> Splits:
     """Returns MNIST with one objective."""
     return to_splits(_ten_classes(cfg, cfg.path, MNIST, side=28), _class)
 
 
-def fashion_mnist(cfg: DataConfig) -> Splits:
+def fashion_mnist(cfg: DatasetConfig) -> Splits:
     """Returns Fashion-MNIST with one objective."""
     return to_splits(_ten_classes(cfg, cfg.path, FASHION_MNIST, side=28), _class)
 
 
-def cifar10(cfg: DataConfig) -> Splits:
+def cifar10(cfg: DatasetConfig) -> Splits:
     """Returns CIFAR-10 with one objective."""
     return to_splits(_ten_classes(cfg, cfg.path, CIFAR10, side=32), _class)
 
 
-def femnist(cfg: DataConfig) -> Splits:
+def femnist(cfg: DatasetConfig) -> Splits:
     """Returns Federated EMNIST: 62 classes of characters, by writer."""
     tables = _with_classes(read_tables(cfg.path, FEMNIST), channels=1, side=28, num_classes=62)
     names = number_clients(tables, "writer")
@@ -151,7 +151,7 @@ def _class(part: Table, num_classes: int = 10, **users: Any) -> TaskData:
 
 
 def _ten_classes(
-    cfg: DataConfig, path: str | None, layout: Layout, *, side: int
+    cfg: DatasetConfig, path: str | None, layout: Layout, *, side: int
 ) -> dict[str, Table]:
     tables = read_tables(path, layout)
     tables = _with_classes(tables, channels=layout.channels, side=side, num_classes=10)

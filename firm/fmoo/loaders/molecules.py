@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from firm.federation.randomness import derive_seed
-from firm.fmoo.config import DataConfig
+from firm.fmoo.config import DatasetConfig
 from firm.fmoo.loaders.sources import Layout, Table, find_file, read_tables
 from firm.fmoo.loaders.splitting import complete_splits, take
 from firm.fmoo.loaders.tables import regression, standardise
@@ -37,7 +37,7 @@ MAX_ATOMS = 29
 """Of a molecule in QM9."""
 
 
-def qm9(cfg: DataConfig) -> Splits:
+def qm9(cfg: DatasetConfig) -> Splits:
     """Returns QM9: eleven properties of small molecules, standardised on the training ones."""
     if find_file(cfg.path, "*.npz") is None:
         tables = {"train": dense_molecules(_geometric_qm9(cfg.path))}

@@ -6,7 +6,7 @@ from typing import Literal
 import numpy as np
 
 from firm.federation.randomness import derive_seed
-from firm.fmoo.config import DataConfig
+from firm.fmoo.config import DatasetConfig
 from firm.fmoo.loaders.sources import Table
 from firm.fmoo.task_data import Splits, TaskData
 
@@ -69,7 +69,7 @@ is, or each natural client's samples by themselves, shuffled or as they are."""
 
 def complete_splits(
     tables: Mapping[str, Table],
-    cfg: DataConfig,
+    cfg: DatasetConfig,
     *,
     order: Order,
     default_validation: float = 0.2,

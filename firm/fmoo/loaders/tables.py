@@ -3,7 +3,7 @@
 import numpy as np
 import torch
 
-from firm.fmoo.config import DataConfig
+from firm.fmoo.config import DatasetConfig
 from firm.fmoo.loaders.sources import Layout, Table, read_tables
 from firm.fmoo.loaders.splitting import as_labels, as_matrix, complete_splits, to_splits
 from firm.fmoo.task_data import Splits, TaskData
@@ -16,7 +16,7 @@ CLIP = 10.0
 one reading at 68, which alone would decide every squared loss that it enters."""
 
 
-def adult(cfg: DataConfig) -> Splits:
+def adult(cfg: DatasetConfig) -> Splits:
     """Returns Adult: income above 50K from binary features; two clients, other and phd."""
     tables = read_tables(cfg.path, ADULT)
     for table in tables.values():
@@ -39,7 +39,7 @@ def adult(cfg: DataConfig) -> Splits:
     return to_splits(complete_splits(tables, cfg, order="random", default_validation=0.0), data)
 
 
-def river_flow(cfg: DataConfig) -> Splits:
+def river_flow(cfg: DatasetConfig) -> Splits:
     """Returns River Flow: the flow at eight gauges, 48 hours ahead; later rows are the test split.
 
     Rows with NaN are dropped. Features and targets have mean 0 and standard deviation 1 on the

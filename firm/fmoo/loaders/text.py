@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from firm.fmoo.config import DataConfig
+from firm.fmoo.config import DatasetConfig
 from firm.fmoo.loaders.sources import Layout, Table, find_file, read_tables
 from firm.fmoo.loaders.splitting import complete_splits, number_clients, to_splits
 from firm.fmoo.task_data import Splits, TaskData
@@ -24,7 +24,7 @@ SEQUENCE_LENGTH = 80
 """Characters from which the next one is predicted (FedMGDA+, Section 6.1.3)."""
 
 
-def shakespeare(cfg: DataConfig) -> Splits:
+def shakespeare(cfg: DatasetConfig) -> Splits:
     """Returns Shakespeare by role: the next character after 80.
 
     The first 80 % of a role's words are for training, then 10 % each; no character is in two
@@ -53,7 +53,7 @@ def shakespeare(cfg: DataConfig) -> Splits:
     return to_splits(windows, data)
 
 
-def _role_windows(file: Path, cfg: DataConfig) -> dict[str, Table]:
+def _role_windows(file: Path, cfg: DatasetConfig) -> dict[str, Table]:
     rows: dict[str, list[Any]] = {"train": [], "validation": [], "test": []}
     for role, text in _read_roles(file):
         for split, (start, stop) in _segments(len(text), cfg).items():
@@ -78,7 +78,7 @@ def _role_windows(file: Path, cfg: DataConfig) -> dict[str, Table]:
     }
 
 
-def _segments(length: int, cfg: DataConfig) -> dict[str, tuple[int, int]]:
+def _segments(length: int, cfg: DatasetConfig) -> dict[str, tuple[int, int]]:
     validation = 0.1 if cfg.validation_fraction is None else cfg.validation_fraction
     first, second = round(length * (0.9 - validation)), round(length * 0.9)
     return {"train": (0, first), "validation": (first, second), "test": (second, length)}
@@ -100,7 +100,7 @@ def _read_roles(file: Path) -> Iterable[tuple[str, str]]:
         ) from None
 
 
-def _hub_windows(cfg: DataConfig) -> dict[str, Table]:
+def _hub_windows(cfg: DatasetConfig) -> dict[str, Table]:
     """Reads every ``window_stride``-th of LEAF's samples; a role's are in text order."""
     tables = read_tables(cfg.path, SHAKESPEARE, stride=cfg.window_stride)
     for table in tables.values():

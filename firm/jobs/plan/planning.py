@@ -23,7 +23,7 @@ from firm.jobs.alignment_loading import partition
 from firm.jobs.inspection import inspect_policy
 from firm.jobs.plan.memory import policy_without_storage, process_memory
 from firm.jobs.plan.passes import rollouts, updates
-from firm.jobs.plan.record import Place, Plan, PolicyFigures, RewardFigures, Work
+from firm.jobs.plan.record import Placement, Plan, PolicyFigures, RewardFigures, Work
 from firm.jobs.plan.traffic import Traffic, num_passes, round_traffic
 from reward_models import RewardModelConfig
 
@@ -246,7 +246,7 @@ def _place(
     processes: Processes,
     rewards: Mapping[str, RewardFigures],
     device: str,
-) -> Place:
+) -> Placement:
     """Returns the devices of a process's models, if all processes are on this machine."""
     accelerator, here = torch.accelerator.current_accelerator(), "cpu"
     if accelerator is not None and torch.accelerator.is_available():
@@ -255,7 +255,7 @@ def _place(
     if own != "cpu" and ":" not in own:
         own += ":0"  # an accelerator of another machine
     current = here if own == "cpu" else own  # meaning of "cuda" without an index
-    return Place(
+    return Placement(
         clients=processes.hosted(clients, rank),
         policy=own,
         rewards={

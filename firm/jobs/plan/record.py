@@ -9,7 +9,7 @@ from firm.jobs.plan.passes import Passes
 
 
 @dataclass(frozen=True)
-class Table:
+class PlanTable:
     """A table for `firm.run.print_table`: title, headings and rows of text."""
 
     title: str
@@ -103,7 +103,7 @@ class Work:
 
 
 @dataclass(frozen=True)
-class Place:
+class Placement:
     """Clients and models of one process, and their devices."""
 
     clients: list[str]
@@ -124,7 +124,7 @@ class Plan:
     memory: Memory | None
     rewards: dict[str, RewardFigures]
     work: Work
-    places: list[Place]
+    places: list[Placement]
     hyperparameters: list[Hyperparameter]
     notes: list[str]
     """What is left out, and how to have it included."""

@@ -5,17 +5,17 @@ from collections.abc import Iterator
 from typing import Any
 
 from firm.jobs.plan.passes import Passes
-from firm.jobs.plan.record import Plan, PolicyFigures, Table, Work
+from firm.jobs.plan.record import Plan, PlanTable, PolicyFigures, Work
 from firm.report import formats
 
 
-def plan_tables(plan: Plan) -> list[Table]:
+def plan_tables(plan: Plan) -> list[PlanTable]:
     """Returns the tables of a plan, without its notes."""
     tables = [_model_table(plan), _work_table(plan), _placement_table(plan)]
     return [*tables, *_memory_tables(plan), *_hyperparameter_tables(plan)]
 
 
-def _model_table(plan: Plan) -> Table:
+def _model_table(plan: Plan) -> PlanTable:
     rows = [("policy", plan.policy_path), *_inspection_rows(plan)]
     if figures := plan.policy:
         share = figures.num_trainable / (figures.num_parameters + figures.num_trainable)
@@ -35,7 +35,7 @@ def _model_table(plan: Plan) -> Table:
         count = reward.num_parameters
         size = "" if count is None else f", {count:,} parameters, {formats.size(reward.num_bytes)}"
         rows.append((f"reward {name}", reward.source + size))
-    return Table("What would run", ("", ""), rows)
+    return PlanTable("What would run", ("", ""), rows)
 
 
 def _module_rows(figures: PolicyFigures) -> Iterator[tuple[str, str]]:
@@ -67,7 +67,7 @@ def _inspection_rows(plan: Plan) -> list[tuple[str, str]]:
     ]
 
 
-def _work_table(plan: Plan) -> Table:
+def _work_table(plan: Plan) -> PlanTable:
     work = plan.work
     visits = work.clients_per_round
     rows = [
@@ -85,7 +85,7 @@ def _work_table(plan: Plan) -> Table:
         ("forward and backward passes", _passes_text(work.updates)),
         ("rollouts", _passes_text(work.rollouts)),
     ]
-    return Table("Work", ("", ""), rows)
+    return PlanTable("Work", ("", ""), rows)
 
 
 def _share_rows(work: Work) -> Iterator[tuple[str, str]]:
@@ -101,17 +101,17 @@ def _passes_text(passes: Passes) -> str:
     return f"{passes.count:,} per process and round, of {passes.rows:,} rows{clients}"
 
 
-def _placement_table(plan: Plan) -> Table:
+def _placement_table(plan: Plan) -> PlanTable:
     names = [name for name, reward in plan.rewards.items() if reward.device]
     rows = []
     for rank, place in enumerate(plan.places):
         devices = [place.policy, *(place.rewards[name] for name in names)]
         rows.append((str(rank), " ".join(place.clients) or "-", *devices))
     header = ("process", "clients", "policy", *(f"reward {name}" for name in names))
-    return Table(f"Placement, {len(rows)} process{'es' * (len(rows) > 1)}", header, rows)
+    return PlanTable(f"Placement, {len(rows)} process{'es' * (len(rows) > 1)}", header, rows)
 
 
-def _memory_tables(plan: Plan) -> Iterator[Table]:
+def _memory_tables(plan: Plan) -> Iterator[PlanTable]:
     if plan.policy and (memory := plan.memory):
         used = {plan.gradient_checkpointing: ", as configured"}
         sizes = plan.policy.bytes_by_dtype.items()
@@ -132,13 +132,13 @@ def _memory_tables(plan: Plan) -> Iterator[Table]:
             ("rollout: logits of the reply", formats.size(memory.scores)),
             ("log-probabilities of a rollout", formats.size(memory.scoring)),
         ]
-        yield Table("Memory of a process", ("", "bytes"), rows)
+        yield PlanTable("Memory of a process", ("", "bytes"), rows)
     by_device = sorted(plan.memory_by_device().items())
     if rows := [(name, formats.size(size)) for name, size in by_device if size]:
-        yield Table("Memory by device, at the worst moment", ("", "bytes"), rows)
+        yield PlanTable("Memory by device, at the worst moment", ("", "bytes"), rows)
 
 
-def _hyperparameter_tables(plan: Plan) -> Iterator[Table]:
+def _hyperparameter_tables(plan: Plan) -> Iterator[PlanTable]:
     rows = [
         (
             h.path,
@@ -150,9 +150,9 @@ def _hyperparameter_tables(plan: Plan) -> Iterator[Table]:
         for h in plan.hyperparameters
         if h.paper
     ]
-    yield Table("Given by the paper", ("key", "value", "paper", "where", "equal"), rows)
+    yield PlanTable("Given by the paper", ("key", "value", "paper", "where", "equal"), rows)
     rows = [(h.path, _text(h.value)) for h in plan.hyperparameters if not h.paper]
-    yield Table("Not in the paper", ("key", "value"), rows)
+    yield PlanTable("Not in the paper", ("key", "value"), rows)
 
 
 def _text(value: Any) -> str:

@@ -3,14 +3,14 @@
 import numpy as np
 import pytest
 
-from firm.report.drawing import INK, Key, Series
+from firm.report.drawing import INK, LegendEntry, Series
 from recipes.theory.panels import Fit, scaling_panel
 
 XS = np.array([1.0, 10.0, 100.0])
 
 
 def _fit(exponent: float, *, height: float = 1.0, **options) -> Fit:
-    points = Series(Key("drift", INK), XS, height * XS**-2, np.full(3, np.log(2)))
+    points = Series(LegendEntry("drift", INK), XS, height * XS**-2, np.full(3, np.log(2)))
     return Fit(points, -2.0, exponent, "−2.00 ± 0.01", **options)
 
 
