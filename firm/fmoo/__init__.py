@@ -1,15 +1,15 @@
-"""The classic wing: federated multi-objective learning on images, tables, text and molecules.
+"""Federated multi-objective learning on images, tables, text and molecules.
 
 `data` loads the papers' data sets as `TaskData`, inputs in memory with one target per objective;
-`models` builds their networks of `modules`, one encoder that all objectives share and one head for
-each; `workspace` holds a model that clients take turns on, `client` is the federation's client over
-it; `attacks` inflates losses. The papers' measures are `firm.fronts.measures`. The algorithms are
-strategies of the federation, the same as for language models.
+`models` builds their networks from `modules`, with a shared encoder and one head per objective;
+`workspace` holds the model that clients share, `client` implements the federation's client on it;
+`attacks` inflates losses. The papers' measures are in `firm.fronts.measures`. The algorithms are
+the federation's strategies, the same as for language models.
 
-All of them train any PyTorch model on any data. Data are samples of an input and M targets, a torch
-data set for each client. A loss takes a batch of the model's outputs for one objective, and of its
-targets. The model is any module that returns a list of M outputs, one for each loss; in a
-`MultiTaskModel` the algorithms know which parameters all objectives share:
+All of them train any PyTorch model on any data. A client's data are a torch data set of samples,
+each an input with M targets. A loss takes a batch of outputs and targets of one objective. The
+model is any module that returns a list of M outputs, one for each loss; with a `MultiTaskModel` the
+algorithms know which parameters all objectives share:
 
     >>> import torch
     >>> from torch import nn
@@ -37,9 +37,10 @@ targets. The model is any module that returns a list of M outputs, one for each 
     >>> bool((workspace.evaluate(data).losses < 0.2).all())
     True
 
-`state.adapter` holds the trained parameters by name, `rows` the log of the round. In a file with
-the decorators `dataset`, `loss` and `model`, the same take part in a study with its runs, table,
-page and resumption: `firm.jobs.fmoo.run_classic`, or `firm fmoo` with the file in `plugins`.
+`state.adapter` holds the trained parameters by name, `rows` the log of the round. To use your own
+data sets, losses and models in a study, with resumable runs, tables and a report, register them
+with the decorators `dataset`, `loss` and `model` in a file listed under `plugins`, and run `firm
+fmoo` or `firm.jobs.fmoo.run_classic`.
 """
 
 from firm.fmoo.attacks import LossAttackConfig

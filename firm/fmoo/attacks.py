@@ -1,7 +1,7 @@
-"""Attacks that inflate a user's loss: bias and scaling, from FedMGDA+ (Hu et al., section 6).
+"""Attacks that inflate a client's loss: bias and scaling, from FedMGDA+ (Hu et al., Section 6).
 
-An attacker is otherwise honest. Against a strategy that weighs clients by their losses (AFL,
-q-FedAvg), adding a constant to the loss is enough; against a strategy that sums gradients, the loss
+Attackers are honest otherwise. Against strategies that weight clients by their losses (AFL,
+q-FedAvg), adding a constant to the loss is enough; against strategies that sum gradients, the loss
 must be multiplied. FedMGDA+ is immune to both: λ is computed from gradients, which do not depend on
 a constant, and these are normalised, which cancels a factor.
 """
@@ -17,22 +17,23 @@ from firm.fields import FiniteFloat, configuration
 
 @configuration
 class LossAttackConfig:
-    """Who attacks, and how. By default nobody does."""
+    """Attack on the clients' losses; off by default."""
 
     kind: Literal["none", "bias", "scaling"] = "none"
-    """bias: every loss of an attacker plus ``amount``, its gradients as they are. scaling: losses
-    and gradients times ``amount``. none: nobody attacks, whatever the other keys say."""
+    """bias adds ``amount`` to every loss of an attacker and leaves its gradients unchanged. scaling
+    multiplies losses and gradients by ``amount``. none disables the attack; the other keys are then
+    ignored."""
     clients: tuple[str, ...] = ()
-    """Names of the attackers. They take part in the rounds that they are drawn for, as all do; a
-    strategy's ``always`` has them in every one."""
+    """Names of the attackers. They are sampled for rounds like other clients; list them under the
+    strategy's ``always`` to include them in every round."""
     amount: FiniteFloat = 0.0
-    """What is added (bias, finite) or multiplied with (scaling, positive)."""
+    """The added constant (bias) or the positive factor (scaling)."""
 
     def __post_init__(self) -> None:
         if self.kind == "none":
             return
         if not self.clients:
-            raise ValueError(f"A {self.kind} attack needs attackers: name some in clients.")
+            raise ValueError(f"A {self.kind} attack needs attackers: list them in clients.")
         if len(set(self.clients)) < len(self.clients):
             raise ValueError(f"clients must name each attacker once, got {list(self.clients)}.")
         if self.kind == "scaling" and self.amount <= 0:
@@ -46,7 +47,7 @@ class LossAttackConfig:
 def attacked_losses(losses: torch.Tensor, *, client: str, attack: LossAttackConfig) -> torch.Tensor:
     """Returns the losses [M] that a client reports: f + amount (bias), f · amount (scaling), or f.
 
-    Clients that the attack does not name are honest.
+    Clients that are not listed as attackers report their losses unchanged.
     """
     if not attack.has_attacker(client):
         return losses
@@ -56,7 +57,7 @@ def attacked_losses(losses: torch.Tensor, *, client: str, attack: LossAttackConf
 def attacked_gradients(gradients: Gradients, *, client: str, attack: LossAttackConfig) -> Gradients:
     """Returns the gradients and losses that a client trains with and sends.
 
-    A constant has no gradient: the bias attack changes the losses alone.
+    A constant has no gradient, so the bias attack changes only the losses.
     """
     if not attack.has_attacker(client):
         return gradients

@@ -1,4 +1,4 @@
-"""A client of the classic wing: supervised losses on its own shard, one model for all clients."""
+"""Client with supervised losses on its own shard; all clients share one model."""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -21,9 +21,9 @@ class SampleBatch:
     """The samples of one local step."""
 
     number: int
-    """Batches drawn before, in the client's life."""
+    """Number of batches the client has drawn before, over all rounds."""
     indices: torch.Tensor
-    """Into the training data, shape [B]."""
+    """Indices into the training data, shape [B]."""
 
     @property
     def whole(self) -> "SampleBatch":
@@ -31,26 +31,26 @@ class SampleBatch:
         return self
 
     def minibatches(self) -> Iterator["SampleBatch"]:
-        """Yields the batch: a local step is one optimizer step."""
+        """Yields the batch itself: each local step is a single optimizer step."""
         yield self
 
 
 class SupervisedClient(Client):
     """A client with a shard of supervised data.
 
-    Batches go through the shard in a new random order every epoch, as often as needed. An epoch has
-    only whole batches, floor(N / B) of them: the fewer than B samples that are left over come
-    elsewhere in the next order, whereas Hu et al. (arXiv:2006.11489, Algorithm 1) take all N. A
-    shard of fewer than B samples is one batch. Order, augmentation and dropout of batch n follow
-    from the seed, the client's name and n alone, so that a count is the whole state.
+    Samples are reshuffled every epoch. An epoch has floor(N / B) full batches: the remaining
+    samples, fewer than B, are dropped until the next shuffle, whereas Hu et al. (arXiv:2006.11489,
+    Algorithm 1) use all N. A shard of fewer than B samples is a single batch. The order,
+    augmentation and dropout of batch n depend only on the seed, the client's name and n, so that
+    the number of batches is the client's entire state.
 
     Args:
         name: Unique in the federation.
-        workspace: Shared with the other clients of this process.
-        indices: The client's samples, into the workspace's data, shape [N], N ≥ 1.
+        workspace: Data and model, shared by all clients of this process.
+        indices: Indices of the client's samples in the workspace's data, shape [N], N ≥ 1.
         seed: Seed of the run.
-        served: Objectives that the client has losses for (FMOL's indicator matrix A); all by
-            default. The gradients of the others are zero.
+        served: Objectives for which the client has losses (FMOL's indicator matrix A); all by
+            default. The other objectives' gradients are zero.
         attack: Attack on the losses; none by default.
     """
 
@@ -84,7 +84,7 @@ class SupervisedClient(Client):
         self._memo: tuple[int, torch.Tensor, Gradients] | None = None
 
     def load(self, adapter: Adapter, round: int = 1) -> None:
-        """Starts a local training from the server's parameters, with a fresh optimizer."""
+        """Starts local training from the server's parameters with a fresh optimizer."""
         self._workspace.load(adapter)
         cfg, parameters = self._workspace.cfg, list(self._workspace.parameters.values())
         options: dict[str, Any] = {"lr": cfg.lr, "weight_decay": cfg.weight_decay, "foreach": True}
@@ -117,10 +117,10 @@ class SupervisedClient(Client):
             yield SampleBatch(number, chosen)
 
     def gradients(self, minibatch: SampleBatch) -> Gradients:
-        """Returns the gradients of all objectives, [M, d], zero for those that are not served.
+        """Returns the gradients of all objectives, [M, d], zero for unserved objectives.
 
-        They are kept until the next step: another request for the same batch at the same
-        parameters, by FedCMOO's second phase or first local step, needs no backward pass.
+        The result is cached until the next step: a repeated request for the same batch at the same
+        parameters, as in FedCMOO's second phase or first local step, needs no backward pass.
         """
         known = self._remembered(minibatch)
         if known is None:
@@ -137,7 +137,7 @@ class SupervisedClient(Client):
     def weighted_gradients(self, minibatch: SampleBatch, weights: torch.Tensor) -> Gradients:
         """Returns the gradient of Σⱼ wⱼ Lⱼ as a Jacobian of one row, from one backward pass.
 
-        Weights w [M] of objectives that are not served do not count.
+        Weights w [M] of unserved objectives are ignored.
         """
         factors = self.of_served(weights)
         if known := self._remembered(minibatch):
@@ -146,18 +146,18 @@ class SupervisedClient(Client):
         return self._reported(Gradients(row, losses))
 
     def weighted_steps(self, num_steps: int, weights: torch.Tensor, *, proximal: float) -> int:
-        """Takes plain SGD steps on Σⱼ wⱼ Lⱼ + μ/2 ‖θ - θ_t‖², where the model is a linear map.
+        """Takes plain SGD steps on Σⱼ wⱼ Lⱼ + μ/2 ‖θ - θ_t‖², if the model is linear.
 
-        They equal the steps by ``batches``, ``weighted_gradients`` and ``step`` up to rounding, and
-        are faster on small batches: see ``firm.fmoo.linear``. Weights w [M] of objectives that are
-        not served do not count; ``proximal`` is μ.
+        Equivalent to ``batches``, ``weighted_gradients`` and ``step`` up to rounding, but faster on
+        small batches: see ``firm.fmoo.linear``. Weights w [M] of unserved objectives are ignored;
+        ``proximal`` is μ.
 
         Returns:
-            Number of steps taken: all, or 0 if model, losses, optimizer or an attack do not allow
-            it.
+            Number of steps taken: all, or 0 if the model, losses, optimizer or attack are not
+            supported.
 
         Raises:
-            ValueError: A loss is not finite; names the objective.
+            ValueError: When a loss is not finite; names the objective.
         """
         workspace, cfg = self._workspace, self._workspace.cfg
         heads = workspace.linear_heads
@@ -192,8 +192,8 @@ class SupervisedClient(Client):
         is_finite = by_objective.isfinite().all(dim=0).tolist()
         if not all(is_finite):
             raise ValueError(
-                f"The loss of objective {is_finite.index(False)} is not finite; look for values "
-                "that are too large in the data, or lower lr."
+                f"The loss of objective {is_finite.index(False)} is not finite; look for very "
+                "large values in the data, or lower lr."
             )
         reported = attacked_losses(by_objective, client=self.name, attack=self._attack)
         self._losses.extend(reported.tolist())
@@ -201,7 +201,7 @@ class SupervisedClient(Client):
         return num_steps
 
     def step(self, gradients: Gradients, weights: torch.Tensor) -> None:
-        """Takes one optimizer step along the weighted sum of the rows."""
+        """Takes one optimizer step along the weighted sum of the gradients."""
         self._memo = None
         self._losses.append(gradients.losses.tolist())
         direction = weights.float() @ gradients.jacobian
@@ -222,11 +222,11 @@ class SupervisedClient(Client):
         return {name: value.detach().clone() for name, value in parameters.items()}
 
     def state(self) -> State:
-        """Returns the number of batches drawn; everything else follows from it."""
+        """Returns the number of batches drawn, from which everything else follows."""
         return {"num_batches": self._num_batches}
 
     def restore(self, state: State) -> None:
-        """Restores a state that ``state`` returned."""
+        """Restores a state returned by ``state``."""
         self._num_batches = state["num_batches"]
 
     def skip_failed_batches(self) -> None:

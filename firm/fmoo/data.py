@@ -1,4 +1,4 @@
-"""Loads the data sets: a configuration in, three splits out."""
+"""Loads data sets: from a configuration to train, validation and test splits."""
 
 from collections.abc import Callable
 
@@ -33,19 +33,19 @@ _OTHERS = (adult, river_flow, qm9, shakespeare)
 DATASETS: dict[str, Callable[[DatasetConfig], Splits | TaskData]] = {
     loader.__name__: loader for loader in (*_PAIRS, *_IMAGES, *_OTHERS)
 }
-"""Loaders by the name that a configuration gives."""
+"""Loaders by their names in configurations."""
 
 
 def dataset(name: str) -> Callable[[CallableT], CallableT]:
     """Returns a decorator that registers a data set under a name, for ``data.name``.
 
     The function takes a ``DatasetConfig`` with the study's path and seed, and returns ``Splits`` or
-    all samples as one ``TaskData``. In the latter case, 0.1 of each natural client's samples, or
-    0.2 of all without natural clients, become the test split, and ``validation_fraction`` of them,
-    by default none, the validation split.
+    all samples as one ``TaskData``. In the latter case the test split gets 0.1 of each natural
+    client's samples, or 0.2 of all samples without natural clients, and the validation split
+    ``validation_fraction`` of them, by default none.
 
     Raises:
-        ValueError: The name is taken.
+        ValueError: When the name is taken.
     """
     return registering(DATASETS, name, "data set")
 
@@ -54,9 +54,9 @@ def load_data(cfg: DatasetConfig) -> Splits:
     """Returns train, validation and test samples; equal configurations give equal samples.
 
     Raises:
-        ValueError: The data set, an objective or a loss is unknown, there is nothing at the path,
-            arrays do not fit the layout, labels are out of range, or a user's function raised an
-            error; the message says what to do.
+        ValueError: When the data set, an objective or a loss is unknown, the path does not exist,
+            arrays do not match the layout, labels are out of range, or a user's function raises;
+            states the remedy.
     """
     loader = by_name(DATASETS, cfg.name, "data set")
     try:
@@ -74,7 +74,7 @@ def load_data(cfg: DatasetConfig) -> Splits:
 
 
 def _cut(data: TaskData, cfg: DatasetConfig) -> Splits:
-    """Returns splits of a source that has none, cut in the same way as the tables' splits."""
+    """Splits a source without splits in the same way as the tabular data sets."""
     table = {"row": np.arange(len(data))}
     if data.natural is not None:
         table["client"] = data.natural.numpy()

@@ -1,7 +1,7 @@
-"""Gradient descent on linear models, many steps at a time.
+"""Gradient descent on linear models, many steps per call.
 
-On ten samples of a hundred features autograd, an optimizer and their checks take far longer than
-the arithmetic of a step. Here a local training is one loop over arrays.
+For ten samples with a hundred features, the overhead of autograd and the optimizer far exceeds the
+arithmetic of a step. Here local training is a single loop over arrays.
 """
 
 from collections.abc import Sequence
@@ -23,9 +23,9 @@ def descend_(
 ) -> np.ndarray:
     """Takes steps of gradient descent on Σᵣ fᵣ Lᵣ in place; returns the losses of each step.
 
-    Row r of a linear map has the loss Lᵣ: the mean over the batch of the binary cross-entropy of
-    its logit, or of its squared error. Values beyond the float32 range become NaN or infinity in
-    the losses and parameters, without a warning; the caller checks for them.
+    Lᵣ is the loss of row r of the linear map: the binary cross-entropy of its logit, or its squared
+    error, averaged over the batch. Values beyond the float32 range silently become NaN or infinity
+    in the losses and parameters; the caller must check for them.
 
     Args:
         weight: float32 [R, F]. Modified in place.
@@ -34,9 +34,9 @@ def descend_(
         targets: float32 [N, R]; 0 or 1 for binary losses.
         batches: Indices of each step's samples, int64 [K, B].
         factors: f, shape [R].
-        is_binary: Whether losses are binary cross-entropies, or squared errors.
+        is_binary: Whether the losses are binary cross-entropies; else squared errors.
         lr: Step size.
-        proximal: μ of + μ/2 ‖θ - θ_t‖², θ_t being the parameters at the start.
+        proximal: μ of the proximal term μ/2 ‖θ - θ_t‖², with θ_t the initial parameters.
 
     Returns:
         The losses before each step, float32 [K, R].

@@ -1,4 +1,4 @@
-"""Models of the papers: one encoder that all objectives share, and one head for each.
+"""Models of the papers: an encoder shared by all objectives, and one head per objective.
 
 | name | for | layers | parameters |
 |---|---|---|---|
@@ -38,36 +38,37 @@ from firm.fmoo.task_data import TaskData
 
 @configuration
 class ModelConfig:
-    """The model that clients train."""
+    """Model that clients train."""
 
     name: str = "lenet"
-    """A key of `firm.fmoo.models.MODELS`, or what a file under `plugins` registers by
-    `firm.fmoo.model`."""
+    """Model: a key of `firm.fmoo.models.MODELS`, or a name registered with `firm.fmoo.model` in a
+    file under `plugins`."""
     dropout: Annotated[float | None, Interval(ge=0, lt=1)] = None
-    """Probability of every dropout layer; by default the papers' 0.5, and 0.25 after femnist_cnn's
-    pooling. resnet18, molecule_net, character_lstm and linear have none; mlp has 0 by default."""
+    """Probability of all dropout layers; by default 0.5 as in the papers, and 0.25 after
+    femnist_cnn's pooling. resnet18, molecule_net, character_lstm and linear have no dropout; mlp
+    has 0 by default."""
     hidden: Annotated[list[BoundedInt], MinLen(1)] = field(default_factory=lambda: [64, 64])
-    """Widths of mlp's hidden layers. Not in the papers."""
+    """Widths of the hidden layers of mlp. Not in the papers."""
 
 
 def model(name: str) -> Callable[[CallableT], CallableT]:
     """Returns a decorator that registers a model under a name, for ``model.name``.
 
-    The decorated module class or function is called with a ``ModelConfig`` and the training data.
-    The module must be one that ``Workspace`` accepts.
+    The decorated module class or function is called with a ``ModelConfig`` and the training data,
+    and must return a module that ``Workspace`` accepts.
 
     Raises:
-        ValueError: The name is taken.
+        ValueError: When the name is taken.
     """
     return registering(MODELS, name, "model")
 
 
 def build_model(cfg: ModelConfig, data: TaskData, *, seed: int) -> nn.Module:
-    """Returns a model for data of these shapes, in training mode, its parameters drawn by the seed.
+    """Returns a model for these data, in training mode, initialised with the seed.
 
     Raises:
-        ValueError: The model is unknown or does not take these inputs, or a user's model raised an
-            error.
+        ValueError: When the model is unknown or does not support these inputs, or a user's model
+            raises.
     """
     build = by_name(MODELS, cfg.name, "model")
     with RandomStream(seed, "model"), user_code(f"the model {cfg.name}", but=(ValueError,)):
@@ -80,7 +81,7 @@ def build_model(cfg: ModelConfig, data: TaskData, *, seed: int) -> nn.Module:
 
 
 def num_parameters(module: nn.Module) -> int:
-    """Returns how many trainable parameters a module has."""
+    """Returns the number of trainable parameters of a module."""
     return sum(p.numel() for p in module.parameters() if p.requires_grad)
 
 
@@ -88,10 +89,10 @@ def num_parameters(module: nn.Module) -> int:
 
 
 def lenet(cfg: ModelConfig, data: TaskData) -> MultiTaskModel:
-    """Returns the LeNet-like network of FedCMOO: 28,515 shared and 3,060 parameters a head.
+    """Returns FedCMOO's LeNet-like network: 28,515 shared parameters and 3,060 per head.
 
-    The paper gives "LeNet-like", two linear layers a head and 34.6k; the layers are those of its
-    released code.
+    The paper only states "LeNet-like", two linear layers per head and 34.6k parameters; the layers
+    follow its released code.
     """
     channels, height, width = _image_shape(cfg, data, smallest=8)
     rate = _dropout(cfg, 0.5)
@@ -116,10 +117,10 @@ def lenet(cfg: ModelConfig, data: TaskData) -> MultiTaskModel:
 
 
 def cifar_mnist_cnn(cfg: ModelConfig, data: TaskData) -> MultiTaskModel:
-    """Returns the network for CIFAR10+MNIST: two convolutions and two dense layers, 1.73M.
+    """Returns the CIFAR10+MNIST network: two convolutions and two dense layers, 1.73M parameters.
 
-    The paper says "a single linear layer" for the heads; its 1.73M parameters, and its released
-    code, have two linear layers with nothing between them, which is one map of rank 100.
+    The paper says "a single linear layer" for the heads, but its 1.73M parameters and its released
+    code have two linear layers without an activation, which is one map of rank 100.
     """
     channels, height, width = _image_shape(cfg, data, smallest=4)
     rate = _dropout(cfg, 0.5)
@@ -188,8 +189,8 @@ def fashion_cnn(cfg: ModelConfig, data: TaskData) -> MultiTaskModel:
 def femnist_cnn(cfg: ModelConfig, data: TaskData) -> MultiTaskModel:
     """Returns the Federated EMNIST network of FedMGDA+, Table 4.
 
-    The table has no activation for the first convolution and the first dense layer; here both have
-    a ReLU, since without it either would be one linear map with the layer that follows.
+    The table has no activation after the first convolution and the first dense layer. Here both
+    have a ReLU, since each would otherwise collapse into one linear map with the next layer.
     """
     channels, height, width = _image_shape(cfg, data, smallest=6)
     encoder = nn.Sequential(
@@ -208,10 +209,10 @@ def femnist_cnn(cfg: ModelConfig, data: TaskData) -> MultiTaskModel:
 
 
 def resnet18(cfg: ModelConfig, data: TaskData) -> MultiTaskModel:
-    """Returns the ResNet-18 for small images of Jhunjhunwala et al. (2023), with one linear head.
+    """Returns Jhunjhunwala et al.'s (2023) ResNet-18 for small images, with linear heads.
 
-    Group normalisation in place of batch normalisation: a model whose buffers depend on the batch
-    cannot be averaged.
+    Uses group normalisation instead of batch normalisation, whose statistics depend on a client's
+    batches and are not averaged.
     """
     channels, _, _ = _image_shape(cfg, data, smallest=1)
     layers: list[nn.Module] = [
@@ -230,7 +231,7 @@ def resnet18(cfg: ModelConfig, data: TaskData) -> MultiTaskModel:
 
 
 def linear(cfg: ModelConfig, data: TaskData) -> MultiTaskModel:
-    """Returns a linear map from the inputs to every objective; its encoder has no parameters."""
+    """Returns a linear map for every objective; the encoder has no parameters."""
     return _with_linear_heads(nn.Flatten(), _num_features(cfg, data), data)
 
 
@@ -245,7 +246,7 @@ def mlp(cfg: ModelConfig, data: TaskData) -> MultiTaskModel:
 
 
 def character_lstm(cfg: ModelConfig, data: TaskData) -> MultiTaskModel:
-    """Returns the two-layer LSTM of FedMGDA+, Section 6.1.3, with one dense layer for a head."""
+    """Returns the two-layer LSTM of FedMGDA+, Section 6.1.3, with a linear head."""
     if data.num_tokens is None:
         raise ValueError(
             f"{cfg.name} takes int64 tokens [N, T], got {data.inputs.dtype} of shape "
@@ -270,7 +271,7 @@ _OF_OTHERS = (molecule_net, character_lstm, linear, mlp)
 MODELS: dict[str, Callable[[ModelConfig, TaskData], nn.Module]] = {
     build.__name__: build for build in (*_OF_IMAGES, *_OF_OTHERS)
 }
-"""Models by the name that a configuration gives."""
+"""Models by their names in configurations."""
 
 
 def _with_linear_heads(encoder: nn.Module, width: int, data: TaskData) -> MultiTaskModel:
@@ -295,7 +296,7 @@ def _image_shape(cfg: ModelConfig, data: TaskData, *, smallest: int) -> tuple[in
     _, channels, height, width = data.inputs.shape
     if min(height, width) < smallest:
         raise ValueError(
-            f"{cfg.name} takes images of {smallest} pixels and more, got {height} x {width}: "
+            f"{cfg.name} takes images of at least {smallest} pixels, got {height} x {width}: "
             "choose another model."
         )
     return channels, height, width

@@ -1,4 +1,4 @@
-"""Modules that the papers' models are made of."""
+"""Building blocks of the papers' models."""
 
 import torch
 from torch import nn
@@ -6,11 +6,11 @@ from torch.nn import functional
 
 
 class MultiTaskModel(nn.Module):
-    """An encoder that all heads share; `named_parameters` yields the encoder's parameters first.
+    """A shared encoder with several heads; `named_parameters` yields the encoder's first.
 
     Args:
-        encoder: Inputs to features, shape [N, F].
-        heads: One per objective, features to outputs.
+        encoder: Maps inputs to features, shape [N, F].
+        heads: One per objective; maps features to outputs.
     """
 
     def __init__(self, encoder: nn.Module, heads: list[nn.Module]) -> None:
@@ -25,25 +25,25 @@ class MultiTaskModel(nn.Module):
 
 
 class Dropout(nn.Module):
-    """Dropout that draws from its own generator.
+    """Dropout with its own random generator.
 
-    With equal seeds the noise is that of torch's ``Dropout`` and ``Dropout2d``, which draw from the
-    global generator that all threads share.
+    With equal seeds the noise equals that of torch's ``Dropout`` and ``Dropout2d``, which draw from
+    the global generator shared by all threads.
 
     Args:
-        rate: Probability of a zero, in [0, 1); other entries are divided by 1 - rate.
-        of_channels: Whether whole channels of a sample are dropped.
+        rate: Probability of zeroing an entry, in [0, 1); other entries are divided by 1 - rate.
+        of_channels: Whether to zero whole channels of a sample.
     """
 
     generator: torch.Generator | None = None
-    """Where the noise comes from; None is torch's global generator."""
+    """Generator of the noise; None for torch's global generator."""
 
     def __init__(self, rate: float, *, of_channels: bool = False) -> None:
         super().__init__()
         self.rate, self.of_channels = rate, of_channels
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
-        """Returns the inputs [N, ...] with zeros among them, or unchanged in evaluation mode."""
+        """Returns the inputs [N, ...] after dropout; unchanged in evaluation mode."""
         if not self.training or self.rate == 0:
             return inputs
         noise = torch.empty_like(inputs[..., :1, :1] if self.of_channels else inputs)
@@ -52,7 +52,7 @@ class Dropout(nn.Module):
 
 
 class ResidualBlock(nn.Module):
-    """Two 3 x 3 convolutions beside a shortcut, normalised in two groups of channels."""
+    """Two 3 x 3 convolutions with a shortcut, normalised in two groups of channels."""
 
     def __init__(self, num_in: int, num_out: int, stride: int) -> None:
         super().__init__()
@@ -75,7 +75,7 @@ class ResidualBlock(nn.Module):
 
 
 class CharacterEncoder(nn.Module):
-    """Characters in 8 dimensions, then two LSTM layers of 256; returns the last state."""
+    """Character embedding of 8 dimensions and two LSTM layers of 256; returns the last state."""
 
     def __init__(self, num_tokens: int) -> None:
         super().__init__()
@@ -83,7 +83,7 @@ class CharacterEncoder(nn.Module):
         self.lstm = nn.LSTM(8, 256, num_layers=2, batch_first=True)
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        """Returns features of token sequences, shape [N, T] to [N, 256]."""
+        """Returns features [N, 256] of token sequences [N, T]."""
         states, _ = self.lstm(self.embedding(tokens))
         return states[:, -1]
 
@@ -91,10 +91,10 @@ class CharacterEncoder(nn.Module):
 class MoleculeEncoder(nn.Module):
     """Message passing with edge networks, and a set-to-set readout (Gilmer et al., 2017).
 
-    The network of Lin and Zhang (2023) and Navon et al. (2022), which the FedCMOO paper follows,
-    on dense graphs: every pair of atoms is an edge, with the one-hot type of its bond and the
-    distance. An edge's 64 x 64 matrix W(e) = Σ_k r_k(e) A_k + A_0, with 128 hidden units r, is
-    never formed, since Σ_j W(e_ij)ᵀ h_j = Σ_jk r_k(e_ij) A_kᵀ h_j + Σ_j A_0ᵀ h_j.
+    The network of Lin and Zhang (2023) and Navon et al. (2022), which the FedCMOO paper follows, on
+    dense graphs: every pair of atoms is an edge with a one-hot bond type and a distance. An edge's
+    64 x 64 matrix W(e) = Σ_k r_k(e) A_k + A_0, with 128 hidden units r, is never materialised,
+    since Σ_j W(e_ij)ᵀ h_j = Σ_jk r_k(e_ij) A_kᵀ h_j + Σ_j A_0ᵀ h_j.
     """
 
     def __init__(self) -> None:
@@ -113,8 +113,8 @@ class MoleculeEncoder(nn.Module):
         """Returns features of molecules.
 
         Args:
-            molecules: Packed graphs, shape [N, 29, 43]: 11 numbers of the atom, 3 of its position,
-                and its 29 bonds (0 for none, else the type); zero where there is no atom.
+            molecules: Packed graphs, shape [N, 29, 43]: 11 features of each atom, its position (3)
+                and its 29 bonds (0 for none, else the type); zero for missing atoms.
 
         Returns:
             Shape [N, 64].
@@ -132,9 +132,9 @@ class MoleculeEncoder(nn.Module):
     def _edges(
         self, positions: torch.Tensor, bonds: torch.Tensor, present: torch.Tensor
     ) -> torch.Tensor:
-        """Returns hidden units of every edge's network, [N, 29, 29, 129], zero where no edge is.
+        """Returns the hidden units of the edge networks, [N, 29, 29, 129], zero without an edge.
 
-        The last one is 1 on edges: the unit that the bias of the edge matrix belongs to.
+        The last unit is 1 on edges and multiplies the bias of the edge matrix.
         """
         types = functional.one_hot(bonds.long(), 5)[..., 1:]  # [N, 29, 29, 4]
         between = positions.unsqueeze(2) - positions.unsqueeze(1)
@@ -159,7 +159,7 @@ class MoleculeEncoder(nn.Module):
         return self.root(hidden) + received / num_neighbours
 
     def _read(self, hidden: torch.Tensor, present: torch.Tensor) -> torch.Tensor:
-        """Returns Set2Set of Vinyals et al. (2016) in three steps, shape [N, 128]."""
+        """Returns the readout of Set2Set (Vinyals et al., 2016) in three steps, shape [N, 128]."""
         query = hidden.new_zeros(len(hidden), self.width)
         cell, read = query, query
         for _ in range(3):

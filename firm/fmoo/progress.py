@@ -1,7 +1,7 @@
-"""The clients' models after a round's local training, which Appendix E.4 of FedCMOO compares.
+"""Clients' models after a round's local training, as compared in Appendix E.4 of FedCMOO.
 
-Askin et al. (2024), arXiv:2410.16398. A round is run and discarded; only the clients' replies are
-kept.
+Askin et al. (2024), arXiv:2410.16398. A trial round is run and discarded; only the clients' replies
+are kept.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -12,19 +12,19 @@ from firm.federation.aggregation import moved
 from firm.federation.messages import Request
 
 Strategy = Callable[..., tuple[ServerState, dict[str, Any]]]
-"""One of ``firm.federation.strategies.STRATEGIES``."""
+"""A strategy of ``firm.federation.strategies.STRATEGIES``."""
 
 
 def local_models(
     strategy: Strategy, state: ServerState, clients: Sequence[str], engine: Engine, cfg: Any
 ) -> dict[str, Adapter]:
-    """Returns each participant's model at the end of the local training of a trial round.
+    """Returns each participant's model after the local training of a trial round.
 
-    If clients train once for each objective (FMGDA, FSMGDA), a client's model is the server's model
-    moved by the client's updates under the round's weights, which is its contribution to the global
-    model; the paper does not say which model it uses. The engine must have the clients' states of
-    the server state's accepted rounds; its pending states are then those of the round, which any
-    further round of the same number replaces.
+    If clients train separately for each objective (FMGDA, FSMGDA), a client's model is the server's
+    model plus the client's updates combined with the round's weights, which is its contribution to
+    the global model; the paper does not state which model it uses. The engine must hold the client
+    states of the server state's accepted rounds. Its pending states are those of the trial round,
+    until another round of the same number replaces them.
     """
     recorder = Recorder(engine)
     _, rows = strategy(state, clients, recorder, cfg)
@@ -44,10 +44,10 @@ def _model(content: Any, state: ServerState, weights: Mapping[str, float]) -> Ad
 
 
 class Recorder:
-    """An engine that keeps the replies to its last request; another engine does the rest.
+    """Wraps an engine and records the replies to the last request.
 
     Args:
-        engine: The engine that runs the clients.
+        engine: Engine that runs the clients.
     """
 
     def __init__(self, engine: Engine) -> None:

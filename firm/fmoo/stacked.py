@@ -1,7 +1,7 @@
-"""Gradients of many clients of a small model in one pass.
+"""Gradients of many clients of a small model in one batched pass.
 
-On small matrices the calls take longer than the arithmetic, so batched products for all clients are
-faster. Convolutions with separate weights per client are slower than one client after the other.
+For small matrices the overhead per call exceeds the arithmetic, so batching all clients is faster.
+Convolutions with separate weights per client are slower than running clients sequentially.
 """
 
 from collections.abc import Callable, Collection, Mapping
@@ -17,7 +17,7 @@ from firm.fmoo.task_data import SHIPPED_LOSSES
 from firm.gradients.jacobian import check_finite_rows, check_losses
 
 Losses = Callable[[list[torch.Tensor], torch.Tensor], torch.Tensor]
-"""From the M heads' outputs and the targets to the mean losses [M]."""
+"""Maps the M heads' outputs and the targets to the mean losses [M]."""
 
 _STACKABLE = (MultiTaskModel, nn.ModuleList, nn.Sequential, nn.Flatten, nn.Linear, nn.ReLU)
 
@@ -28,16 +28,16 @@ class GradientRequest:
 
     parameters: Mapping[str, torch.Tensor]
     inputs: torch.Tensor
-    """Those of its batch, as the model takes them."""
+    """Prepared inputs of the client's batch."""
     targets: torch.Tensor
     select: Callable[[torch.Tensor], torch.Tensor]
-    """From all losses [M] to those, or their sums, that are differentiated, [k]."""
+    """Maps all losses [M] to the losses, or sums of losses, to differentiate, [k]."""
 
 
 def is_stackable(model: nn.Module, losses: Collection[str]) -> bool:
-    """Returns whether joint passes are faster for a model: dense layers without dropout.
+    """Returns whether a batched pass is faster for a model: dense layers without dropout.
 
-    User-defined modules and losses may do things that joint passes cannot, such as branch on
+    User-defined modules and losses may do things that vmap does not support, such as branch on
     values.
     """
     return set(losses) <= SHIPPED_LOSSES and all(
@@ -49,12 +49,12 @@ def is_stackable(model: nn.Module, losses: Collection[str]) -> bool:
 def gradients_together(
     asked: list[GradientRequest], *, model: nn.Module, losses: Losses
 ) -> list[tuple[torch.Tensor, torch.Tensor] | ValueError]:
-    """Returns every client's losses [M] and rows [k, d], or the error in them.
+    """Returns each client's losses [M] and gradients [k, d], or the error it raised.
 
     Args:
-        asked: Batches of one shape, from which equally many losses are selected.
-        model: Gives the outputs, with the clients' parameters in place of its own.
-        losses: Losses to apply to the outputs.
+        asked: Requests with batches of the same shape and the same number k of selected losses.
+        model: Model to call with the clients' parameters.
+        losses: Loss function of the outputs.
     """
     leaves = {
         name: torch.stack([each.parameters[name].detach() for each in asked]).requires_grad_()
@@ -74,7 +74,7 @@ def gradients_together(
     rows = torch.empty(*wanted.shape, sum(leaf[0].numel() for leaf in leaves.values()))
     count = wanted.shape[1]
     for k in range(count):
-        # a loss that is not finite affects only the rows of its client
+        # clients share no parameters, so a non-finite loss affects only its own client's rows
         gradients = torch.autograd.grad(
             wanted[:, k].sum(),
             list(leaves.values()),

@@ -1,4 +1,4 @@
-"""Data sets of the classic wing: inputs, one target per objective, and a loss for each."""
+"""Data sets in memory: inputs, with one target and one loss per objective."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
@@ -13,11 +13,11 @@ from firm.fields import did_you_mean
 from firm.fmoo.config import CallableT, by_name, registering
 
 Loss = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
-"""An objective's outputs and targets, a row for each sample, to the mean loss, a scalar."""
+"""Maps an objective's outputs and targets, one row per sample, to the mean loss, a scalar."""
 
 
 def binary(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-    """Returns the mean binary cross-entropy, over samples and over the attributes of a group."""
+    """Returns the mean binary cross-entropy over the samples and the attributes of a group."""
     return functional.binary_cross_entropy_with_logits(outputs, targets.reshape(outputs.shape))
 
 
@@ -41,22 +41,22 @@ LOSSES: dict[str, Loss] = {
     "squared": squared,
     "l2": l2,
 }
-"""The losses that a data set may name."""
+"""Losses by name."""
 
 CLASS_LOSSES = frozenset({"cross_entropy", "l2"})
-"""Those whose targets are class labels."""
+"""Losses with class labels as targets."""
 SHIPPED_LOSSES = frozenset(LOSSES)
-"""Those of this package; the others are users', whose targets are not checked."""
+"""Losses of this package; targets of user-defined losses are not checked."""
 
 
 def loss(name: str) -> Callable[[CallableT], CallableT]:
     """Returns a decorator that registers a ``Loss`` under a name, for ``TaskData.losses``.
 
     The loss is called with the model's outputs for an objective and the targets [B] (or [B, A]) of
-    the same samples. Targets may be int64 or float32, and NaN where they are unknown.
+    the same samples. Targets may be int64 or float32, with NaN for unknown values.
 
     Raises:
-        ValueError: The name is taken.
+        ValueError: When the name is taken.
     """
     return registering(LOSSES, name, "loss")
 
@@ -66,28 +66,30 @@ class TaskData:
     """N samples with targets for M objectives, in memory.
 
     Raises:
-        ValueError: Shapes or types that do not fit, or labels out of range; names the objective.
+        ValueError: When shapes or dtypes do not match, or labels are out of range; names the
+            objective.
     """
 
     inputs: torch.Tensor
     """uint8 images [N, C, H, W], float32 features [N, ...], or int64 tokens [N, T]."""
     targets: torch.Tensor
-    """int64 class labels, or float32 values and binary labels, shape [N, M]; [N, M, A] where each
-    objective is a group of A binary attributes, or where a user's loss takes A numbers a sample."""
+    """int64 class labels, or float32 values and binary labels, shape [N, M]; [N, M, A] if each
+    objective is a group of A binary attributes, or a user's loss takes A numbers per sample."""
     objectives: tuple[str, ...]
     """Names of the M objectives."""
     losses: tuple[str, ...]
     """Name of each objective's loss, a key of ``LOSSES``."""
     groups: torch.Tensor | None = None
-    """Composite label of each sample, int64 [N]: what Dirichlet and shard partitions go by."""
+    """Composite label of each sample, int64 [N], used by Dirichlet and shard partitions."""
     natural: torch.Tensor | None = None
-    """Number of the natural client that each sample belongs to, int64 [N]: writer, role, domain."""
+    """Index of each sample's natural client (writer, role, domain), int64 [N]."""
     natural_names: tuple[str, ...] | None = None
-    """Names of the natural clients by their numbers."""
+    """Names of the natural clients, by index."""
     num_outputs: tuple[int, ...] | None = None
-    """Width of each objective's head: its classes, or attributes; from the targets by default."""
+    """Width of each objective's head: number of classes or attributes; derived from the targets by
+    default."""
     num_tokens: int | None = None
-    """Size of the vocabulary of tokens; from the inputs by default."""
+    """Vocabulary size of token inputs; derived from the inputs by default."""
 
     def __post_init__(self) -> None:
         _check_inputs(self.inputs)
@@ -108,19 +110,20 @@ class TaskData:
 
     @classmethod
     def of_clients(cls, clients: Mapping[str, Any], losses: Mapping[str, str]) -> "TaskData":
-        """Returns the samples of natural clients, given as one torch data set per client.
+        """Creates data with natural clients from one torch data set per client.
 
         Args:
-            clients: By name, a ``torch.utils.data.Dataset`` with a length, or a list, of samples:
-                input and targets, the latter a tensor or tuple of M numbers. Floats become float32.
-            losses: Name of each objective's loss, a key of ``LOSSES``, by objective.
+            clients: Data sets by client: lists or ``torch.utils.data.Dataset`` with a length, of
+                samples (input, targets), where targets are a tensor or tuple of M numbers. Floats
+                are converted to float32.
+            losses: Names of losses, keys of ``LOSSES``, by objective.
 
         Raises:
-            ValueError: There is no client, one has no samples, or samples do not fit; names the
-                client.
+            ValueError: When there is no client, a client has no samples, or samples do not match;
+                names the client.
         """
         if not clients:
-            raise ValueError("clients must be one or more data sets by name, got none.")
+            raise ValueError("clients must contain at least one data set, got none.")
         parts = {name: _collated(name, samples) for name, samples in clients.items()}
         (first, (inputs, targets)), *others = parts.items()
         for name, part in others:
@@ -130,7 +133,7 @@ class TaskData:
             ):
                 if (own.shape[1:], own.dtype) != (wanted.shape[1:], wanted.dtype):
                     raise ValueError(
-                        f"the {what} of client {name!r} must be as those of {first!r}, "
+                        f"the {what} of client {name!r} must match those of {first!r}, "
                         f"{wanted.dtype} of shape {list(wanted.shape[1:])}, got {own.dtype} of "
                         f"shape {list(own.shape[1:])}."
                     )
@@ -149,7 +152,7 @@ class TaskData:
 
     @property
     def has_accuracies(self) -> bool:
-        """Whether all objectives predict class labels and so have accuracies."""
+        """Whether all objectives predict labels and therefore have accuracies."""
         return set(self.losses) <= SHIPPED_LOSSES - {"squared"}
 
     def indices_by_client(self) -> dict[str, torch.Tensor]:
@@ -162,7 +165,7 @@ class TaskData:
         }
 
     def take(self, indices: torch.Tensor) -> "TaskData":
-        """Returns the samples with these indices."""
+        """Returns the samples at these indices."""
         rows = ("inputs", "targets", "groups", "natural")
         columns = {name: getattr(self, name) for name in rows}
         return replace(
@@ -171,11 +174,11 @@ class TaskData:
         )
 
     def with_losses(self, losses: Mapping[str, str]) -> "TaskData":
-        """Returns the same samples with other losses for some objectives, given by objective."""
+        """Returns the same samples with the losses of some objectives replaced."""
         for objective in losses:
             if objective not in self.objectives:
                 raise ValueError(
-                    f"there is no objective {objective!r} to give a loss: choose among "
+                    f"there is no objective {objective!r} to set the loss of: choose one of "
                     f"{', '.join(self.objectives)}{did_you_mean(objective, self.objectives)}"
                 )
         pairs = zip(self.objectives, self.losses, strict=True)
@@ -184,14 +187,14 @@ class TaskData:
 
 @dataclass(frozen=True)
 class Splits:
-    """A data set in its three parts."""
+    """A data set split into train, validation and test samples."""
 
     train: TaskData
-    """What clients are given."""
+    """Partitioned among the clients."""
     validation: TaskData
-    """For choosing hyperparameters; empty where the paper has none."""
+    """Used to choose hyperparameters; empty if the paper has no validation split."""
     test: TaskData
-    """For reports alone."""
+    """Used for reports only."""
 
     def __post_init__(self) -> None:
         for name, part in (("validation", self.validation), ("test", self.test)):
@@ -213,7 +216,7 @@ def _collated(name: str, samples: Any) -> tuple[torch.Tensor, torch.Tensor]:
                 targets = torch.stack(targets, dim=1)
             targets = targets[:, None] if targets.ndim == 1 else targets
             return _as_float32(inputs), _as_float32(targets)
-    raise ValueError(f"client {name!r} has no samples: leave it out, or give it some.")
+    raise ValueError(f"client {name!r} has no samples: remove it, or add samples.")
 
 
 def _as_float32(values: torch.Tensor) -> torch.Tensor:
@@ -242,7 +245,8 @@ def _check_targets(data: TaskData) -> None:
         raise ValueError(f"objectives must be distinct names, at least one, got {data.objectives}.")
     if len(data.losses) != num_objectives:
         raise ValueError(
-            f"losses must name one for each of the {num_objectives} objectives, got {data.losses}."
+            f"losses must have one name for each of the {num_objectives} objectives, "
+            f"got {data.losses}."
         )
     for name in data.losses:
         by_name(LOSSES, name, "loss")
@@ -255,7 +259,7 @@ def _check_targets(data: TaskData) -> None:
     known = [loss for loss in data.losses if loss in SHIPPED_LOSSES]
     if len(shape) == 3 and not set(known) <= {"binary"}:
         raise ValueError(
-            f"only binary targets come in groups, shape [N, M, A]; got losses {data.losses}."
+            f"targets of shape [N, M, A] require the binary loss, got losses {data.losses}."
         )
     is_class = [loss in CLASS_LOSSES for loss in known]
     if any(is_class) and (not all(is_class) or data.targets.dtype != torch.int64):
@@ -273,7 +277,7 @@ def _default_outputs(data: TaskData) -> tuple[int, ...]:
     if data.targets.dtype == torch.float32 or data.targets.ndim == 3:
         return (1 if data.targets.ndim == 2 else data.targets.shape[2],) * len(data.objectives)
     if not len(data):
-        raise ValueError("num_outputs must be given where there is no sample to tell it.")
+        raise ValueError("num_outputs cannot be derived from zero samples: set it explicitly.")
     return tuple((data.targets.amax(dim=0) + 1).tolist())
 
 
@@ -281,8 +285,8 @@ def _check_ranges(data: TaskData) -> None:
     assert data.num_outputs is not None
     if len(data.num_outputs) != len(data.objectives):
         raise ValueError(
-            f"num_outputs must be a width for each of the {len(data.objectives)} objectives, got "
-            f"{data.num_outputs}."
+            f"num_outputs must have one width for each of the {len(data.objectives)} objectives, "
+            f"got {data.num_outputs}."
         )
     for j, (name, loss) in enumerate(zip(data.objectives, data.losses, strict=True)):
         column = data.targets[:, j]
@@ -301,6 +305,5 @@ def _check_below(values: torch.Tensor, size: int, what: str) -> None:
         low, high = int(values.min()), int(values.max())
         if low < 0 or high >= size:
             raise ValueError(
-                f"{what} must lie in 0..{size - 1}, got {low if low < 0 else high}: repair the "
-                "data."
+                f"{what} must be in 0..{size - 1}, got {low if low < 0 else high}: repair the data."
             )

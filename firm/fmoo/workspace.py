@@ -1,4 +1,4 @@
-"""The model that the clients of a federation take turns on, and the preparation of its inputs."""
+"""The model shared by the clients of a process, with input preparation and evaluation."""
 
 import copy
 import math
@@ -32,24 +32,24 @@ EVALUATION_BATCH = 2048
 
 @configuration
 class LocalConfig:
-    """A client's local training."""
+    """Local training of a client."""
 
     optimizer: Literal["sgd", "adam"] = "sgd"
-    """The local optimizer; its state lives for one round."""
+    """Local optimizer; its state is reset every round."""
     lr: PositiveFloat = 0.1
     """Local learning rate η_c."""
     momentum: Annotated[float, Interval(ge=0, lt=1)] = 0.0
-    """Of SGD."""
+    """Momentum of SGD."""
     weight_decay: NonNegativeFloat = 0.0
     """L2 penalty of the optimizer."""
     batch_size: PositiveInt | None = 128
-    """Samples per local step; null takes the whole shard, for exact local gradients."""
+    """Samples per local step; null uses the whole shard, for exact local gradients."""
     rotation: Annotated[float, Interval(ge=0, le=180)] = 0.0
-    """Largest angle of random rotations of training images, in degrees."""
+    """Maximum angle of random rotations of training images, in degrees."""
 
     def __post_init__(self) -> None:
         if self.momentum and self.optimizer == "adam":
-            raise ValueError(f"momentum belongs to sgd, got {self.momentum} with adam.")
+            raise ValueError(f"momentum is supported with sgd only, got {self.momentum} with adam.")
 
 
 _evaluated = partial(Quantity, kind="evaluation", section="")
@@ -68,16 +68,16 @@ register(
 
 @dataclass(frozen=True, eq=False)
 class ObjectiveMetrics:
-    """Results of a model, by objective."""
+    """Evaluation results of a model, by objective."""
 
     losses: torch.Tensor
     """Mean losses, float64 [M]."""
     accuracies: torch.Tensor | None
-    """Shares of right labels, float64 [M]; None for regression."""
+    """Shares of correct labels, float64 [M]; None for regression."""
 
 
 class Replica:
-    """A copy of a model, with convolutions in the layout that is fastest on the CPU."""
+    """A copy of a model, with convolutions in channels-last layout, which is fastest on the CPU."""
 
     def __init__(self, model: nn.Module, *, of_images: bool) -> None:
         self.model = copy.deepcopy(model)
@@ -92,40 +92,40 @@ class Replica:
 
 @dataclass(eq=False)
 class _Lease:
-    """A replica that is in use for as long as this object lives."""
+    """Marks a replica as in use for the lifetime of this object."""
 
     replica: Replica
 
 
 _LEASES: "ContextVar[WeakKeyDictionary[Workspace, _Lease]]" = ContextVar("leases")
-"""Those of this thread, or of this function in lockstep."""
+"""Leases of the current thread, or of the current client in lockstep."""
 
 
 class Workspace:
-    """The data in memory and a model to switch between, shared by all clients of a process.
+    """Data and model replicas shared by all clients of a process.
 
-    A client is an array of indices, and every worker thread has one model: each client takes 8
-    bytes per sample, and each worker one model. In lockstep every client has a model.
+    A client holds only indices, 8 bytes per sample; each worker thread has one replica of the
+    model. In lockstep every client has a replica.
 
     Args:
         model: Any module that returns a list of M outputs, one for each objective's loss; clients
-            train copies of it. It takes a batch of the data's inputs, images as normalised floats.
-            All its parameters that require a gradient are trained, and shared by all objectives but
-            for the heads of a ``MultiTaskModel``.
-        data: The training data; clients hold indices into it.
-        cfg: The local training.
+            train copies of it. It is called with a batch of the data's inputs, images as normalised
+            floats. All its parameters that require grad are trained and shared by all objectives,
+            except for the heads of a ``MultiTaskModel``.
+        data: The training data, into which clients hold indices.
+        cfg: Configuration of local training.
 
     Raises:
-        ValueError: The model does not fit the data or the losses; its parameters are not float32 on
-            the CPU, or an encoder's are not the first ones; it draws from torch's global generator,
-            which threads would share; or it keeps statistics of its batches, which are not
-            parameters and so never sent.
+        ValueError: When the model does not match the data or the losses; its parameters are not
+            float32 on the CPU, or an encoder's parameters do not come first; it draws from torch's
+            global generator, which threads would share; or it keeps running statistics, which are
+            not parameters and are therefore not aggregated.
     """
 
     def __init__(self, model: nn.Module, data: TaskData, cfg: LocalConfig) -> None:
         self._model, self.data, self.cfg = copy.deepcopy(model), data, cfg
         self.is_stackable = is_stackable(model, data.losses)
-        """Whether clients in lockstep take their gradients in one pass."""
+        """Whether clients in lockstep compute their gradients in one batched pass."""
         self._idle: list[Replica] = []
         self.mean, self.std = _statistics(data.inputs)
         _check_modules(model)
@@ -143,24 +143,24 @@ class Workspace:
 
     @property
     def parameters(self) -> dict[str, nn.Parameter]:
-        """This thread's model's parameters by name."""
+        """Trainable parameters of this thread's model, by name."""
         return self._replica.parameters
 
     @property
     def linear_heads(self) -> list[nn.Linear] | None:
-        """This thread's heads, if ``linear.descend_`` supports the model and the losses."""
+        """Heads of this thread's model if ``linear.descend_`` supports it and the losses."""
         model = self.model
         if not isinstance(model, MultiTaskModel) or not isinstance(model.encoder, nn.Flatten):
             return None
         heads = [head for head in model.heads if isinstance(head, nn.Linear)]
         if not 2 * len(model.heads) == 2 * len(heads) == len(self.parameters):
-            return None  # weights and biases, all of them trained
+            return None  # a head is not linear, has no bias or is frozen
         is_known = set(self.data.losses) in ({"binary"}, {"squared"})
         return heads if is_known and self.data.inputs.dtype == torch.float32 else None
 
     @property
     def generator(self) -> torch.Generator:
-        """Generator of the dropout of this thread's model."""
+        """Dropout generator of this thread's model."""
         return self._replica.generator
 
     @property
@@ -171,20 +171,22 @@ class Workspace:
         if self not in leases:
             try:
                 replica = self._idle.pop()
-            except IndexError:  # after a separate check, another thread might take the last
+            except (
+                IndexError
+            ):  # no check before pop: another thread might take the last one in between
                 replica = Replica(self._model, of_images=self.data.inputs.ndim == 4)
             leases[self] = lease = _Lease(replica)
             weakref.finalize(lease, self._idle.append, replica)
         return leases[self].replica
 
     def load(self, adapter: Adapter) -> None:
-        """Copies parameters into this thread's model."""
+        """Copies an adapter's parameters into this thread's model."""
         with torch.no_grad():
             for name, parameter in self.parameters.items():
                 parameter.copy_(adapter[name])
 
     def prepared(self, inputs: torch.Tensor) -> torch.Tensor:
-        """Returns stored inputs as the model takes them: images as normalised floats."""
+        """Returns inputs prepared for the model: images as normalised floats."""
         if inputs.dtype != torch.uint8:
             return inputs
         images = inputs.to(memory_format=torch.channels_last).float()
@@ -198,16 +200,16 @@ class Workspace:
         *,
         count: int,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Returns the objectives' mean losses [M] on prepared inputs, and gradients [k, d] of some.
+        """Returns mean losses [M] on prepared inputs, and gradients [k, d] of selected ones.
 
         Args:
             inputs: Inputs of a client's batch.
             targets: Targets of the same batch.
-            select: Maps the losses [M] to those, or sums of them, that are differentiated, [k].
-            count: k.
+            select: Maps the losses [M] to the losses, or sums of losses, to differentiate, [k].
+            count: Number k of selected losses.
 
         Raises:
-            ValueError: As ``firm.gradients.jacobian`` does.
+            ValueError: As in ``firm.gradients.jacobian``.
         """
         asked = GradientRequest(self.parameters, inputs, targets, select)
         if not self.is_stackable:
@@ -226,7 +228,7 @@ class Workspace:
 
     @torch.no_grad()
     def _check_losses(self) -> None:
-        """Raises ``ValueError`` unless the model and the losses give M numbers on two samples."""
+        """Raises ``ValueError`` unless the model and losses return M scalars for two samples."""
         data = self.data
         inputs, targets = self.prepared(data.inputs[:2]), data.targets[:2]
         with user_code(f"the model on inputs of shape {list(inputs.shape)}"):
@@ -258,10 +260,10 @@ class Workspace:
 
     @torch.no_grad()
     def evaluate(self, data: TaskData, indices: torch.Tensor | None = None) -> ObjectiveMetrics:
-        """Returns the results of this thread's model on samples of a data set, by default all.
+        """Evaluates this thread's model on the samples at the indices, by default all.
 
         Raises:
-            ValueError: There are no samples, or a loss is not finite; names the objective.
+            ValueError: When there are no samples, or a loss is not finite; names the objective.
         """
         chosen = torch.arange(len(data)) if indices is None else indices
         if len(chosen) == 0:
@@ -279,18 +281,18 @@ class Workspace:
         for name, loss in zip(data.objectives, losses.tolist(), strict=True):
             if not math.isfinite(loss):
                 raise ValueError(
-                    f"the loss of {name!r} is {loss}: look for NaN, infinity or values that are "
-                    "too large in the data, or lower lr."
+                    f"the loss of {name!r} is {loss}: look for NaN, infinity or very large values "
+                    "in the data, or lower lr."
                 )
         accuracies = hits / len(chosen) if data.has_accuracies else None
         return ObjectiveMetrics(losses / len(chosen), accuracies)
 
 
 def _check_modules(model: nn.Module) -> None:
-    """Raises ``ValueError`` if clients cannot take turns on a part of the model."""
+    """Raises ``ValueError`` if a part of the model cannot be shared by clients."""
     trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
     if not trained:
-        raise ValueError("the model has no parameter that requires a gradient.")
+        raise ValueError("the model has no parameter that requires grad.")
     for name, parameter in trained.items():
         if parameter.dtype != torch.float32 or parameter.device.type != "cpu":
             raise ValueError(
@@ -303,27 +305,27 @@ def _check_modules(model: nn.Module) -> None:
         rate = module.p if is_dropout else getattr(module, "dropout", 0.0)
         if isinstance(rate, int | float) and rate > 0:  # also nn.LSTM and nn.MultiheadAttention
             raise ValueError(
-                f"{name} is a {kind} of torch that draws from the global generator; use "
+                f"{name} is a torch {kind}, which draws from the global generator; use "
                 "firm.fmoo.Dropout."
             )
         if getattr(module, "running_mean", None) is not None:
             raise ValueError(
-                f"{name} is a {kind} of torch, whose statistics are of a client's own batches; use "
+                f"{name} is a torch {kind}, whose running statistics would mix clients; use "
                 "nn.GroupNorm or nn.LayerNorm."
             )
 
 
 def rotated(images: torch.Tensor, degrees: float, generator: torch.Generator) -> torch.Tensor:
-    """Returns images [B, C, H, W] rotated about their centres, bilinearly, edges repeated.
+    """Rotates images [B, C, H, W] about their centres, bilinearly and with replicated borders.
 
-    Each is rotated by a random angle of at most ``degrees`` in either direction.
+    Each angle is drawn uniformly from [-degrees, degrees].
     """
     angles = (torch.rand(len(images), generator=generator) * 2 - 1) * torch.pi * degrees / 180
     cosines, sines = angles.cos()[:, None, None], angles.sin()[:, None, None]
     height, width = images.shape[2:]
     ratio = height / width
     x, y = _centres(width), _centres(height)[:, None]
-    # torch's affine_grid multiplies small matrices, twenty times slower
+    # twenty times faster than torch's affine_grid, which multiplies small matrices
     grid = torch.stack(
         [cosines * x - sines * ratio * y, sines / ratio * x + cosines * y], dim=1
     )  # [B, 2, H, W]
@@ -333,12 +335,12 @@ def rotated(images: torch.Tensor, degrees: float, generator: torch.Generator) ->
 
 
 def _centres(size: int) -> torch.Tensor:
-    """Returns the pixels' centres along a side from -1 to 1, shape [size]."""
+    """Returns the pixel centres along a side that spans [-1, 1], shape [size]."""
     return torch.linspace(-1, 1, size) * (size - 1) / size
 
 
 def _statistics(inputs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns mean and deviation of each channel of pixels in [0, 1], shape [C, 1, 1]."""
+    """Returns mean and standard deviation by channel of pixels in [0, 1], shape [C, 1, 1]."""
     if inputs.dtype != torch.uint8:
         return torch.zeros(()), torch.ones(())
     channels = inputs.transpose(0, 1).flatten(1)  # [C, N H W]

@@ -140,7 +140,7 @@ def test_a_state_has_buffers_frozen_parameters_and_tied_names(tmp_path, monkeypa
 BAD = {
     "no file": ("", "", "plugins: mine.py cannot be imported (ImportError: there is no such"),
     "import": ("import torch\n", "import torc\n", "mine.py cannot be imported (ModuleNotFound"),
-    "taken": ('@loss("huber")', '@loss("l2")', "there is a loss 'l2' already"),
+    "taken": ('@loss("huber")', '@loss("l2")', "a loss 'l2' is already registered"),
     "name of the data": ('@dataset("clinics")', '@dataset("clinic")', "(did you mean clinic?)"),
     "name of the model": ('@model("two_heads")', '@model("two_head")', "(did you mean two_head?)"),
     "name of the loss": ('"days": "huber"', '"days": "hubert"', "(did you mean huber?)"),
@@ -157,7 +157,7 @@ BAD = {
     "a client without samples": (
         "x[c], y[c]",
         "x[c][:80 * c], y[c][:80 * c]",
-        "data set clinics: client 'clinic_0' has no samples: leave it out",
+        "data set clinics: client 'clinic_0' has no samples: remove it",
     ),
     "too many losses": (
         '"days": "huber"}',
@@ -191,8 +191,8 @@ BAD = {
         "outputs[:, 1]",
         "the loss huber of 'days' raised IndexError: index 1 is out of bounds",
     ),
-    "batch statistics": ("nn.Tanh()", "nn.BatchNorm1d(16)", "encoder.1 is a BatchNorm1d of torch"),
-    "dropout": ("nn.Tanh()", "nn.Dropout()", "encoder.1 is a Dropout of torch that draws"),
+    "batch statistics": ("nn.Tanh()", "nn.BatchNorm1d(16)", "encoder.1 is a torch BatchNorm1d"),
+    "dropout": ("nn.Tanh()", "nn.Dropout()", "encoder.1 is a torch Dropout, which draws"),
 }
 
 
@@ -232,5 +232,7 @@ def test_a_cell_of_a_notebook_may_run_twice():
         @loss("mine")
         class Mine(nn.Module): ...
 
-    with pytest.raises(ValueError, match="there is a model 'mine' already: choose another name"):
+    with pytest.raises(
+        ValueError, match="a model 'mine' is already registered: choose another name"
+    ):
         model("mine")(TaskData)

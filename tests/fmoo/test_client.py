@@ -143,7 +143,7 @@ def test_the_global_generator_is_not_drawn_from():
 
 @pytest.mark.parametrize("dropout", [nn.Dropout(), nn.Dropout2d(), nn.AlphaDropout()])
 def test_dropout_that_draws_from_the_global_generator_is_refused(dropout):
-    with pytest.raises(ValueError, match=rf"encoder\.3 is a {type(dropout).__name__} of torch"):
+    with pytest.raises(ValueError, match=rf"encoder\.3 is a torch {type(dropout).__name__}"):
         Workspace(_model(dropout), _data(), LocalConfig())
 
 
@@ -493,15 +493,15 @@ def _changed(change):
 @pytest.mark.parametrize(
     ("net", "message"),
     [
-        (_changed(lambda n: n.requires_grad_(False)), "no parameter that requires a gradient"),
+        (_changed(lambda n: n.requires_grad_(False)), "no parameter that requires grad"),
         (_changed(lambda n: n.double()), r"parameter last\.weight must be float32 on the CPU, got"),
         (
             _changed(lambda n: setattr(n, "lstm", nn.LSTM(2, 2, 2, dropout=0.1))),
-            "lstm is a LSTM of torch that draws",
+            "lstm is a torch LSTM, which draws",
         ),
         (
             _changed(lambda n: setattr(n, "norm", nn.BatchNorm2d(2))),
-            "norm is a BatchNorm2d of torch, whose statistics are of a client's own batches",
+            "norm is a torch BatchNorm2d, whose running statistics would mix clients",
         ),
     ],
 )

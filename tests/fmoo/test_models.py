@@ -301,7 +301,7 @@ def test_inputs_that_a_model_does_not_take_are_refused(name, data, message):
 def test_images_that_are_too_small_are_refused():
     for name, smallest in [("lenet", 8), ("cifar_cnn", 16), ("fashion_cnn", 16)]:
         built(name, image_data(1, smallest, 1, 10))
-        with pytest.raises(ValueError, match=f"{name} takes images of {smallest} pixels"):
+        with pytest.raises(ValueError, match=f"{name} takes images of at least {smallest} pixels"):
             built(name, image_data(1, smallest - 1, 1, 10))
 
 

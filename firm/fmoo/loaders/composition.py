@@ -1,4 +1,4 @@
-"""Two images in one: the two-objective data sets of the federated multi-objective papers."""
+"""Combines two images into one sample, for the papers' two-objective data sets."""
 
 import numpy as np
 
@@ -10,9 +10,8 @@ def draw_pairs(
 ) -> tuple[np.ndarray, np.ndarray]:
     """Returns the pairing of left and right images, as two index arrays of equal length.
 
-    Every left image is in ``pairs_per_image`` pairs. The right ones come in random order, with
-    counts that differ by at most one. Equal seeds draw different pairs for splits of different
-    names.
+    Every left image is in ``pairs_per_image`` pairs. Right images are in random order, with counts
+    that differ by at most one. Splits of different names get different pairs from the same seed.
     """
     generator = np.random.default_rng(derive_seed(seed, "pairs", name))
     left = np.tile(np.arange(num_left), pairs_per_image)
@@ -20,8 +19,8 @@ def draw_pairs(
         return left, left
     if not num_right:
         raise ValueError(
-            f"the {name} split has {num_left} first images and no second ones to pair them with: "
-            "give it some."
+            f"the {name} split has {num_left} first images but no second ones to pair them with: "
+            "add some."
         )
     passes = -(-len(left) // num_right)
     right = np.concatenate([generator.permutation(num_right) for _ in range(passes)])
@@ -31,18 +30,18 @@ def draw_pairs(
 def paste_corners(
     left: np.ndarray, right: np.ndarray, *, offset: int, canvas: int, size: int
 ) -> np.ndarray:
-    """Returns images with one image top left and another bottom right; the brighter pixel wins.
+    """Combines a top-left and a bottom-right image by taking the brighter pixel.
 
     The construction of Sener and Koltun (2018), arXiv:1810.04650, which the FedCMOO paper follows
-    (Appendix D.1): 28 x 28 digits at (0, 0) and (6, 6) of a 36 x 36 canvas, then 28 x 28 again by
-    nearest neighbours.
+    (Appendix D.1): 28 x 28 digits at (0, 0) and (6, 6) of a 36 x 36 canvas, resized to 28 x 28 with
+    nearest-neighbour interpolation.
 
     Args:
         left: Top left images, uint8 [N, C, H, H].
         right: Bottom right images, uint8 [N, C, H, H].
-        offset: Row and column where the right image begins.
+        offset: Row and column at which the right image starts.
         canvas: Side of the canvas, at least H + offset.
-        size: Side of the result, at most ``canvas``.
+        size: Side of the resized result, at most ``canvas``.
     """
     num, channels, side, _ = left.shape
     pasted = np.zeros((num, channels, canvas, canvas), dtype=np.uint8)
@@ -54,11 +53,11 @@ def paste_corners(
 
 
 def paste_centre(background: np.ndarray, digits: np.ndarray, *, opacity: float) -> np.ndarray:
-    """Returns colour images with a digit over their middle, in all channels.
+    """Overlays the centre of colour images with a digit, in all channels.
 
     CIFAR10+FMNIST of the FedCMOO paper (Appendix D.1: "placed in the center of all channels").
-    Where a digit [N, 1, h, h] has ink, it covers the background [N, C, H, H] with an opacity from 0
-    (invisible) to 1, which the paper does not say; elsewhere the background stays.
+    Non-zero pixels of the digit [N, 1, h, h] cover the background [N, C, H, H] with an opacity from
+    0 (invisible) to 1, which the paper does not state.
     """
     start = (background.shape[2] - digits.shape[2]) // 2
     stop = start + digits.shape[2]

@@ -1,4 +1,4 @@
-"""CelebA: faces with 40 binary attributes, each an objective or in groups of eight."""
+"""CelebA: faces with 40 binary attributes, as 40 objectives or five groups of eight."""
 
 import numpy as np
 import torch
@@ -17,7 +17,7 @@ CELEBA_ATTRIBUTES = (
     "Wavy_Hair", "Wearing_Earrings", "Wearing_Hat", "Wearing_Lipstick", "Wearing_Necklace",
     "Wearing_Necktie", "Young",
 )  # fmt: skip
-"""The attributes of CelebA in the order of its own list."""
+"""Attributes in CelebA's order."""
 
 CELEBA_GROUPS = tuple(
     tuple(names.split())
@@ -36,7 +36,7 @@ CELEBA_GROUPS = tuple(
 """The five objectives of CelebA-5 (FedCMOO, Appendix D.1)."""
 
 CELEBA_COMPOSITE = ("Attractive", "Male", "Mouth_Slightly_Open")
-"""The attributes whose eight combinations are CelebA's composite labels (Appendix D.1)."""
+"""Attributes that form CelebA's eight composite labels (Appendix D.1)."""
 
 CELEBA = Layout(
     ("x", "y"),
@@ -48,12 +48,12 @@ CELEBA = Layout(
 
 
 def celeba(cfg: DatasetConfig) -> Splits:
-    """Returns CelebA: 40 binary attributes, each an objective."""
+    """Returns CelebA with 40 objectives, one per binary attribute."""
     return _celeba(cfg, tuple((name,) for name in CELEBA_ATTRIBUTES), CELEBA_ATTRIBUTES)
 
 
 def celeba5(cfg: DatasetConfig) -> Splits:
-    """Returns CelebA-5: five groups of eight attributes; a group's loss is their mean."""
+    """Returns CelebA-5: five groups of eight attributes, with the mean loss of each group."""
     names = tuple(f"group_{number}" for number in range(1, 6))
     return _celeba(cfg, CELEBA_GROUPS, names)
 

@@ -1,4 +1,4 @@
-"""Data sets of images: two in one with an objective for each, or a single class label."""
+"""Image data sets: two images per sample with one objective each, or one class label."""
 
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -41,14 +41,14 @@ Paste = Callable[[np.ndarray, np.ndarray], np.ndarray]
 
 
 def two_digits(cfg: DatasetConfig) -> Splits:
-    """Returns the embedded default: pairs of scikit-learn's 8 x 8 handwritten digits.
+    """Returns the built-in default: pairs of scikit-learn's 8 x 8 handwritten digits.
 
-    They are placed on 16 x 16 pixels at (0, 0) and (6, 6), and overlap in two rows and columns.
+    The digits are at (0, 0) and (6, 6) of 16 x 16 pixels and overlap in two rows and columns.
     """
     from sklearn.datasets import load_digits  # takes a second to import
 
     digits: Any = load_digits()
-    pixels = np.rint(digits.images * (255 / 16)).astype(np.uint8)  # 16 is the brightest
+    pixels = np.rint(digits.images * (255 / 16)).astype(np.uint8)  # from 0..16 to 0..255
     table = {"x": pixels[:, None], "y": digits.target.astype(np.int64)}
     parts = complete_splits({"train": table}, cfg, order="random")
     paste = partial(paste_corners, offset=6, canvas=16, size=16)
@@ -56,7 +56,7 @@ def two_digits(cfg: DatasetConfig) -> Splits:
 
 
 def multi_mnist(cfg: DatasetConfig) -> Splits:
-    """Returns MultiMNIST: pairs of digits, both of the same split."""
+    """Returns MultiMNIST: pairs of digits."""
     digits = _ten_classes(cfg, cfg.path, MNIST, side=28)
     return _paired(digits, digits, ("left", "right"), _paste_28, cfg)
 
@@ -88,7 +88,7 @@ def _paired(
     *,
     default_pairs: int = 1,
 ) -> Splits:
-    """Returns pairs of each split's own images, so that no image is in two splits."""
+    """Pairs images within each split, so that no image is in two splits."""
     per_image = cfg.pairs_per_image or default_pairs
 
     def pair(split: str) -> TaskData:

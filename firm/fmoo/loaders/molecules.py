@@ -1,4 +1,4 @@
-"""QM9: molecules as dense graphs, and eleven of their properties."""
+"""QM9: molecules as dense graphs, with eleven properties."""
 
 from collections.abc import Iterable
 from pathlib import Path
@@ -28,17 +28,17 @@ QM9_PROPERTIES = {
     "g_atom": 15,
     "cv": 11,
 }
-"""The eleven objectives, and their columns in PyTorch Geometric's QM9."""
+"""Columns of the eleven objectives in PyTorch Geometric's QM9."""
 
 QM9_SIZES = (40_000, 10_000, 10_000)
-"""Molecules for training, validation and test (Appendix D.1; the halves of its 20k are ours)."""
+"""Training, validation and test molecules (Appendix D.1; halving its 20k is our choice)."""
 
 MAX_ATOMS = 29
-"""Of a molecule in QM9."""
+"""Largest number of atoms of a molecule in QM9."""
 
 
 def qm9(cfg: DatasetConfig) -> Splits:
-    """Returns QM9: eleven properties of small molecules, standardised on the training ones."""
+    """Returns QM9: eleven properties of small molecules, standardised on the training split."""
     if find_file(cfg.path, "*.npz") is None:
         tables = {"train": dense_molecules(_geometric_qm9(cfg.path))}
     else:
@@ -63,11 +63,11 @@ def qm9(cfg: DatasetConfig) -> Splits:
 
 
 def dense_molecules(graphs: Iterable[Any]) -> Table:
-    """Returns the arrays of QM9's layout, to be saved by `numpy.savez_compressed`.
+    """Converts molecules to the arrays of QM9's layout, for `numpy.savez_compressed`.
 
     Args:
-        graphs: PyTorch Geometric's: `x` [n, 11], `pos` [n, 3], `edge_index` [2, E], `edge_attr`
-            [E, 4] and `y` [1, 19].
+        graphs: PyTorch Geometric graphs with `x` [n, 11], `pos` [n, 3], `edge_index` [2, E],
+            `edge_attr` [E, 4] and `y` [1, 19].
 
     Returns:
         `atoms` float32 [N, 29, 11] and `positions` float32 [N, 29, 3], zero where there is no atom;
@@ -91,7 +91,7 @@ def dense_molecules(graphs: Iterable[Any]) -> Table:
 
 
 def _pack_molecules(table: Table) -> np.ndarray:
-    """Returns molecules as float32 [N, 29, 43]: atom, position, and bonds to the others."""
+    """Packs molecules as float32 [N, 29, 43]: atom features, position and bonds of each atom."""
     num = len(table["atoms"])
     shapes = {
         "atoms": (num, MAX_ATOMS, 11),
@@ -105,7 +105,7 @@ def _pack_molecules(table: Table) -> np.ndarray:
                 f"QM9's {name} must have the shape {list(shape)}, got {list(table[name].shape)}."
             )
     if table["bonds"].max(initial=0) > 4:
-        raise ValueError(f"QM9's bonds must lie in 0..4, got {table['bonds'].max()}.")
+        raise ValueError(f"QM9's bonds must be in 0..4, got {table['bonds'].max()}.")
     parts = [table[name].astype(np.float32) for name in ("atoms", "positions", "bonds")]
     return np.concatenate(parts, axis=2)
 
@@ -115,8 +115,8 @@ def _geometric_qm9(path: str | None) -> Iterable[Any]:
         from torch_geometric.datasets import QM9 as GeometricQM9  # pyright: ignore[reportMissingImports]
     except ImportError:
         raise ValueError(
-            "QM9 comes by PyTorch Geometric, which is missing: pip install torch_geometric, or "
-            f"give {QM9.in_words()}."
+            "QM9 is downloaded by PyTorch Geometric, which is not installed: pip install "
+            f"torch_geometric, or provide {QM9.in_words()}."
         ) from None
     folder = Path.home() / ".cache" / "firm" / "qm9" if path is None else Path(path).expanduser()
     return GeometricQM9(str(folder))

@@ -1,8 +1,8 @@
-"""Tables of arrays from `.npz` files, from folders that `datasets` reads, and from the hub.
+"""Reads tables of arrays from `.npz` files, dataset folders and the Hugging Face hub.
 
-A table is a dictionary of arrays of equal length, one table per split that the source has. A `.npz`
-file holds the arrays of a split under `NAME_train`, `NAME_validation` and `NAME_test`, or under the
-bare `NAME` where the data come in one piece.
+A table is a dictionary of arrays of equal length; each split of the source is a table. A `.npz`
+file holds the arrays of a split under `NAME_train`, `NAME_validation` and `NAME_test`, or under
+`NAME` if the data have no splits.
 """
 
 import re
@@ -19,27 +19,27 @@ from datasets.exceptions import DatasetsError
 Table = dict[str, np.ndarray]
 
 SPLITS = {"train": "train", "validation": "validation", "valid": "validation", "test": "test"}
-"""Names of splits in sources, and ours."""
+"""Names of splits in sources, mapped to ours."""
 
 
 @dataclass(frozen=True)
 class Layout:
-    """Sources of the columns of a table."""
+    """Where the columns of a table are found."""
 
     arrays: tuple[str, ...]
-    """Names in a `.npz` file, without the split; also the table's column names."""
+    """Names in a `.npz` file, without the split; also the column names of the table."""
     columns: Mapping[str, tuple[str, ...]] | None = None
-    """For each of these names the columns of a dataset that may hold it; several columns of one
-    name are tried in turn. None where there is no such dataset."""
+    """For each name, the columns of a Hugging Face dataset that may hold it, tried in order; None
+    if there is no such dataset."""
     hub: str | None = None
     """The dataset on the Hugging Face hub."""
     image: str | None = None
-    """Which of the names is an image."""
+    """Name of the image column."""
     channels: int = 1
-    """Of the image."""
+    """Channels of the images."""
 
     def in_words(self) -> str:
-        """Returns a description of a path's required contents, for error messages."""
+        """Describes the required contents of a path, for error messages."""
         names = " ".join(self.arrays)
         text = f"a .npz file with the arrays {names} (each with _train, _test, or neither)"
         if self.columns:
@@ -53,18 +53,18 @@ class Layout:
 def read_tables(
     path: str | None, layout: Layout, *, image_size: int | None = None, stride: int = 1
 ) -> dict[str, Table]:
-    """Returns the splits of a source by name: "train", and the others if it has them.
+    """Returns the splits of a source by name: "train", and the others if present.
 
     Args:
-        path: A `.npz` file, a folder with one, a dataset's folder or its name on the hub; the
-            layout's dataset on the hub when None.
-        layout: What to read.
-        image_size: Side that a dataset's pictures are scaled to; a `.npz` file's stay as they are.
+        path: A `.npz` file, a folder with one, a dataset's folder or its name on the hub; None for
+            the layout's dataset on the hub.
+        layout: Columns to read.
+        image_size: Side to which a dataset's images are resized; does not apply to `.npz` files.
         stride: Takes every n-th row of a dataset.
 
     Raises:
-        ValueError: The path is missing, unreadable or not of this layout; names the required
-            contents.
+        ValueError: When the path is missing, unreadable or does not match the layout; names the
+            required contents.
     """
     file = find_file(path, "*.npz")
     if file is not None:
@@ -72,16 +72,16 @@ def read_tables(
     name = path or layout.hub
     if name is None or layout.columns is None:
         raise ValueError(
-            f"these data are not on the hub, got path {path}: give {layout.in_words()}."
+            f"this data set is not on the hub, got path {path}: provide {layout.in_words()}."
         )
     opened = _open(name, layout)
     return {split: _read(rows, name, layout, image_size, stride) for split, rows in opened.items()}
 
 
 def find_file(path: str | None, pattern: str) -> Path | None:
-    """Returns the file that a path names, or the file of this pattern in the folder that it names.
+    """Returns the file at a path, or the file with the pattern in the folder at the path.
 
-    None if the path names no such file: a dataset's folder, or nothing on this machine.
+    None if there is no such file, as for a dataset's folder or a name on the hub.
     """
     if path is None:
         return None
@@ -92,23 +92,23 @@ def find_file(path: str | None, pattern: str) -> Path | None:
         files = sorted(place.glob(pattern))
         if len(files) > 1:
             names = ", ".join(file.name for file in files)
-            raise ValueError(f"{path} holds several files {pattern}: name one of {names}.")
+            raise ValueError(f"{path} contains several {pattern} files: choose one of {names}.")
         return files[0] if files else None
     if place.exists():
-        raise ValueError(f"{path} is not a file of the form {pattern}: give one, or its folder.")
+        raise ValueError(f"{path} is not a {pattern} file: provide one, or its folder.")
     if not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", path):
-        raise ValueError(f"there is no file or folder {path}: give the path of the data.")
+        raise ValueError(f"there is no file or folder {path}: provide the path of the data.")
     return None
 
 
 def read_npz(file: Path, arrays: tuple[str, ...]) -> dict[str, Table]:
-    """Returns the splits of a `.npz` file with these arrays, checked."""
+    """Returns the splits of a `.npz` file after checking its arrays."""
     try:
         with np.load(file, allow_pickle=False) as content:
             held = {name: content[name] for name in content.files}
     except (OSError, EOFError, ValueError, zipfile.BadZipFile) as error:
         reason = (str(error).splitlines() or [type(error).__name__])[0]
-        raise ValueError(f"{file} is not a readable .npz file ({reason}): save it anew.") from None
+        raise ValueError(f"{file} is not a readable .npz file ({reason}): save it again.") from None
     tables: dict[str, Table] = {}
     if all(name in held for name in arrays):
         tables["train"] = {name: held[name] for name in arrays}
@@ -144,8 +144,8 @@ def _open(name: str, layout: Layout) -> dict[str, datasets.Dataset]:
     except (OSError, ValueError, DatasetsError) as error:
         reason = (str(error).splitlines() or [type(error).__name__])[0]
         raise ValueError(
-            f"no data at {name}: it is no such file, and no dataset could be loaded ({reason}): "
-            f"give the path of {layout.in_words()}."
+            f"no data at {name}: there is no such file, and no dataset could be loaded ({reason}): "
+            f"provide the path of {layout.in_words()}."
         ) from None
     if isinstance(opened, datasets.Dataset):
         opened = {"train": opened}
@@ -167,7 +167,7 @@ def _read(
         if column is None:
             raise ValueError(
                 f"{name} has no column {' or '.join(options)}, got "
-                f"{', '.join(rows.column_names)}: rename the one that holds it."
+                f"{', '.join(rows.column_names)}: rename the column that holds it."
             )
         chosen = rows.select_columns(column)
         if ours == layout.image:
@@ -184,7 +184,7 @@ def _read_images(
     mode = "L" if channels == 1 else "RGB"
     parts = []
     try:
-        # In batches, since a full-size picture takes a hundred times the memory of the scaled one.
+        # in batches: full-size images take a hundred times the memory of the resized ones
         for batch in rows.iter(batch_size=1000):
             values: Any = batch[column]  # pyright: ignore[reportArgumentType, reportCallIssue]
             if is_picture:
@@ -196,11 +196,11 @@ def _read_images(
         return np.concatenate(parts)
     except ImportError:
         raise ValueError(
-            f"the images of {name} are stored as pictures, and Pillow is missing to read them: "
+            f"the images of {name} are stored as image files, which requires Pillow: "
             "pip install pillow, or convert them to a .npz file."
         ) from None
     except (ValueError, OverflowError) as error:
         raise ValueError(
-            f"the images of {name} do not make one uint8 array ({error}): they must have one size, "
-            "with pixels from 0 to 255."
+            f"the images of {name} cannot be stacked into a uint8 array ({error}): they must all "
+            "have the same size, with pixels from 0 to 255."
         ) from None

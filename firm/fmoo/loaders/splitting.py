@@ -1,4 +1,4 @@
-"""Makes train, validation and test splits of a source, and checks that its arrays fit."""
+"""Splits sources into train, validation and test samples, and checks their arrays."""
 
 from collections.abc import Callable, Mapping
 from typing import Literal
@@ -14,7 +14,7 @@ from firm.fmoo.task_data import Splits, TaskData
 def as_images(values: np.ndarray, *, channels: int, side: int | None) -> np.ndarray:
     """Returns images as uint8 [N, C, H, W], from [N, H, W], [N, H, W, C] or [N, C, H, W].
 
-    ``side`` is H and W; any when None.
+    ``side`` is the required H and W; None accepts any.
     """
     shape, expected = values.shape, "H, W" if side is None else f"{side}, {side}"
     if values.ndim == 3 and channels == 1:
@@ -33,19 +33,19 @@ def as_images(values: np.ndarray, *, channels: int, side: int | None) -> np.ndar
 
 
 def as_labels(values: np.ndarray, *, num_classes: int) -> np.ndarray:
-    """Returns labels as int64 [N], checked to be in 0..num_classes - 1."""
+    """Returns labels as int64 [N] after checking that they are in 0..num_classes - 1."""
     if values.ndim != 1 or values.dtype.kind not in "biu":
         raise ValueError(
             f"labels must be integers of shape [N], got {values.dtype} of {list(values.shape)}."
         )
     if len(values) and not 0 <= values.min() <= values.max() < num_classes:
         bad = values.min() if values.min() < 0 else values.max()
-        raise ValueError(f"labels must lie in 0..{num_classes - 1}, got {bad}: repair the data.")
+        raise ValueError(f"labels must be in 0..{num_classes - 1}, got {bad}: repair the data.")
     return values.astype(np.int64)
 
 
 def as_matrix(values: np.ndarray, name: str) -> np.ndarray:
-    """Returns columns of numbers as float32 [N, columns]."""
+    """Returns numeric columns as float32 [N, columns]."""
     if values.ndim != 2 or values.dtype.kind not in "biuf":
         raise ValueError(
             f"{name} must be numbers of shape [N, columns], got {values.dtype} of shape "
@@ -55,7 +55,7 @@ def as_matrix(values: np.ndarray, name: str) -> np.ndarray:
 
 
 def number_clients(tables: Mapping[str, Table], column: str) -> tuple[str, ...]:
-    """Numbers the natural clients of all splits into a column "client"; returns their names."""
+    """Adds a column "client" with the natural client's index to all splits; returns the names."""
     names = np.unique(np.concatenate([table[column] for table in tables.values()]).astype(np.str_))
     for table in tables.values():
         table["client"] = np.searchsorted(names, table[column].astype(np.str_)).astype(np.int64)
@@ -63,8 +63,8 @@ def number_clients(tables: Mapping[str, Table], column: str) -> tuple[str, ...]:
 
 
 Order = Literal["random", "given", "within_clients", "within_clients_in_time"]
-"""How a train split is laid out before validation and test are cut from its end: shuffled, as it
-is, or each natural client's samples by themselves, shuffled or as they are."""
+"""Order of the train split before validation and test are cut from its end: shuffled, as given, or
+separately for each natural client, shuffled or as given."""
 
 
 def complete_splits(
@@ -75,17 +75,18 @@ def complete_splits(
     default_validation: float = 0.2,
     gap: int = 0,
 ) -> dict[str, Table]:
-    """Returns train, validation and test; missing splits are cut from the train split.
+    """Returns train, validation and test splits; missing ones are cut from the train split.
 
-    A test split takes 0.2 of all samples, or 0.1 within clients (not in the papers, which use data
-    with a test split); validation takes its share of the rest, or of a client's samples.
+    The test split gets 0.2 of all samples, or 0.1 of each client's (not in the papers, whose data
+    have a test split). The validation split gets its share of the remainder, or of each client's
+    samples.
 
     Args:
-        tables: The source's splits; within clients with a column "client".
-        cfg: Gives the seed and the validation share.
+        tables: Splits of the source; orders within clients require a column "client".
+        cfg: Configuration with the seed and the validation share.
         order: How the train split is ordered before it is cut.
-        default_validation: The validation share if the configuration gives none.
-        gap: Samples left out before each cut.
+        default_validation: Validation share if the configuration does not set one.
+        gap: Samples dropped before each cut.
     """
     train = tables["train"]
     by_client = order.startswith("within_clients")
@@ -104,19 +105,19 @@ def complete_splits(
     parts |= {split: table for split, table in tables.items() if split != "train"}
     if not len(next(iter(parts["train"].values()))):
         raise ValueError(
-            f"no training sample is left of {len(next(iter(train.values())))}: give more data, or "
+            f"no training samples are left of {len(next(iter(train.values())))}: add data, or "
             "lower validation_fraction."
         )
     return parts
 
 
 def _before(cut: int, num: int, gap: int) -> int:
-    """Returns the end of a part, with a gap before the next one if there is one."""
+    """Returns the end of a part, which leaves a gap if another part follows."""
     return cut if cut == num else max(0, cut - gap)
 
 
 def _pieces(train: Table, order: Order, seed: int) -> list[np.ndarray]:
-    """Returns rows in the order in which they are cut: all together, or by natural client."""
+    """Returns the rows in the order in which they are cut, in one piece or by natural client."""
     rows = np.arange(len(next(iter(train.values()))))
     if order in ("random", "within_clients"):
         rows = np.random.default_rng(derive_seed(seed, "splits")).permutation(rows)
@@ -128,10 +129,10 @@ def _pieces(train: Table, order: Order, seed: int) -> list[np.ndarray]:
 
 
 def take(table: Table, rows: np.ndarray) -> Table:
-    """Returns the rows with these indices."""
+    """Returns the rows at these indices."""
     return {name: values[rows] for name, values in table.items()}
 
 
 def to_splits(parts: Mapping[str, Table], to_data: Callable[[Table], TaskData]) -> Splits:
-    """Returns the three splits, each made of its table in the same way."""
+    """Converts the three tables to splits."""
     return Splits(to_data(parts["train"]), to_data(parts["validation"]), to_data(parts["test"]))

@@ -1,4 +1,4 @@
-"""Tables: Adult by domain, and River Flow with eight targets."""
+"""Tabular data sets: Adult by domain, and River Flow with eight targets."""
 
 import numpy as np
 import torch
@@ -12,12 +12,12 @@ ADULT = Layout(("X", "y", "domain"))
 RIVER_FLOW = Layout(("X", "Y"))
 
 CLIP = 10.0
-"""River Flow is cut at this many standard deviations: of 72 columns only NASI2's go beyond 6, by
-one reading at 68, which alone would decide every squared loss that it enters."""
+"""River Flow is clipped at this many standard deviations: of 72 columns only NASI2's exceed 6, by
+one reading at 68, which alone would dominate every squared loss."""
 
 
 def adult(cfg: DatasetConfig) -> Splits:
-    """Returns Adult: income above 50K from binary features; two clients, other and phd."""
+    """Returns Adult: income above 50K from binary features, with two clients, other and phd."""
     tables = read_tables(cfg.path, ADULT)
     for table in tables.values():
         table["X"] = as_matrix(table["X"], "X")
@@ -35,15 +35,15 @@ def adult(cfg: DatasetConfig) -> Splits:
             natural_names=("other", "phd"),
         )
 
-    # No validation by default: the PhD client keeps all of its 413 rows.
+    # no validation split by default: the PhD client has only 413 rows
     return to_splits(complete_splits(tables, cfg, order="random", default_validation=0.0), data)
 
 
 def river_flow(cfg: DatasetConfig) -> Splits:
-    """Returns River Flow: the flow at eight gauges, 48 hours ahead; later rows are the test split.
+    """Returns River Flow: the flow at eight gauges, 48 hours ahead; tested on the last rows.
 
-    Rows with NaN are dropped. Features and targets have mean 0 and standard deviation 1 on the
-    training rows, and are clipped at ``CLIP``.
+    Drops rows with NaN. Features and targets are standardised on the training split and clipped at
+    ``CLIP``.
     """
     tables = read_tables(cfg.path, RIVER_FLOW)
     for table in tables.values():
@@ -65,7 +65,7 @@ def river_flow(cfg: DatasetConfig) -> Splits:
 def regression(
     parts: dict[str, Table], inputs: str, targets: str, objectives: tuple[str, ...]
 ) -> Splits:
-    """Returns splits of these columns, with one squared loss per target."""
+    """Returns splits with these columns and one squared loss per target."""
     return to_splits(
         parts,
         lambda part: TaskData(
@@ -78,7 +78,7 @@ def regression(
 
 
 def standardise(values: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """Returns columns with mean 0 and standard deviation 1 on "train"; constant ones become 0."""
+    """Scales columns to mean 0 and standard deviation 1 on "train"; constant columns become 0."""
     mean = values["train"].mean(axis=0, dtype=np.float64)
     std = values["train"].std(axis=0, dtype=np.float64)
     return {split: (part - mean) / np.where(std > 0, std, 1) for split, part in values.items()}

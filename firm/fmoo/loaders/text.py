@@ -1,4 +1,4 @@
-"""Shakespeare by role: the next character."""
+"""Shakespeare by role: next-character prediction."""
 
 import gzip
 import json
@@ -21,14 +21,14 @@ SHAKESPEARE = Layout(
 )
 
 SEQUENCE_LENGTH = 80
-"""Characters from which the next one is predicted (FedMGDA+, Section 6.1.3)."""
+"""Length of the context in characters (FedMGDA+, Section 6.1.3)."""
 
 
 def shakespeare(cfg: DatasetConfig) -> Splits:
-    """Returns Shakespeare by role: the next character after 80.
+    """Returns Shakespeare by role: the next character after a context of 80.
 
-    The first 80 % of a role's words are for training, then 10 % each; no character is in two
-    splits. Roles that are too short for one training sample are left out.
+    The first 80 % of a role's text are for training, then 10 % each for validation and test; no
+    character is in two splits. Roles too short for one training sample are dropped.
     """
     file = find_file(cfg.path, "*.jsonl*")
     windows = _hub_windows(cfg) if file is None else _role_windows(file, cfg)
@@ -67,8 +67,8 @@ def _role_windows(file: Path, cfg: DatasetConfig) -> dict[str, Table]:
             rows[split].append((np.full(len(pieces), role), pieces))
     if not rows["train"]:
         raise ValueError(
-            f"no role of {file} has the {SEQUENCE_LENGTH + 1} characters of a training sample: "
-            "give longer texts."
+            f"no role in {file} has the {SEQUENCE_LENGTH + 1} characters of a training sample: "
+            "add longer texts."
         )
     empty = (np.zeros(0, dtype=np.str_), np.zeros((0, SEQUENCE_LENGTH + 1), dtype=np.uint32))
     columns = {split: zip(*pieces, empty, strict=True) for split, pieces in rows.items()}
@@ -93,7 +93,12 @@ def _read_roles(file: Path) -> Iterable[tuple[str, str]]:
                 number += 1
                 row = json.loads(line)
                 yield str(row["role"]), "\n".join(row["utterances"])
-    except (ValueError, KeyError, TypeError, gzip.BadGzipFile) as error:  # no JSON, no UTF-8, ...
+    except (
+        ValueError,
+        KeyError,
+        TypeError,
+        gzip.BadGzipFile,
+    ) as error:  # invalid JSON or UTF-8 too
         raise ValueError(
             f"{file}, line {number}: not a role with its utterances ({type(error).__name__}): "
             'every line must be {"role": ..., "utterances": [...]}.'
@@ -101,13 +106,13 @@ def _read_roles(file: Path) -> Iterable[tuple[str, str]]:
 
 
 def _hub_windows(cfg: DatasetConfig) -> dict[str, Table]:
-    """Reads every ``window_stride``-th of LEAF's samples; a role's are in text order."""
+    """Reads every ``window_stride``-th sample of LEAF; a role's samples are in text order."""
     tables = read_tables(cfg.path, SHAKESPEARE, stride=cfg.window_stride)
     for table in tables.values():
         texts = [x + y for x, y in zip(table.pop("x"), table.pop("y"), strict=True)]
         if any(len(text) != SEQUENCE_LENGTH + 1 for text in texts):
             raise ValueError(
-                f"every x must have {SEQUENCE_LENGTH} characters and every y one: shorten them."
+                f"every x must have {SEQUENCE_LENGTH} characters and every y 1: shorten them."
             )
         table["text"] = np.stack([_code_points(text) for text in texts])
         table["role"] = table.pop("character_id").astype(np.str_)
