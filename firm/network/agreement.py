@@ -115,16 +115,15 @@ def _plain(value: Any) -> Any:
 
 @configuration
 class Budget:
-    """Limits at which a site stops, whatever the run goes on with."""
+    """Limits beyond which a site answers no more requests, even if the run continues."""
 
     max_answers: PositiveInt | None = None
-    """Most answers of each client to each task, over all runs of the kit; null: no limit of their
-    number."""
+    """Maximum number of answers per client and task, over all runs of the kit; null: no limit."""
     max_epsilon: Annotated[
-        PositiveFloat | None, Hint("null takes what twice the agreed rounds spend")
+        PositiveFloat | None, Hint("null allows the ε of twice the agreed rounds")
     ] = None
-    """Most that a client's messages may spend of ε, where the client adds noise; null: what twice
-    the agreed rounds spend."""
+    """Maximum ε that a client's messages may spend, if clients add noise; null: the ε of twice the
+    agreed rounds."""
 
 
 class Ledger:
@@ -158,10 +157,10 @@ class Ledger:
 
     def check(self, clients: Sequence[str], task: str) -> None:
         """Raises ``Refused`` if one more answer from each client would exceed the budget."""
-        most = self._budget.max_answers
+        limit = self._budget.max_answers
         for client in clients:
-            if most is not None and self.answers[client, task] >= most:
-                raise Refused(f"the budget of {most} answers of {client} to {task} is spent")
+            if limit is not None and self.answers[client, task] >= limit:
+                raise Refused(f"the budget of {limit} answers of {client} to {task} is spent")
             if self.epsilon(client, more=int(_tells_of_data(task))) > self._max_epsilon:
                 raise Refused(f"the budget of ε {self._max_epsilon:.4g} of {client} is spent")
 
@@ -184,7 +183,7 @@ class Ledger:
         with self._path.open("a", encoding="utf-8") as file:
             file.write(json.dumps({"time": round(time.time()), **row}) + "\n")
             file.flush()
-            os.fsync(file.fileno())
+            os.fsync(file.fileno())  # a site that loses power must not forget ε that it spent
 
 
 def _tells_of_data(task: str) -> bool:
@@ -204,8 +203,8 @@ def _rows(path: Path | None) -> list[dict[str, Any]]:
                 raise LookupError(missing)
         except (AttributeError, LookupError, TypeError, ValueError):
             raise ValueError(
-                f"{path}, line {number} is damaged, and with it the record of what was spent; "
-                "restore the file from a copy."
+                f"{path}, line {number} is damaged, so the budget spent so far is unknown; "
+                "restore the file from a backup."
             ) from None
         rows.append(row)
     return rows

@@ -11,10 +11,9 @@ from cryptography import x509
 from firm.federation.outside import printable
 
 _PATIENCE = 1.0
-"""Seconds in which a server says that it does not accept a certificate; it says nothing if it
-does."""
+"""Seconds to wait for a rejection: in TLS 1.3, a server that accepts a certificate stays silent."""
 
-_ENDED = "the server does not take this kit's certificate (it ends the connection)"
+_ENDED = "the server rejects this kit's certificate (it ends the connection)"
 
 
 def expiry(kit: Path, *, now: datetime | None = None) -> str | None:
@@ -37,7 +36,7 @@ def refusal(kit: Path, host: str, port: int) -> str | None:
         OSError: The server cannot be reached.
     """
     problem = _refusal(kit, host, port)
-    # FLARE gives no other reason, but a server that is shutting down ends connections, too
+    # A server that is shutting down also ends connections, so a second attempt must fail as well.
     return _refusal(kit, host, port) if problem == _ENDED else problem
 
 
@@ -54,10 +53,10 @@ def _refusal(kit: Path, host: str, port: int) -> str | None:
                         return _ENDED
         except ssl.SSLCertVerificationError as error:
             problem = printable(error.verify_message)
-            return f"the server's certificate is not one of this kit's ({problem})"
+            return f"the server's certificate does not belong to this kit ({problem})"
         except ssl.SSLError as error:
             problem = printable(error.reason or error).lower().replace("_", " ")
             if "alert" in problem:
-                return f"the server does not take this kit's certificate ({problem})"
-            return f"what answers there does not speak TLS ({problem})"
+                return f"the server rejects this kit's certificate ({problem})"
+            return f"the server does not speak TLS ({problem})"
     return None

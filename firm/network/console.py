@@ -27,18 +27,19 @@ from firm.network.jobs import server_app, site_app
 from firm.network.kits import ADMIN
 
 LOST = (SessionClosed, ConnectionError, NoConnection)
-"""Raised where the server cannot be reached any more."""
+"""Exceptions raised once the server can no longer be reached."""
 _ENDING = re.compile(
     rf"\S+ \S+ - controller - [A-Z]+ - (?P<mark>{re.escape(REASON)}|{re.escape(RESTART)})"
     r"(?P<reason>.*)"
 )
-"""A line of the log that ``SitesController`` wrote; what a site says stands further right."""
+"""Matches log lines of ``SitesController`` from their start, so that text sent by a site, which
+appears later in a line, cannot imitate one."""
 
 
 @contextmanager
 def session(kit: Path, *, timeout: float = 15.0) -> Iterator[Session]:
     """Opens a session with the server, as the administrator that owns the kit."""
-    with contextlib.redirect_stdout(io.StringIO()):
+    with contextlib.redirect_stdout(io.StringIO()):  # FLARE prints its connection attempts
         opened = new_secure_session(ADMIN, str(kit), timeout=timeout)
     opened.set_timeout(3.0)  # seconds that the server waits for a disconnected site
     try:
@@ -140,7 +141,7 @@ def said(opened: Session, job: str, num_heard: int) -> list[str]:
 
 def tell_returned(opened: Session, job: str, sites: list[str]) -> None:
     """Sends a job the names of reconnected sites, so that it ends before its next round."""
-    with contextlib.suppress(JobNotRunning, NoReply, InternalError):  # it has just ended
+    with contextlib.suppress(JobNotRunning, NoReply, InternalError):  # the job has just ended
         opened.do_app_command(job, RETURNED, {"sites": sites})
 
 

@@ -25,16 +25,17 @@ from firm.network.wire import TASK, from_model, to_model
 
 logger = logging.getLogger(__name__)
 
-REASON, RESTART = "the run ended early: ", "the run is to be started again: "
+REASON, RESTART = "the run ended early: ", "the run must be restarted: "
 """Prefixes of the reason in the server's log."""
 
 RETURNED = "firm.returned"
-"""The command by which an administrator names sites that are back to a running job."""
+"""Command with which an administrator tells a running job which sites have reconnected."""
 SAID = "firm.said"
-"""The command by which an administrator hears what a running job has said so far."""
+"""Command with which an administrator reads the output of a running job."""
 
 _LOOK, _PATIENCE = 2.0, 5.0
-"""Seconds between two looks at whether a site that owes an answer is there, and for one look."""
+"""Seconds between two checks that the sites still to answer are connected, and the timeout of a
+check."""
 
 _PROBLEMS = {
     ReturnCode.EXECUTION_EXCEPTION: "its process has died, or does not answer its site",
@@ -68,7 +69,7 @@ class SitesController(ModelController):
             self.panic(reason)
         except Exception as error:  # FLARE would end the job without reporting the error
             reason = printable(" ".join(str(error).split()), max_length=2000)
-            logger.exception("what follows is where it happened")
+            logger.exception("the workflow failed with this traceback")
             logger.error("%s%s", REASON, reason)  # last: readers start at the log's end
             self.panic(reason)
 
@@ -99,7 +100,7 @@ class FlareChannel:
     """Carries messages to the sites of a FLARE job; implements ``Channel``.
 
     Attributes:
-        transcript: Output for whoever follows the job.
+        transcript: Output shown to administrators who follow the job.
     """
 
     def __init__(self, controller: SitesController) -> None:

@@ -17,8 +17,8 @@ from firm.run import UserError
 from firm.run.lock import hold, name_holders
 
 SOON, MANY = 20.0, 5
-"""A process that ends within these seconds of its start has failed; after so many times in a row
-it is not started again."""
+"""A process that ends within `SOON` seconds of its start has failed; after `MANY` failures in a row
+it is not restarted."""
 
 
 def flare_command(role: Literal["server", "client"], kit: Path, site: str = "") -> list[str]:
@@ -140,8 +140,8 @@ class Daemons:
             daemon.num_failures = daemon.num_failures + 1 if failed else 0
             if daemon.num_failures == MANY:
                 raise UserError(
-                    f"the {name} ended {MANY} times soon after its start; the reason stands at the "
-                    f"end of {self._output}."
+                    f"the {name} ended {MANY} times soon after its start; see the end of "
+                    f"{self._output} for the reason."
                 )
             daemon.process, daemon.started = self._start(daemon.command), time.monotonic()
             self._name_processes()
@@ -157,9 +157,9 @@ class Daemons:
             stdout=self._file,
             stderr=self._file,
             env=self._environment,
-            pass_fds=(self._lock,),
-            start_new_session=True,
-            umask=0o077,
+            pass_fds=(self._lock,),  # keeps the folder locked if this process is killed
+            start_new_session=True,  # makes a process group, which `_end` signals as a whole
+            umask=0o077,  # files of a kit are private to the user
         )
 
 

@@ -1,4 +1,4 @@
-"""FLARE executor of a job at a site: the only class that a job may build there."""
+"""FLARE executor at a site, the only class that a job may instantiate there."""
 
 from nvflare.app_common.executors.client_api_executor import ClientAPIExecutor
 from nvflare.client.config import ExchangeFormat

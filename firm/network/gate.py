@@ -52,7 +52,7 @@ COMMANDS = frozenset(
         *("check_status", "list_jobs", "get_job_meta", "get_job_log"),
     }
 )
-"""What a server does for an administrator, by the names of FLARE's commands."""
+"""FLARE commands that a server executes for an administrator."""
 
 REQUESTS = frozenset(
     {
@@ -65,15 +65,15 @@ REQUESTS = frozenset(
         TrainingTopic.ABORT,
     }
 )
-"""What a site does for its server, by FLARE's topics. Those that are left out read files of the
-site, set its log's level, stop it, and describe its machine."""
+"""FLARE topics of the requests that a site accepts from its server. The other topics read files of
+the site, change its log level, stop it, or describe its machine."""
 
 Arguments = Sequence[tuple[str, Any]]
-"""Of a workflow, in pairs: FLARE takes some mappings for classes to be built."""
+"""Arguments of a workflow as pairs, since FLARE mistakes some mappings for components to build."""
 
 
 class AppGate(AppValidator):
-    """Refuses a job with a folder that contains anything this party does not allow.
+    """Refuses jobs whose folder contains anything that this party does not allow.
 
     The server allows one workflow, with a fixed set of arguments.
     """
@@ -188,10 +188,10 @@ class CommandGate(CommandFilter):
         if entry and entry.name in COMMANDS:
             return True
         command = printable(args[0], max_length=100)
-        logger.error("the command %s is refused: no run needs it", command)
+        logger.error("refused the command %s, which no run needs", command)
         conn.append_error(
             f"{command} is not allowed here",
-            meta=make_meta(MetaStatusValue.NOT_AUTHORIZED, "no run needs it"),
+            meta=make_meta(MetaStatusValue.NOT_AUTHORIZED, "no run needs this command"),
         )
         return False
 
@@ -205,5 +205,7 @@ def _refuse_strangers(message: Message, parties: Sequence[str]) -> Message | Non
     origin = str(message.get_header(MessageHeaderKey.ORIGIN))
     if origin.split(".")[0] in parties:
         return None
-    logger.error("a request from %s is refused", printable(origin, max_length=100))
-    return make_reply(ReturnCode.UNAUTHENTICATED, error="a site hears its server alone")
+    logger.error("refused a request from %s", printable(origin, max_length=100))
+    return make_reply(
+        ReturnCode.UNAUTHENTICATED, error="a site accepts requests of its server only"
+    )

@@ -15,20 +15,20 @@ from firm.federation.outside import check_name, printable
 from firm.network.wire import TASK
 
 POLL = 0.05
-"""Seconds between two looks at a task, at the server and at the sites; FLARE's own half a second
-and two make up most of a short round."""
+"""Polling interval for tasks in seconds, at the server and at the sites. FLARE's defaults of 0.5 s
+and 2 s would take up most of a short round."""
 
 EXECUTOR = "firm.network.executor.SiteExecutor"
-"""The one class that a job builds at a site."""
+"""The only class that a job instantiates at a site."""
 
 NAME = "<name>"
-"""Stands for any name of a run among the arguments that a server allows."""
+"""Placeholder that allows any name, such as a run's, as an argument or value."""
 
 _SIGNATURE = (".__nvfl_sig.json", ".__nvfl_submitter.crt")
 """FLARE's own files in each folder that is signed."""
 
 _MAX_BYTES = 65_536
-"""A configuration is a few hundred bytes long."""
+"""Maximum size of a file; configurations have a few hundred bytes."""
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,7 @@ class Free:
 
 
 App = Mapping[str, Any]
-"""What may stand in each file of a folder, by its path; a constant allows itself alone."""
+"""Allowed content of each file of a folder, by path; a constant allows only itself."""
 
 _EMPTY: dict[str, list[Any]] = {
     "task_data_filters": [],
@@ -126,7 +126,7 @@ META: dict[str, Any] = {
         Free(),
     ),
 }
-"""What may stand in a job's metadata; the first five keys come from whoever submits it."""
+"""Allowed metadata of a job; its submitter writes the first five keys, the server the others."""
 
 
 def problem_of_app(folder: Path, allowed: App) -> str | None:
@@ -138,7 +138,7 @@ def problem_of_app(folder: Path, allowed: App) -> str | None:
         is_known_file = path.is_file() and (name in allowed or name in signed)
         is_known_folder = path.is_dir() and name in folders
         if path.is_symlink() or not (is_known_file or is_known_folder):
-            return _refused(f"the file {printable(name, max_length=100)}", "may not be there")
+            return _refused(f"the file {printable(name, max_length=100)}", "is not allowed")
     for name, content in allowed.items():
         if name not in files:
             return _refused(f"the file {name}", "is missing")
@@ -161,12 +161,12 @@ def problem_of_meta(meta: Mapping[str, Any]) -> str | None:
 def problem_of_component(component: Any, allowed: App) -> str | None:
     """Describes why a job may not build a component with its arguments; None if it may."""
     if not isinstance(component, dict):
-        return _refused("a component", "is no mapping")
+        return _refused("a component", "must be a mapping")
     path = component.get("path")
     for entry in _components(allowed):
         if isinstance(path, str) and entry["path"] == path:
             return _difference(component, entry, "component")
-    return _refused(f"the class {printable(path, max_length=200)}", "may not be built")
+    return _refused(f"the class {printable(path, max_length=200)}", "is not allowed")
 
 
 def _components(allowed: Any) -> list[dict[str, Any]]:
@@ -183,8 +183,9 @@ def _parse(content: bytes) -> Any:
         raise ValueError(f"it is longer than {_MAX_BYTES} bytes.")
 
     def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        # parsers differ in which of two equal keys they use, so FLARE might see another value
         if len(dict(pairs)) != len(pairs):
-            raise ValueError("it names a key twice.")
+            raise ValueError("it contains a key twice.")
         return dict(pairs)
 
     return json.loads(content.decode("utf-8"), object_pairs_hook=unique)
@@ -211,7 +212,7 @@ def _difference(value: Any, allowed: Any, where: str) -> str | None:
                 return _refused(where, "must be a mapping", value)
             if strange := sorted(map(str, value.keys() - allowed.keys())):
                 key = printable(strange[0], max_length=100)
-                return _refused(f"{where}.{key}", "may not be there")
+                return _refused(f"{where}.{key}", "is not allowed")
             if missing := [key for key in allowed if key not in value]:
                 return _refused(f"{where}.{missing[0]}", "is missing")
             parts = [(value[key], rule, f"{where}.{key}") for key, rule in allowed.items()]

@@ -35,9 +35,9 @@ SERVER_RIGHTS = (
     "get_job_meta",
     "get_job_log",
 )
-"""What an administrator may do at the server."""
+"""Commands that an administrator may execute at the server."""
 SITE_RIGHTS = ("submit_job", "check_status")
-"""What an administrator may do at a site."""
+"""Commands that an administrator may execute at a site."""
 
 _DENIED = ("byoc", "shell_commands", "operate", "manage_job", "download_job", "clone_job")
 _ORGANISATION = "firm"
@@ -81,7 +81,7 @@ def provision(
         SignatureBuilder(),
     ]
     draft = folder / ".draft"
-    with contextlib.redirect_stdout(io.StringIO()):
+    with contextlib.redirect_stdout(io.StringIO()):  # FLARE prints a report
         Provisioner(str(draft), builders).provision(project)
     made = draft / name / "prod_00"
     kits = {}
@@ -124,8 +124,8 @@ def prepare_site(kit: Path, *, site: str) -> Path:
     unusable = [c for c in str(place) if c in "?#" or not c.isprintable()]
     if unusable:
         raise ValueError(
-            f"a site's kit must lie in a folder without {unusable[0]!r} in its path, since FLARE "
-            f"takes paths for addresses, got {str(place.parent)!r}; move it."
+            f"the path of a site's kit must not contain {unusable[0]!r}, since FLARE parses paths "
+            f"as addresses, got {str(place.parent)!r}; move the kit."
         )
     resources = _resources(kit, builds=EXECUTOR, gate="SiteGate", arguments={})
     resources["allow_log_streaming"] = False  # logs may quote prompts
@@ -157,7 +157,7 @@ def server_address(kit: Path) -> tuple[str, int]:
             break
     else:
         raise ValueError(
-            f"{kit} is no kit of a server, a site or an administrator; make them with "
+            f"{kit} is not a kit of a server, a site or an administrator; create kits with "
             "firm network provision."
         )
     content = json.loads(path.read_text(encoding="utf-8"))
@@ -170,15 +170,15 @@ def server_address(kit: Path) -> tuple[str, int]:
         security = content["client"] if name == "fed_client.json" else server
     if security.get("connection_security") != "mtls":
         raise ValueError(
-            f"{path} asks for connection_security {security.get('connection_security')!r}; nothing "
-            "is sent without certificates on both sides, so it must be 'mtls'."
+            f"connection_security in {path} must be 'mtls', since both sides need certificates, "
+            f"got {security.get('connection_security')!r}."
         )
     host, port = target.rsplit(":", 1)
     return host, int(port)
 
 
 def _resources(kit: Path, *, builds: str, gate: str, arguments: dict[str, Any]) -> dict[str, Any]:
-    """Returns the resources that FLARE builds at its start, with a gate before every job."""
+    """Returns the components that FLARE builds when it starts, with a gate before every job."""
     path = kit / "local/resources.json.default"
     resources = json.loads(path.read_text(encoding="utf-8"))
     resources["class_allow_list"] = [builds]

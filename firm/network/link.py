@@ -13,7 +13,7 @@ from firm.network.wire import from_model, to_model
 logger = logging.getLogger(__name__)
 
 ATTACH_ID = "firm"
-"""Where a site's job and the site's process meet; a name, no secret."""
+"""Name by which a site's job and the site's process find each other; it is not secret."""
 
 
 def write_profile(path: Path, *, site: str, meeting_place: Path) -> None:
@@ -41,7 +41,7 @@ def serve(profile: Path, answer: Callable[[bytes], bytes]) -> None:
     A process can call this only once: FLARE reserves the connection's name until the process ends.
     """
     api: Any = APIContext(rank="0", config_file=str(profile)).api
-    logger.info("a job has begun")
+    logger.info("the job has started")
     while api.is_running():
         model = api.receive()
         if model is None:

@@ -24,28 +24,28 @@ from firm.quantities import of_clients
 logger = logging.getLogger(__name__)
 
 MAX_BYTES = 4 * 2**30
-"""Most bytes of a server's message."""
+"""Maximum size of a server's message in bytes."""
 
 
 @dataclass(frozen=True)
 class SitePolicy:
-    """Limits of what leaves a site beside the adapter, and how often."""
+    """Limits on the data that leaves a site in addition to the adapter, and on the answers."""
 
     metrics: tuple[str, ...] | None = None
-    """Names of the metrics that may leave: figures of a batch or a minibatch as a whole, none of
-    one reply. null: all that are registered as such; an empty list: none."""
+    """Names of the metrics that may leave the site. They are statistics of a batch or minibatch,
+    never of a single reply. null: all metrics registered as such; an empty list: none."""
     tasks: tuple[str, ...] = ("local_training", "masked_training", "open_sum")
-    """Tasks that the server may ask for. What another one sends (Jacobians, several updates)
-    reveals more of the data than an adapter does; without local_training no update leaves but under
-    a mask."""
+    """Tasks that the server may request. The answers of other tasks (Jacobians, several updates)
+    reveal more of the data than an adapter does; without local_training, updates leave the site
+    only under a mask."""
     least_in_mean: Annotated[int, Interval(ge=FEWEST, le=LARGEST)] = FEWEST
-    """Fewest updates in a sum that the site opens, with secure aggregation."""
+    """Minimum number of updates in a sum that the site helps to open, with secure aggregation."""
     reasons: bool = False
-    """Whether the server learns in full why a client failed. An error may quote the prompt or reply
-    that caused it; without this the server learns the kind of error and the machine's error number,
-    and the site's log has the rest."""
+    """Send the server the full reason why a client failed. An error may quote the prompt or reply
+    that caused it; otherwise the server receives only the type of error and the system's error
+    number, and the rest stays in the site's log."""
     budget: Budget = field(default_factory=Budget)
-    """Where the site stops."""
+    """Limits on the number of answers and on their ε."""
 
     def __post_init__(self) -> None:
         if unknown := [name for name in self.tasks if name not in TASKS]:
@@ -80,7 +80,7 @@ class Site:
 
     Args:
         build: Builds the engine that runs the clients, from the setup that the server sends at the
-            first meeting. If it raises an error, the server is told only the kind of error.
+            first meeting. If it raises an error, the server receives only the type of error.
         clients: Names of the site's clients.
         fingerprint: Values that must equal the server's; see ``SitesEngine.meet``.
         agreement: Requests that the site executes.
@@ -126,11 +126,11 @@ class Site:
         return pack({**answer, "number": number})
 
     def _answer(self, message: Any) -> dict[str, Any]:
-        what = message.get("do") if isinstance(message, dict) else None
-        if what == "meet":
+        action = message.get("do") if isinstance(message, dict) else None
+        if action == "meet":
             return self._meet(message)
-        if what != "map":
-            raise Refused(f"a site can meet and map, not {shown(what)}")
+        if action != "map":
+            raise Refused(f"a message must ask to meet or map, got {shown(action)}")
         return self._map(message)
 
     def _meet(self, message: dict[str, Any]) -> dict[str, Any]:
@@ -138,7 +138,7 @@ class Site:
         if not isinstance(fingerprint, dict) or not isinstance(setup, dict):
             raise Refused("a meeting needs a fingerprint and a setup")
         if problem := differences(fingerprint, self._fingerprint):
-            logger.error("this site cannot take part: %s", problem)
+            logger.error("this site cannot participate: %s", problem)
             return {"problem": problem}
         self._engine = self._engine or self._build(setup)
         return {"clients": self._clients}
@@ -152,9 +152,9 @@ class Site:
                 f"{', '.join(self._policy.tasks)}"
             )
         if strangers := sorted(set(clients) - set(self._clients)):
-            raise Refused(f"{strangers[0]} is no client of this site")
+            raise Refused(f"{strangers[0]} is not a client of this site")
         if len(set(clients)) < len(clients):
-            raise Refused("a client is asked twice")
+            raise Refused("a client is requested twice")
         if self._engine is None:
             raise Refused("this site has not met the server yet")
         request = self._agreement.request(task, message.get("request"))
@@ -176,7 +176,7 @@ class Site:
     def _reason(self, failure: Failure) -> str:
         if self._policy.reasons:
             return printable(failure.reason)
-        return f"{failure.kind or 'its answer was refused'}; its site's log says more"
+        return f"{failure.kind or 'its answer was refused'}; see its site's log"
 
     def _released(self, reply: Reply) -> Answer:
         """Returns an answer with only the metrics that the policy releases."""

@@ -22,7 +22,7 @@ from firm.federation.serialization import pack, unpack
 logger = logging.getLogger(__name__)
 
 _SMALL = 16 * 2**20
-"""Bytes of an answer without its tensors, at most."""
+"""Maximum size of an answer in bytes, excluding its tensors."""
 
 
 @dataclass(frozen=True)
@@ -117,11 +117,11 @@ class SitesEngine:
         """
         if self._first_round is None:
             self._first_round = request.round
-        # At least one round between restarts, or a site that comes and goes would stall the run.
+        # At least one round between restarts: a site that keeps reconnecting must not stall the run
         if request.round > self._first_round and (back := self._channel.returned()):
             raise SitesReturned(
-                f"{', '.join(back)} {'is' if len(back) == 1 else 'are'} back; the run goes on with "
-                "all sites from its last checkpoint"
+                f"{', '.join(back)} {'is' if len(back) == 1 else 'are'} back; the run continues "
+                "with all sites from its last checkpoint"
             )
         asked: dict[str, list[str]] = {}
         for name in clients:
@@ -129,7 +129,7 @@ class SitesEngine:
         outcomes: dict[str, Reply | Failure] = {}
         for site in self._still_lost(asked):
             for name in asked.pop(site):
-                outcomes[name] = Failure(name, f"its site {site} is away: {self._lost[site]}")
+                outcomes[name] = Failure(name, f"its site {site} is lost: {self._lost[site]}")
         for names in asked.values():
             for name in names:
                 self._on_event("client_started", client=name, round=request.round)
@@ -170,7 +170,7 @@ class SitesEngine:
         suspects = [site for site in asked if site in self._lost]
         for site, problem in self._meet(suspects, timeout=self._meeting_timeout).items():
             if problem is None:
-                logger.info("%s is back", site)
+                logger.info("the site %s is back", site)
                 del self._lost[site]
         return [site for site in suspects if site in self._lost]
 
@@ -213,7 +213,7 @@ class SitesEngine:
             answers[site] = raw = Lost(printable(raw.reason))
             if site not in self._lost:
                 self._lost[site] = raw.reason
-                logger.warning("%s is lost: %s", site, raw.reason)
+                logger.warning("the site %s is lost: %s", site, raw.reason)
         return answers
 
 
@@ -223,6 +223,7 @@ def _most_bytes(request: Request) -> int:
     The largest answers are a Jacobian or one adapter per objective.
     """
     size = sum(parameter.numel() for parameter in request.adapter.values())
+    # 16 bytes per value is twice the widest dtype, so that no honest answer is refused
     return _SMALL + 16 * (len(request.objectives) + 1) * size
 
 
@@ -233,11 +234,11 @@ def _read(raw: bytes, number: int, max_bytes: int) -> dict[str, Any]:
     except ValueError as error:
         return {"problem": f"its answer cannot be read: {error}"}
     if not isinstance(answer, dict):
-        return {"problem": f"its answer is no message but {type(answer).__name__}"}
+        return {"problem": f"its answer must be a mapping, got {type(answer).__name__}"}
     if answer.get("number") != number:
         return {
             "problem": f"it answered message {shown(answer.get('number'))} instead of number "
-            f"{number}; an answer to an earlier round counts for nothing"
+            f"{number}; answers to earlier messages are ignored"
         }
     return answer
 
@@ -266,5 +267,5 @@ def _outcomes(
                 content = fields.get("content")  # the server counts its bytes itself
                 sizes = size_of(name), len(pack(content))
                 outcomes[name] = checked_reply(request, name, content, *sizes)
-    silent = f"{site} said nothing of it"
-    return {name: outcomes.get(name) or Failure(name, silent) for name in names}
+    missing = f"{site} returned no result for it"
+    return {name: outcomes.get(name) or Failure(name, missing) for name in names}

@@ -1,4 +1,4 @@
-"""Clients' states on a site's own disk."""
+"""Storage of client states on a site's disk."""
 
 import re
 import shutil
@@ -11,7 +11,7 @@ from firm.run.checkpoint import load_state, save_state
 
 
 class DiskStates:
-    """Stores clients' states of the last rounds in a run's folder; implements ``ClientStates``.
+    """Stores the client states of the last rounds in a run's folder; implements ``ClientStates``.
 
     A site that is killed and restarted continues with the same states; each state is written
     atomically. The last ``num_kept`` accepted states of each client are kept, so that a server can

@@ -1,4 +1,4 @@
-"""Conversion of packed messages to and from FLARE's model: one named array of bytes."""
+"""Conversion of packed messages to and from FLARE's model, as one named array of bytes."""
 
 from typing import Any
 
@@ -6,7 +6,7 @@ import numpy as np
 from nvflare.app_common.abstract.fl_model import FLModel
 
 TASK = "firm"
-"""The one task that a site's executor knows; what is to be done stands in the message."""
+"""The only task that a site's executor accepts; the message says which request to execute."""
 
 _KEY = "message"
 
@@ -20,5 +20,5 @@ def from_model(model: Any) -> bytes:
     """Returns the packed message in FLARE's model; raises ``ValueError`` if there is none."""
     content = (getattr(model, "params", None) or {}).get(_KEY)
     if not isinstance(content, np.ndarray) or content.dtype != np.uint8:
-        raise ValueError(f"FLARE brought {type(content).__name__} instead of a message.")
+        raise ValueError(f"FLARE delivered {type(content).__name__} instead of a message.")
     return content.tobytes()

@@ -393,7 +393,7 @@ def test_no_prompt_no_reply_and_no_score_of_one_crosses(tmp_path, monkeypatch, e
     state = ServerState(loaded.start, objectives=tuple(cfg.rewards), seed=cfg.seed)
     state, _ = STRATEGIES["firm"](state, client_names(cfg), engine, cfg.strategy)
     fails.append(True)
-    with pytest.raises(RoundFailed, match="ValueError; its site's log says more"):
+    with pytest.raises(RoundFailed, match="ValueError; see its site's log"):
         STRATEGIES["firm"](state, client_names(cfg), engine, cfg.strategy)
 
     crossed = b"".join(wire.messages)

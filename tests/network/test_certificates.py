@@ -59,7 +59,7 @@ def test_a_kit_of_the_federation_is_accepted(federations, server, party):
 def test_a_server_of_another_federation_is_none(federations, server):
     reason = certificates.refusal(federations[1]["bank"], "localhost", server)
     assert reason is not None
-    assert reason.startswith("the server's certificate is not one of this kit's")
+    assert reason.startswith("the server's certificate does not belong to this kit")
 
 
 def test_a_certificate_of_another_authority_is_not_taken(federations, server, tmp_path):
@@ -67,7 +67,7 @@ def test_a_certificate_of_another_authority_is_not_taken(federations, server, tm
     shutil.copy(federations[0]["bank"] / "startup/rootCA.pem", kit / "startup/rootCA.pem")
     reason = certificates.refusal(kit, "localhost", server)
     assert reason is not None
-    assert reason.startswith("the server does not take this kit's certificate")
+    assert reason.startswith("the server rejects this kit's certificate")
 
 
 @pytest.mark.parametrize("num_ended", [1, 2])
@@ -93,7 +93,7 @@ def test_a_server_that_ends_the_connection_twice_does_not_take_a_certificate(
     if num_ended == 1:
         assert reason is None
     else:
-        assert reason == "the server does not take this kit's certificate (it ends the connection)"
+        assert reason == "the server rejects this kit's certificate (it ends the connection)"
 
 
 def test_a_server_under_another_name_is_none(federations, server):
@@ -117,7 +117,7 @@ def test_a_server_that_speaks_in_plain_text_is_told(federations):
         reason = certificates.refusal(federations[0]["bank"], "localhost", port)
         thread.join()
     assert reason is not None
-    assert reason.startswith("what answers there does not speak TLS")
+    assert reason.startswith("the server does not speak TLS")
 
 
 def test_certificates_end(federations):

@@ -95,7 +95,7 @@ def test_only_the_controllers_own_line_of_the_log_ends_a_run(mark):
 
 
 def test_whoever_refused_a_job_says_why():
-    refusals = ["server: OK", "bank: the job is refused: x may not be there"]
+    refusals = ["server: OK", "bank: the job is refused: x is not allowed"]
     assert console.reason(Server(detail=refusals), "1") == (refusals[1], False)
 
 

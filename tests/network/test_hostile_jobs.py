@@ -151,7 +151,7 @@ def test_an_outsider_is_not_heard(running, tmp_path):
         assert certificates.refusal(started.kits[party], host, port) is None
         shutil.copy(root, others[party] / "startup/rootCA.pem")
         refusal = certificates.refusal(others[party], host, port)
-        assert str(refusal).startswith("the server does not take this kit's certificate")
+        assert str(refusal).startswith("the server rejects this kit's certificate")
     context = ssl.create_default_context(cafile=root)
     with (
         socket.create_connection((host, port), timeout=5) as connection,
@@ -170,8 +170,8 @@ def test_an_outsider_is_not_heard(running, tmp_path):
     [
         (_with_command, "executors[0].executor.path must be"),
         (_with_script, "executors[0].executor.path must be"),
-        (_with_command_for_our_executor, "executor.args.command may not be there"),
-        (_with_code, "the file custom may not be there"),
+        (_with_command_for_our_executor, "executor.args.command is not allowed"),
+        (_with_code, "the file custom is not allowed"),
     ],
 )
 def test_a_site_runs_nothing_that_a_job_brings(running, tmp_path, change, told):
@@ -216,7 +216,7 @@ def test_a_job_whose_metadata_ask_for_more_is_not_run(running, tmp_path):
     assert status.startswith("FINISHED:")
     assert "COMPLETED" not in status
     log = (started.kits["server"] / "output.txt").read_text(encoding="utf-8")
-    assert "the job is refused: meta.stats_pool_config may not be there" in log
+    assert "the job is refused: meta.stats_pool_config is not allowed" in log
 
 
 @pytest.mark.slow

@@ -163,16 +163,16 @@ def test_a_job_brings_no_component_and_no_filter(tmp_path, kind):
         (["format_version"], 2.0, "format_version must be 2, got 2.0"),
         (["executors", 0, "tasks"], ["*"], "executors[0].tasks[0] must be 'firm', got '*'"),
         (["executors", 0, "executor", "path"], STOCK, "executor.path must be 'firm.network.exec"),
-        (["executors", 0, "executor", "class_path"], STOCK, "executor.class_path may not be there"),
-        (["executors", 0, "executor", "name"], "ClientAPIExecutor", "executor.name may not be"),
-        (["executors", 0, "executor", "config_type"], "dict", "config_type may not be there"),
+        (["executors", 0, "executor", "class_path"], STOCK, "executor.class_path is not allowed"),
+        (["executors", 0, "executor", "name"], "ClientAPIExecutor", "executor.name is not allowed"),
+        (["executors", 0, "executor", "config_type"], "dict", "config_type is not allowed"),
         (["executors"], [], "executors must have 1 entries, got []"),
         (["components"], {}, "components must have 0 entries, got {}"),
         (["task_result_filters"], [{"tasks": ["*"]}], "task_result_filters must have 0 entries"),
-        (["@x"], "y", "config_fed_client.json.@x may not be there"),
-        (["handlers"], [], "config_fed_client.json.handlers may not be there"),
-        (["default_task_fetch_interval"], 1, "default_task_fetch_interval may not be there"),
-        (["x\n2026-01-01 round 9/9\x1b[2J"], 1, r"x\n2026-01-01 round 9/9\x1b[2J may not be"),
+        (["@x"], "y", "config_fed_client.json.@x is not allowed"),
+        (["handlers"], [], "config_fed_client.json.handlers is not allowed"),
+        (["default_task_fetch_interval"], 1, "default_task_fetch_interval is not allowed"),
+        (["x\n2026-01-01 round 9/9\x1b[2J"], 1, r"x\n2026-01-01 round 9/9\x1b[2J is not allowed"),
     ],
 )
 def test_what_is_refused_is_named_in_one_line(tmp_path, path, value, told):
@@ -209,7 +209,7 @@ def test_a_site_takes_no_other_file(tmp_path, name):
     problem = jobs.problem_of_app(folder, SITE_ALLOWED)
     assert problem is not None
     first = min(path for path in (name, *map(str, Path(name).parents)) if path not in ".config")
-    assert f"the file {first} may not be there" in problem
+    assert f"the file {first} is not allowed" in problem
 
 
 def test_links_missing_files_and_files_that_cannot_be_read_are_refused(tmp_path):
@@ -217,7 +217,7 @@ def test_links_missing_files_and_files_that_cannot_be_read_are_refused(tmp_path)
     (folder / SITE).rename(tmp_path / "elsewhere.json")
     assert f"the file {SITE} is missing" in str(jobs.problem_of_app(folder, SITE_ALLOWED))
     (folder / SITE).symlink_to(tmp_path / "elsewhere.json")
-    assert f"the file {SITE} may not be there" in str(jobs.problem_of_app(folder, SITE_ALLOWED))
+    assert f"the file {SITE} is not allowed" in str(jobs.problem_of_app(folder, SITE_ALLOWED))
     (folder / SITE).unlink()
     config = json.dumps(_site()[SITE])
     twice = '{"format_version": 2, "executors": [], ' + config[1:]
@@ -426,7 +426,7 @@ def test_the_process_of_a_job_refuses_what_a_kits_list_of_classes_lets_pass(
         widget = {"id": "x", "path": "nvflare.widgets.widget.Widget", "args": {}}
         app[name]["components"] = [widget]
         _write(Path(workspace.get_app_dir(JOB)), app)
-        with pytest.raises(ComponentNotAuthorized, match=r"nvflare.widgets.widget.Widget may not"):
+        with pytest.raises(ComponentNotAuthorized, match=r"nvflare.widgets.widget.Widget is not"):
             _configure(party, workspace, conf, made[party])
 
 
@@ -443,10 +443,10 @@ def test_no_process_is_started_for_other_metadata_or_another_folder(
     app = _site() if party == "bank" else _server()
     assert _deploy(workspace, app) == (None, True)
     assert launcher.launch_job(dict(META), context) == "handle"
-    with pytest.raises(RuntimeError, match=r"refused: meta\.stats_pool_config may not be"):
+    with pytest.raises(RuntimeError, match=r"refused: meta\.stats_pool_config is not"):
         launcher.launch_job({**META, "stats_pool_config": {}}, context)
     _write(Path(workspace.get_app_dir(JOB)), {"custom/x.py": ""})
-    with pytest.raises(RuntimeError, match="refused: the file custom may not be there"):
+    with pytest.raises(RuntimeError, match="refused: the file custom is not allowed"):
         launcher.launch_job(dict(META), context)
     assert len(started) == 1
 

@@ -114,7 +114,7 @@ def test_a_client_that_fails_is_as_if_it_had_not_been_drawn(new_network, new_cli
     state, rows = _run(new_network(client_1={"fails_in": (2,)})[0], start)
     alone, _ = _run(LocalEngine(new_clients(client_1={"fails_in": (2,)})), start)
     assert rows[1]["failures"] == [
-        {"client": "client_1", "reason": "ArithmeticError; its site's log says more"}
+        {"client": "client_1", "reason": "ArithmeticError; see its site's log"}
     ]
     assert same(state.adapter, alone.adapter)
 
@@ -140,7 +140,7 @@ def test_a_site_that_is_away_costs_its_clients_a_round_each(new_network, start):
         {"client": name, "reason": "its site bank is lost: no answer within 5 s"}
         for name in ("client_1", "client_2")
     ]
-    assert "its site bank is away" in rows[2]["failures"][0]["reason"]
+    assert "its site bank is lost" in rows[2]["failures"][0]["reason"]
     assert state.accepted == dict.fromkeys(NAMES, 4)
 
 
@@ -189,12 +189,15 @@ def test_a_site_that_lost_an_answer_goes_on_as_if_it_had_not_been_drawn(
     [
         (lambda answer: answer[:-1], "cannot be read"),
         (lambda answer: b"", "cannot be read"),
-        (lambda answer: pack([1, 2]), "no message but list"),
+        (lambda answer: pack([1, 2]), "must be a mapping, got list"),
         (lambda answer: pack({**unpack(answer), 7: 0}), "cannot be read"),  # an integer as key
         (lambda answer: pack({**unpack(answer), "more": "x" * 2**25}), "cannot be read"),
         (lambda answer: pack({**unpack(answer), "number": 1}), "answered message 1 instead"),
-        (lambda answer: pack({**unpack(answer), "replies": "none"}), "said nothing of it"),
-        (lambda answer: pack({**unpack(answer), "replies": [{"client": 7}]}), "said nothing of it"),
+        (lambda answer: pack({**unpack(answer), "replies": "none"}), "returned no result for it"),
+        (
+            lambda answer: pack({**unpack(answer), "replies": [{"client": 7}]}),
+            "returned no result for it",
+        ),
         (
             lambda answer: pack({**unpack(answer), "replies": [*unpack(answer)["replies"]] * 2}),
             "answered for it twice",
@@ -244,7 +247,9 @@ def test_a_site_speaks_for_its_own_clients_alone(new_network, start):
     channel.spoil = usurp
     _, rows = _run(engine, start, 1)
     assert rows[0]["clients"] == ["client_1", "client_2"]
-    assert rows[0]["failures"] == [{"client": "client_0", "reason": "hospital said nothing of it"}]
+    assert rows[0]["failures"] == [
+        {"client": "client_0", "reason": "hospital returned no result for it"}
+    ]
 
 
 def test_a_site_that_needs_a_new_start_of_the_run_gets_one_between_rounds(new_network, start):
@@ -252,7 +257,7 @@ def test_a_site_that_needs_a_new_start_of_the_run_gets_one_between_rounds(new_ne
     channel.back = ["bank"]
     state, _ = _run(engine, start, 1)  # a start gives one round at least
     num_asked = len(channel.asked)
-    with pytest.raises(SitesReturned, match="bank is back; the run goes on with all sites"):
+    with pytest.raises(SitesReturned, match="bank is back; the run continues with all sites"):
         _run(engine, state, 1)
     assert len(channel.asked) == num_asked
 
@@ -271,7 +276,7 @@ def test_a_full_disk_at_a_site_costs_its_clients_the_round_and_is_told(
 ):
     engine, _ = new_network(states={"hospital": MemoryStates(), "bank": FullDisk()})
     state, rows = _run(engine, start)
-    reason = "OSError 28 (No space left on device); its site's log says more"
+    reason = "OSError 28 (No space left on device); see its site's log"
     assert rows[1]["failures"] == [
         {"client": name, "reason": reason} for name in ("client_1", "client_2")
     ]
@@ -387,7 +392,7 @@ def test_a_site_that_differs_is_told_and_named(new_network, caplog):
     problems = engine.meet(FINGERPRINT, {})
     assert problems[0] == "hospital: its version is '2', the server's '1'"
     assert len(problems) == 2
-    assert "this site cannot take part: its version is '2'" in caplog.text
+    assert "this site cannot participate: its version is '2'" in caplog.text
 
 
 def test_a_site_that_is_away_or_has_other_clients_is_named(new_network):
