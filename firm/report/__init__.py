@@ -1,17 +1,17 @@
-"""Reports: run directories are read into one tidy table, drawn as figures and set on pages.
+"""Reports: reads run directories into one tidy table, draws figures, and renders pages.
 
 `record` reads a run directory, and `tables` puts the numbers of one run, or of several settings
 over seeds, into one tidy table. `firm.quantities` registers their titles and units. `drawing`,
-`plane`, `run_figures`, `outcome_figures` and `scaling` draw them in one style as plain data for
-plotly; `static` draws the same figures as PNG and SVG and writes their data as CSV. `page` is the
-model of every page, with its template. There are four pages: `run_page` (one run), `settings_page`
+`plane`, `run_figures` and `outcome_figures` draw them in one style as plain data for plotly;
+`static` draws the same figures as PNG and SVG and writes their data as CSV. `page` is the model of
+every page, with its template. There are four pages: `run_page` (one run), `settings_page`
 (settings over seeds, of language models or classic algorithms), `front_page` (a sweep over
-preferences) and `comparison` (evaluated adapters). `terminal` prints what a study reached.
+preferences) and `comparison` (evaluated adapters). `terminal` prints the results of a study.
 
 A page is one self-contained file that needs no network; pages of a sweep or study share the
-plotly.min.js in its folder. A section that cannot be drawn, because the files of a run hold
+plotly.min.js in its folder. A section that cannot be drawn, because the files of a run contain
 invalid values, becomes a note on the page and a warning; it never ends a run.
-`python -m firm.report FOLDER` makes the page of a run, sweep or study one file.
+`python -m firm.report FOLDER` embeds plotly into the page of a run, sweep or study.
 """
 
 from firm.report.page import alarms

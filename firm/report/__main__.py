@@ -1,9 +1,9 @@
-"""Rewrites the report of a run as one file, or prints how the settings of a study compare.
+"""Rewrites the report of a run as one file, or prints a comparison of a study's settings.
 
-`python -m firm.report FOLDER` makes the page of a run, sweep or study stand alone: the pages of a
-sweep or study otherwise load plotly from a shared file. `python -m firm.report STUDY --against
-SETTING` prints the differences at the end; with `--rounds 50 100`, values and differences at these
-rounds.
+`python -m firm.report FOLDER` makes the page of a run, sweep or study self-contained; otherwise the
+pages of a sweep or study load plotly from a shared file. `python -m firm.report STUDY --against
+SETTING` prints the final differences from a setting; with `--rounds 50 100`, values and differences
+at these rounds.
 """
 
 import argparse
@@ -23,12 +23,12 @@ def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
         prog="python -m firm.report",
         description="Rewrite report.html of a run, sweep or study as one file; with --against, "
-        "print how the settings of a study differ from one of them; with --rounds, print what they "
-        "had reached in these rounds.",
+        "print the differences of a study's settings from one of them; with --rounds, print their "
+        "values at these rounds.",
     )
     parser.add_argument("run_path", type=Path, metavar="DIR", help="directory of the run or study")
     parser.add_argument("--rounds", type=int, nargs="+", help="evaluated rounds of a study")
-    parser.add_argument("--against", help="setting that the others are compared with, by seed")
+    parser.add_argument("--against", help="setting to compare the others with, paired by seed")
     accept_any_text()
     options = parser.parse_args(argv)
     with exit_on_user_error():

@@ -64,9 +64,8 @@ def comparison_table(
     return Table(
         TITLE if len(lines) == 1 else f"{TITLE}s",
         f"{text} Mean ± standard error over prompts. Below it the change against the base model, "
-        "paired by row, and z, the change in standard errors. Changes beyond ±2 are bold: chance "
-        "is an unlikely cause of any one of them. The more figures you look at, the likelier it "
-        "is that one of them is bold by chance.",
+        "paired by row, and z, the change in standard errors. Changes beyond ±2 are bold: each "
+        "alone is unlikely to be due to chance, but among many figures some are bold by chance.",
         ["Figure", "base", *lines],
         rows,
         name="evaluation",
@@ -111,7 +110,7 @@ def write_comparison(
 
 
 def _bars(lines: Mapping[str, Sequence[Line]]) -> Bars:
-    """Returns the changes of each score, on an axis that reaches the farthest error bar."""
+    """Returns the changes of each score, on an axis that covers all error bars."""
     groups = {}
     for own in zip(*lines.values(), strict=True):
         pairs = zip(lines, own, strict=True)
@@ -121,8 +120,8 @@ def _bars(lines: Mapping[str, Sequence[Line]]) -> Bars:
     return Bars(
         "changes",
         "Change of each score",
-        "Against the base model on the same prompts; bars are one standard error to both sides, "
-        "and the middle line is no change. Every score has its own scale.",
+        "Relative to the base model on the same prompts; bars are ± one standard error, and the "
+        "middle line marks no change. Every score has its own scale.",
         groups,
     )
 
@@ -132,7 +131,7 @@ def _base(line: Line) -> str:
 
 
 def _cell(line: Line) -> Cell:
-    change = None if line.name == "kl" else line.change  # the KL is a change itself
+    change = None if line.name == "kl" else line.change  # the KL already is a difference
     if change is None:
         return Cell(formats.measure(line.aligned))
     z = "" if change.z is None else f", z{formats.NBSP}{formats.number(change.z, is_signed=True)}"

@@ -76,7 +76,7 @@ class Criterion:
         return any(setting.objectives_with(self.beside("kl")) for setting in settings)
 
     def finals(self, setting: Setting) -> np.ndarray:
-        """Returns the final values of the runs that have some, shape [S, M]."""
+        """Returns the final values of the runs that logged any, shape [S, M]."""
         return setting.finals(self.final, self.objectives)
 
     def mean(self, setting: Setting) -> np.ndarray | None:
@@ -88,7 +88,7 @@ class Criterion:
 def criteria_of(settings: Sequence[Setting]) -> list[Criterion]:
     """Returns the measured criteria, the main one first.
 
-    The objectives are those of most runs, so that one log with other names has no effect.
+    The objectives are the most frequent ones, so that one log with other names has no effect.
     """
     criteria = []
     is_log = any(record.settings.get("target_loss") for s in settings for record in s.records)
@@ -113,7 +113,7 @@ def _num_rounds(setting: Setting, quantity: str) -> int:
 
 
 def comparable(settings: Sequence[Setting]) -> tuple[list[Setting], list[str]]:
-    """Returns the settings without runs that cannot be compared, and a sentence on each of those.
+    """Returns the settings without runs that cannot be compared, and a sentence on each such run.
 
     A run counts if its evaluations name all objectives of every criterion.
 
@@ -146,7 +146,7 @@ def comparable(settings: Sequence[Setting]) -> tuple[list[Setting], list[str]]:
 
 @dataclass(frozen=True)
 class Column:
-    """A number of final models: a value of their evaluation, or its mean or worst objective."""
+    """A number of the final models: an evaluated value, or the mean or worst over objectives."""
 
     name: str
     quantity: str
@@ -163,7 +163,7 @@ class Column:
         return f"{self.name}{self.unit}"
 
     def ends(self, setting: Setting) -> Frame:
-        """Returns the values in the unit by seed; NaN where a run logged one that is not finite."""
+        """Returns the values in the unit by seed; NaN for logged values that are not finite."""
         return self.scale * self.reduce(setting.ends(self.quantity, self.objectives))
 
     def start(self, settings: Sequence[Setting]) -> float | None:
@@ -174,7 +174,7 @@ class Column:
 
 
 def final_columns(settings: Sequence[Setting], criterion: Criterion) -> list[Column]:
-    """Returns the final values: of each objective, mean and worst; other scores and the KL."""
+    """Returns the columns of final values: each objective, mean, worst, other scores and the KL."""
     objectives, sign = criterion.objectives, criterion.sign
     reductions: dict[str, Callable[[Frame], Frame]] = {
         "mean": lambda table: table.mean(axis=1, skipna=False),

@@ -50,7 +50,7 @@ class LegendEntry:
 
 @dataclass(frozen=True, eq=False)
 class Series:
-    """A line: means at N places, such as those over the seeds of a setting."""
+    """A line: means at N places, for example over the seeds of a setting."""
 
     key: LegendEntry
     xs: np.ndarray
@@ -73,7 +73,7 @@ def scatter(
     hover: str = "",
     **attributes: Any,
 ) -> Trace:
-    """Returns lines or markers in the colour and dash of a key, whose label is the trace's name.
+    """Returns lines or markers in the colour and dash of a key; its label names the trace.
 
     The mode is one of plotly's: markers, lines, or both; sizes are in CSS pixels. `hover` is the
     template of the tooltip; without one there is no tooltip.
@@ -134,14 +134,14 @@ def bars(
 
 
 def error_bars(ses: Sequence[float | None], color: str) -> dict[str, Any]:
-    """Returns bars of one standard error to both sides of each point that has one."""
+    """Returns bars of ± one standard error for each point that has one."""
     if not any(ses):
         return {"visible": False}
     return {"array": list(ses), "color": color, "thickness": 1, "width": 3}
 
 
 def annotation(x: float, y: float, text: str, color: str, **attributes: Any) -> dict[str, Any]:
-    """Returns words in a figure, without an arrow."""
+    """Returns a text in a figure, without an arrow."""
     font = {"color": color, "size": 11}
     return {"x": x, "y": y, "text": text, "showarrow": False, "font": font, **attributes}
 
@@ -165,14 +165,14 @@ def axis(title: str, **attributes: Any) -> Axis:
 
 
 def ticks_at(xs: np.ndarray) -> Axis:
-    """Returns the attributes of an axis that marks these values alone."""
+    """Returns the attributes of an axis with ticks at exactly these values."""
     return {"tickvals": xs.tolist(), "ticktext": [f"{x:g}" for x in xs]}
 
 
 def figure(
     data: Sequence[Trace], x: Axis, y: Axis, *, height: int = 340, **layout: Any
 ) -> dict[str, Any]:
-    """Returns a figure in the style that all share; heights are in CSS pixels."""
+    """Returns a figure in the common style; heights are in CSS pixels."""
     style = {
         "gridcolor": GRID,
         "linecolor": GRID,
@@ -210,7 +210,7 @@ def rounds_figure(
     height: int = 260,
     **y_axis: Any,
 ) -> dict[str, Any]:
-    """Returns a figure whose x-axis counts the rounds or megabytes so far.
+    """Returns a figure over the rounds or over the megabytes uploaded so far.
 
     Traces without points are omitted. A dashed horizontal line marks the reference.
     """
@@ -226,9 +226,9 @@ def rounds_figure(
 
 
 def _range_of_one(data: Sequence[Trace], y_axis: Axis) -> Axis:
-    """Returns the range of a y-axis for equal values, for which plotly would leave 1 to both sides.
+    """Returns a y-range for a constant line, around which plotly would leave ±1.
 
-    Axes that start at zero are fine as plotly draws them, unless the values are zero.
+    Axes from zero keep plotly's range unless the constant is zero.
     """
     values = {y for trace in data for y in trace["y"]}
     has_bars = any("array" in trace.get("error_y", {}) for trace in data)
@@ -291,7 +291,7 @@ def series_panel(
 
 
 def _band(series: Series, least: float) -> Trace:
-    """Returns one standard error to both sides of the means, cut off at a share of the mean."""
+    """Returns the band of ± one standard error, cut off below at a share of the mean."""
     upper, lower = series.means + series.ses, series.means - series.ses
     if least > 0:
         lower = np.maximum(lower, least * series.means)

@@ -87,7 +87,7 @@ def duration(seconds: float) -> str:
 
 
 def commit(name: str | None) -> str:
-    """Returns a commit's short name, and whether the tree had uncommitted changes.
+    """Returns a commit's short hash, and whether the tree had uncommitted changes.
 
     >>> commit("1f0c2d9e7ab41f0c2d9e7ab41f0c2d9e7ab41f0c-dirty")
     '1f0c2d9e7a, changed since'

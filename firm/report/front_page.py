@@ -1,4 +1,4 @@
-"""Writes the page of a sweep over preferences: its methods' fronts and how they came about."""
+"""Writes the page of a sweep over preferences: the fronts of its methods and their training."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -57,7 +57,7 @@ NUM_SHOWN = 6
 METHOD = (
     "Every point is a run with its own folder, which holds its configuration, every row of "
     "its metrics, its samples and its adapter. Rewards are mapped to [0, 1] by one calibration, "
-    "frozen before training. The fronts lie beside the page as METHOD.front.json."
+    "frozen before training. The fronts are saved beside the page as METHOD.front.json."
 )
 
 
@@ -65,7 +65,7 @@ def write_front_page(path: Path, fronts: Mapping[str, Front], **options: Any) ->
     """Writes the page of a sweep atomically and returns its path.
 
     Write it into the folder of the fronts' files: adapters' paths are relative to it, and the page
-    loads plotly.min.js from there, like the pages of the points. Options are those of `front_page`.
+    loads plotly.min.js from there, like the pages of the points. See `front_page` for the options.
 
     Raises:
         UserError: There are no points, or the fronts are not comparable; nothing is written.
@@ -87,8 +87,8 @@ def front_page(
         fronts: The front of each method, by its name.
         runs: The runs behind the points.
         row_rewards: Rewards of each method's points by row of the test data, shape [N, R, M], and
-            the number of each row's prompt, [R], or None where each has its own; for the
-            hypervolume's interval, which is omitted without them.
+            the number of each row's prompt, [R], or None if every row is another prompt. Without
+            them, the hypervolume's interval is omitted.
         config: The sweep's configuration as YAML.
         title: Heading.
     """
@@ -151,8 +151,8 @@ def _page_facts(fronts: Mapping[str, Front]) -> dict[str, str]:
 def front_clouds(fronts: Mapping[str, Front]) -> list[Cloud]:
     """Returns the models of each front and their means over the seeds, as points of the plane.
 
-    A model or mean is dominated where one of its kind, of any front, is at least as good in all
-    rewards and better in one. The path joins the means that no mean of their own front dominates,
+    A model is dominated if another model of any front is at least as good in all rewards and better
+    in one; likewise for means. The path joins the means that no mean of their own front dominates,
     by rising first reward.
     """
     beaten = tables.beaten_by(fronts)
@@ -188,7 +188,7 @@ def _check(fronts: Mapping[str, Front]) -> None:
     if not fronts or empty:
         raise UserError(
             f"a sweep's page needs points of every method, got none of "
-            f"{', '.join(empty) or 'any'}; run them first."
+            f"{', '.join(empty) or 'any method'}; run them first."
         )
     (first_name, first), *others = fronts.items()
     for name, front in others:
@@ -259,7 +259,7 @@ def plane_section(fronts: Mapping[str, Front]) -> Section:
         reference=dict(zip(first.objectives, first.reference, strict=True)),
     )
     joined = (
-        " A line joins a method's means that none of its own means beats."
+        " A line joins the means of a method that none of its other means dominates."
         if len(first.objectives) == 2
         else ""
     )
@@ -267,9 +267,9 @@ def plane_section(fronts: Mapping[str, Front]) -> Section:
         "trade-off",
         "The trade-off",
         "Models on the test prompts, one method in each colour. Up and to the right is better. "
-        "Large: the mean over the seeds of a preference with one standard error, over the prompts "
-        f"where there is one seed; small: the seeds.{joined} Hollow: another one of its kind, of "
-        "any method, is better in all rewards. The star is the base model.",
+        "Large markers: mean over the seeds of a preference ± one standard error, over the prompts "
+        f"if there is one seed. Small markers: single seeds.{joined} Hollow markers are dominated "
+        "by another marker of their size, of any method. The star is the base model.",
         panels,
     )
 
@@ -280,7 +280,7 @@ def _hypervolume_section(fronts: Mapping[str, Front], runs: Runs) -> Section:
     for method in _methods(fronts):
         try:
             table = tables.volumes_by_round(fronts[method.name], runs.get(method.name, {}))
-        except ValueError:  # more than three objectives without moocore; the table says so
+        except ValueError:  # more than three objectives without moocore; the table gives the reason
             table = {}
         if table:
             means, errors = mean_and_error(np.array(list(table.values())).T)
@@ -290,10 +290,10 @@ def _hypervolume_section(fronts: Mapping[str, Front], runs: Runs) -> Section:
     return Section(
         "hypervolume",
         "The hypervolume over the rounds",
-        "What the models of all preferences dominate together after a round, measured from the "
-        "reference point; round 0 is the base model. Mean over the seeds, with one standard error "
-        "where there are several. A method whose models are in part means of others, which have "
-        "no rounds, is left out.",
+        "Hypervolume of the models of all preferences after each round, with respect to the "
+        "reference point; round 0 is the base model. Mean over the seeds ± one standard error if "
+        "there are several. Methods are omitted if some of their models are means of others, which "
+        "have no rounds.",
         nonempty([panel]),
     )
 
@@ -318,15 +318,15 @@ def preference_section(fronts: Mapping[str, Front]) -> Section:
         "preference",
         "Does the preference steer?",
         "Reward on the test prompts against the share that the preference gives the objective. "
-        "Large: mean over all models with this share, with one standard error over them, or over "
-        "the prompts where there is one model; small: the models. A method that steers rises from "
-        "left to right.",
+        "Large markers: mean over all models with this share ± one standard error over them, or "
+        "over the prompts if there is one model. Small markers: single models. A method that "
+        "steers rises from left to right.",
         panels,
     )
 
 
 def _share_traces(key: LegendEntry, models: Frame) -> list[Trace]:
-    """Means of y over the models of each x with their standard errors, and the models.
+    """Returns traces of the mean over the models of each share, and of the models.
 
     A single model has its own standard error.
     """

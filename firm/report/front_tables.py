@@ -61,10 +61,11 @@ def hypervolumes(
     headings = ["method", "all", "interval over prompts", "by seed", "seeds"]
     return Table(
         "Hypervolume",
-        f"What the models on the test prompts dominate, measured from the reference point "
+        f"Hypervolume on the test prompts with respect to the reference point "
         f"{formats.vector(first.reference)}. All: every point of every seed together. The "
-        f"interval, 95 % of {NUM_RESAMPLES} resamples of the prompts for these very models, says "
-        "nothing on other seeds. By seed: mean ± standard deviation of each seed's own front.",
+        f"interval covers 95 % of {NUM_RESAMPLES} resamples of the prompts for these models; it "
+        "does not include the variation between seeds. By seed: mean ± standard deviation over "
+        "the fronts of single seeds.",
         [*headings, "not dominated in its front"],
         rows,
     )
@@ -75,7 +76,7 @@ def _or_note(value: Callable[[], str], method: str, notes: list[str]) -> str:
     try:
         return value()
     except ValueError as error:
-        note = f"{method} has no hypervolume of some kind: {error}"
+        note = f"A hypervolume of {method} is missing: {error}"
         if note not in notes:
             notes.append(note)
         return formats.MISSING
@@ -87,7 +88,7 @@ def _seed_volumes(front: Front) -> str:
 
 
 def _interval(front: Front, rewards: ArrayLike, groups: ArrayLike | None) -> str:
-    # the same seed for all methods and pages: rewriting a page does not change it
+    # one seed for all methods and pages, so that rewriting a page does not change its figures
     generator = np.random.default_rng(BOOTSTRAP_SEED)
     low, high = bootstrap_hypervolume(
         rewards,
@@ -121,10 +122,9 @@ def steering(fronts: Mapping[str, Front]) -> Table:
     return Table(
         "Preference and outcome",
         "Spearman's rank correlation of an objective's share of the preference and its reward, "
-        "over all models, with an approximate 95 % interval; 1 is perfect steering, and where "
-        "several models share a preference the most is a little less. Two shares have none: give "
-        "preferences with three or more. The falls are places where the mean reward is lower at a "
-        "higher share.",
+        "over all models, with an approximate 95 % interval; 1 is perfect steering (slightly less "
+        "is the maximum if several models share a preference). It needs at least three different "
+        "shares. Falls are the places where the mean reward is lower at a higher share.",
         ["method", *(f"ρ {name}" for name in objectives), "collapsed", "falls"],
         rows,
         words=frozenset({len(objectives) + 2}),
@@ -164,9 +164,9 @@ def models(fronts: Mapping[str, Front]) -> Table:
     columns["dominated by"] = [_names(beaten[method, point.name]) for method, point in points]
     return Table.of(
         "Models",
-        "On the test prompts: rewards in [0, 1] ± standard error over the prompts, raw scores "
-        "beside them, KL from the base model in nats per reply. Dominated by models of any "
-        f"method. {score_notes(extras)}".strip(),
+        "On the test prompts: rewards in [0, 1] ± standard error over the prompts, further raw "
+        "scores, and KL from the base model in nats per reply. The dominating models may belong to "
+        f"any method. {score_notes(extras)}".strip(),
         columns,
         words=frozenset(words),
     )
@@ -190,8 +190,8 @@ def costs(fronts: Mapping[str, Front], runs: Runs) -> Table:
         rows.append([method, *map(str, counts), *sizes])
     return Table(
         "Cost of a front",
-        "Measured bytes and the time spent in rounds, of all runs of a method together. Means of "
-        "adapters are models that need no training.",
+        "Measured bytes and time spent in rounds, summed over all runs of a method. Means of "
+        "adapters need no training.",
         ["method", "models", "trainings", "up", "down", "time in rounds"],
         rows,
     )
@@ -216,7 +216,7 @@ def volumes_by_round(front: Front, records: Mapping[str, Record]) -> dict[int, l
         by_seed.setdefault(point.seed, []).append(rewards)
     everyone = [rewards for rows in by_seed.values() for rewards in rows]
     rounds = sorted(set.intersection(*(set(rewards) for rewards in everyone)))
-    # volumes are measured from the origin
+    # `volumes` measures from the origin
     corner = np.array(front.reference)
     return {
         at: [

@@ -1,4 +1,4 @@
-"""Bytes that a run sent, and that other algorithms would have sent in its place."""
+"""Bytes sent by a run, and the bytes that other algorithms would have sent."""
 
 from itertools import accumulate
 
@@ -8,9 +8,9 @@ from firm.report.record import Record
 
 
 def uploads_so_far(record: Record, rival: str) -> list[tuple[int, int]]:
-    """Returns each round with the bytes that a rival would have uploaded up to then.
+    """Returns the bytes that a rival would have uploaded up to each round, with the round.
 
-    Only clients whose updates arrived count. Empty for a run that does not log its sizes.
+    Counts only clients whose updates arrived. Empty if the run does not log its sizes.
     """
     header = record.header
     if not {"num_trainable", "adapter_bytes"} <= header.keys():

@@ -1,6 +1,6 @@
 """Figures of final values: radar charts, lines over a parameter, preferences and users.
 
-A setting has the same colour in every figure; bars are one standard error to both sides.
+A setting has the same colour in every figure; bars are ± one standard error.
 """
 
 import math
@@ -61,7 +61,7 @@ def points_panel(
 ) -> Panel:
     """Returns a quantity against a parameter, such as the local steps or the size of an attack.
 
-    The parameter's values are evenly spaced in rising order, so that 0 has a place, too.
+    The parameter's values are evenly spaced in rising order, so that 0 can be shown, too.
     """
     values = np.unique(np.concatenate([own.xs for own in series])) if series else np.empty(0)
     hover = f"%{{fullData.name}}<br>{escape(x_title)} %{{customdata:~g}}: %{{y:.4~g}}"

@@ -30,11 +30,11 @@ PLOTLY_NAME = "plotly.min.js"
 ALONE = "One file, no network needed."
 UNFINISHED = "Rewritten after every round: reload to see the latest."
 SHARED = (
-    "No network needed. The figures need {}; to send the page on its own, put that into it with "
+    "No network needed. The figures need {}; to share the page as a single file, embed it with "
     "python -m firm.report FOLDER."
 )
 NUM_OPEN_SAMPLES = 4
-"""The other samples are folded."""
+"""Number of samples shown unfolded."""
 NUM_COLUMNS = 7
 """Facts per row; more are divided among rows of equal length, so that no row holds only one."""
 NUM_LEFT_OUT = 5
@@ -243,7 +243,7 @@ def render(page: Page, *, script: str = "", footer: str = ALONE) -> str:
 
 
 def write_page(path: Path, page: Page, *, final: bool = True, shared: Path | None = None) -> Path:
-    """Writes a page atomically, so that a reader never sees half of it, and returns its path.
+    """Writes a page atomically, so that readers never see a partial page, and returns its path.
 
     The final page embeds plotly. Earlier pages load plotly.min.js from their folder, which keeps
     rewriting them cheap. Pages in a folder of runs always load the copy in that folder.
@@ -267,7 +267,7 @@ def write_page(path: Path, page: Page, *, final: bool = True, shared: Path | Non
         script = Path(os.path.relpath(folder / PLOTLY_NAME, path.parent)).as_posix()
         footer = SHARED.format(script) if final else UNFINISHED
         replace_file(path, render(page, script=script, footer=footer))
-    # left by the pages of a run in training; pages of other runs may share the folder's
+    # left by earlier pages of this run; in a shared folder, pages of other runs still load it
     if final and folder != path.parent:
         path.with_name(PLOTLY_NAME).unlink(missing_ok=True)
     return path
@@ -281,9 +281,7 @@ def stand_alone(path: Path) -> Path:
         OSError: The page cannot be written.
     """
     if not path.is_file():
-        raise UserError(
-            f"there is no page {path}; run the recipe again with --resume, which writes it."
-        )
+        raise UserError(f"there is no page {path}; rerun the recipe with --resume to write it.")
     text = path.read_text(encoding="utf-8")
     loaded = re.search(rf'(<script nonce="[^"]*") src="[^"]*{re.escape(PLOTLY_NAME)}">', text)
     if loaded:
@@ -350,11 +348,11 @@ def left_out_notes(records: Iterable[Record]) -> list[str]:
 
 
 def replace_file(path: Path, text: str) -> None:
-    """Writes a file atomically: a reader sees the whole old text or the whole new one.
+    """Writes a file atomically: readers see either the old or the new text.
 
     Lone surrogates, which UTF-8 cannot encode, become readable escapes.
     """
-    draft = path.with_name(f".{path.name}.{os.getpid()}.draft")  # runs may write the same file
+    draft = path.with_name(f".{path.name}.{os.getpid()}.draft")  # processes may write one file
     try:
         draft.write_text(text, encoding="utf-8", errors="backslashreplace")
         draft.replace(path)
@@ -367,7 +365,7 @@ def script_json(panels: Iterable[Panel]) -> str:
     figure_by_name = {
         panel.name: {"title": panel.title, "figure": panel.figure} for panel in panels
     }
-    # Inside a JSON string "<" may be written as its code: no tag, comment or script can end here.
+    # "<" is escaped, so that text of a prompt cannot open a tag or end the script element
     text = json.dumps(legible_data(figure_by_name), allow_nan=False)
     return text.replace("<", "\\u003c")
 
@@ -376,8 +374,8 @@ def script_json(panels: Iterable[Panel]) -> str:
 def _environment() -> jinja2.Environment:
     """Returns the templates' environment: output is escaped, and undefined names are errors.
 
-    Texts come from prompts, models and sites: browsers obey bidirectional overrides, and whoever
-    copies from a page pastes its control characters.
+    Texts come from prompts, models and sites, so control characters and bidirectional overrides,
+    which browsers obey and readers would copy, are made visible.
     """
     environment = jinja2.Environment(
         loader=jinja2.PackageLoader("firm.report", "."),

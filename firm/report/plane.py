@@ -27,7 +27,7 @@ from firm.report.drawing import (
 from firm.report.tables import Setting
 
 SYMBOLS = ("circle", "square", "diamond", "triangle-up", "cross", "x", "star", "pentagon")
-"""One per colour, so that readers need not tell colours apart."""
+"""One symbol per colour, for readers who cannot distinguish the colours."""
 KL = "KL from the base model (nats per reply)"
 REWARD = "mean reward in [0, 1]"
 MARGIN = 0.08
@@ -80,7 +80,7 @@ class Cloud:
 
     @property
     def spots(self) -> list[Spot]:
-        """All of them, the means first."""
+        """All spots, means first."""
         return [*self.means, *self.models]
 
 
@@ -93,8 +93,8 @@ def clouds_of(
     """Returns the means of groups of models, by setting, and the models behind means of several.
 
     A mean is dominated if another one, of any setting, is at least as good in all objectives and
-    better in one. Each group of models comes with the first facts of its mean. A sign of -1 says
-    that lower values are better.
+    better in one. Each group of models comes with the first facts of its mean. With a sign of -1,
+    lower values are better.
     """
     means = {setting: [_mean(*group) for group in own] for setting, own in groups.items()}
     everything = [mean for own in means.values() for mean in own]
@@ -271,7 +271,7 @@ def _axis(name: str, spots: Sequence[Spot], unit: str) -> Axis:
 
 
 def _corner_note(reference: PlanePoint, x: str, y: str) -> dict[str, Any]:
-    text = f"reference point ({reference[x]:g}, {reference[y]:g}) beyond the lower left corner"
+    text = f"reference point ({reference[x]:g}, {reference[y]:g}) is outside, at the lower left"
     place = {"xref": "paper", "yref": "paper", "xanchor": "right", "yanchor": "bottom"}
     return annotation(1, 1, text, MUTED, **place)
 

@@ -13,7 +13,7 @@ from firm.run.sweep import Sweep
 
 @dataclass(frozen=True)
 class Record:
-    """Content of a run's files; fields are empty until the run has written them."""
+    """Content of a run directory; fields are empty until the run has written them."""
 
     name: str
     path: Path
@@ -21,7 +21,7 @@ class Record:
     config: str
     """Text of the resolved config."""
     settings: dict[str, Any]
-    """The same, parsed."""
+    """The parsed config."""
     run: Row
     """Commit, versions, command, start and status."""
     objectives: tuple[str, ...]
@@ -42,13 +42,13 @@ class Record:
 
     @property
     def seed(self) -> int | None:
-        """The seed of the run, which a classic run's configuration holds in a list of one."""
+        """The seed of the run; the configuration of a classic run has a list with one seed."""
         (only,) = self.settings.get("seeds") or [None]
         return self.settings.get("seed", only)
 
     @property
     def method(self) -> dict[str, Any]:
-        """The part of the configuration in which settings differ: a classic run's algorithm."""
+        """The part of the configuration in which settings differ; the algorithm of classic runs."""
         return next(iter((self.settings.get("algorithms") or {}).values()), self.settings)
 
     @property
@@ -60,7 +60,7 @@ class Record:
 
     @property
     def is_finished(self) -> bool:
-        """Whether the run is over and its adapter written."""
+        """Whether the run has ended and written its adapter."""
         return self.run.get("status") == "finished"
 
     @property
@@ -84,8 +84,8 @@ class Record:
 def read_record(run_path: Path) -> Record:
     """Reads the files of a run directory.
 
-    Of several rows for one round and client or split, the last one counts. Invalid values, such as
-    an infinite number or a text in place of a number, are left out.
+    If a round has several rows for a client or split, the last one is used. Invalid values, such as
+    infinite numbers or text in place of a number, are dropped.
 
     Raises:
         UserError: There is no run at `run_path`.
@@ -93,7 +93,7 @@ def read_record(run_path: Path) -> Record:
     """
     config_path = run_path / "config.yaml"
     if not config_path.exists() or not (run_path / "run.json").exists():
-        raise UserError(f"there is no run at {run_path}; give the folder that holds its run.json.")
+        raise UserError(f"there is no run at {run_path}; pass the folder that contains run.json.")
     config = config_path.read_text(encoding="utf-8")
     run = Run(run_path)
     rows, left_out = run.checked_rows()
@@ -143,7 +143,7 @@ def rewards_of(row: Row, objectives: Sequence[str]) -> list[float] | None:
 
 
 def final_row(record: Record) -> Row | None:
-    """Returns the evaluation of the final model on the test prompts; None before it."""
+    """Returns the evaluation of the final model on the test prompts; None if there is none yet."""
     rows = record.evaluations.get("test", [])
     # a run without rounds ends with the adapter that it starts from
     trained = [row for row in rows if row["round"] > 0 or record.num_rounds == 0]
@@ -168,8 +168,8 @@ def final_figure(key: str) -> Callable[[Record], float | None]:
 def _latest(rows: list[Row], kind: str, key: str) -> list[Row]:
     """Returns the rows of one kind by round, the last one of each round and value of `key`.
 
-    A run without rounds has two evaluations of round 0: that of the base model, and that of the
-    adapter from which the run starts, which has a change.
+    A run without rounds has two evaluations of round 0: one of the base model, and one of the
+    adapter from which the run starts; only the latter has the field "change".
     """
     own = [row for row in rows if row.get("kind") == kind]
     # a run that was stopped and continued logs a round again

@@ -53,23 +53,25 @@ MEAN = LegendEntry("mean over clients", INK)
 CUT = LegendEntry("replies that the length limit cut", MUTED, "dash")
 UP = LegendEntry("clients to server", "var(--up)")
 DOWN = LegendEntry("server to clients", "var(--down)", "dash")
-"""Nearly equal in most runs: the dashes keep both visible."""
+"""Dashed, since uploads and downloads are nearly equal in most runs and would overlap."""
 RIVAL_COLOR = 3
 """Index of the first rival's colour among the clients' colours."""
 SERVER = LegendEntry("weights of the server", "var(--round-last)", "dash")
 VIEWS = {
-    "epsilon": LegendEntry("for those who see the models and know who took part", INK),
-    "epsilon_if_unknown": LegendEntry("the same, if who took part is secret", MUTED, "dash"),
-    "epsilon_server": LegendEntry("for the server", "var(--round-last)", "dot"),
+    "epsilon": LegendEntry("observers of the models who know which clients participated", INK),
+    "epsilon_if_unknown": LegendEntry(
+        "observers who do not know which clients participated", MUTED, "dash"
+    ),
+    "epsilon_server": LegendEntry("the server", "var(--round-last)", "dot"),
 }
 """Legend of the privacy spent, by the key in the row of a round."""
 
 
 def rival_keys() -> dict[str, LegendEntry]:
-    """Returns the legend of the algorithms whose uploads are compared with a run's, by name."""
+    """Returns the legend entries of the algorithms that a run's uploads are compared with."""
     return {
         name: LegendEntry(
-            f"{name} would have sent up",
+            f"{name} would have uploaded",
             f"var(--client-{(RIVAL_COLOR + place) % NUM_CLIENT_COLORS})",
             "dot",
             is_thin=True,
@@ -91,7 +93,7 @@ def client_key(record: Record, client: str) -> LegendEntry:
 
 
 def stage_keys(settings: Sequence[Setting]) -> list[LegendEntry]:
-    """Returns the stages that clients timed with their colours, in the order of their stack."""
+    """Returns the stages that clients timed, with their colours, in stacking order."""
     seen = {stage for s in settings for stage in s.objectives_with("seconds") if stage}
     stages = [stage for stage in STAGES if stage in seen] + sorted(seen - set(STAGES))
     return [
@@ -115,7 +117,7 @@ def quantity_panels(run: Setting, section: str) -> tuple[list[Panel], list[Legen
     needs_two = section in NEED_TWO
     is_old = section == "diagnostics" and not run.objectives_with("score_length_correlation")
     if is_old or (needs_two and len(run.objectives) < 2):
-        return [], []  # old runs measured only the spread of the rewards, which means little alone
+        return [], []  # the spread of the rewards, all that old runs measured, says little alone
     for quantity in shown(section):
         for panel, own in _panels(run, quantity):
             if panel.figure["data"]:
@@ -125,7 +127,7 @@ def quantity_panels(run: Setting, section: str) -> tuple[list[Panel], list[Legen
 
 
 def _panels(run: Setting, quantity: Quantity) -> list[tuple[Panel, list[LegendEntry]]]:
-    """Returns the figures of a quantity with the keys of their lines: one, or one by objective."""
+    """Returns the figures of a quantity, one or one per objective, with the keys of their lines."""
     entries = _entries(run.records[0], quantity)
     if quantity.kind == "round" or quantity.lines == "means":
         lines = [
@@ -161,7 +163,7 @@ def _entries(record: Record, quantity: Quantity) -> dict[str, LegendEntry]:
 def _client_panel(
     run: Setting, quantity: Quantity, name: str, entry: LegendEntry
 ) -> tuple[Panel, list[LegendEntry]]:
-    """Returns a thin line for each client, and bold ones for mean, server and global model."""
+    """Returns thin lines for the clients, and bold ones for mean, server and global model."""
     record = run.records[0]
     lines = run.lines(quantity.name, name)
     of_clients = {client: points for client, points in lines.items() if client}
@@ -186,7 +188,7 @@ def _client_panel(
 
 
 def quantity_title(quantity: Quantity, entry: str, objectives: Sequence[str]) -> str:
-    """Returns the title of a figure of an objective or a pair, or of all that there is."""
+    """Returns the title of a figure of one objective or pair, or of all objectives."""
     both = " / ".join(objectives) if len(objectives) == 2 else "largest / smallest"
     return quantity.title.format(entry or both)
 
@@ -200,7 +202,7 @@ def _panel(
 
 
 def evaluation_line(run: Setting, field: str, name: str, color: str) -> Trace:
-    """Returns a figure of the global model on the validation prompts with its standard errors."""
+    """Returns an evaluated quantity of the global model on the validation prompts, with errors."""
     quantity = f"validation/{field}"
     points = run.lines(quantity, name).get("", {})
     ses = list(run.errors(quantity, name).values())
@@ -217,7 +219,7 @@ def final_test(record: Record) -> list[Row]:
 
 
 def trade_off_planes(record: Record) -> list[Panel]:
-    """Returns where the rounds took the global model, one pair of objectives at a time."""
+    """Returns the path of the global model over the rounds, one plane per pair of objectives."""
     validation, test = record.evaluations.get("validation", []), final_test(record)
     models = {
         LegendEntry("validation, after each round", MUTED): _spots(record, validation, test),
@@ -330,7 +332,7 @@ def _effect_line(run: Setting, name: str, key: LegendEntry) -> Trace:
 
 
 def cost_curves(run: Setting) -> list[Panel]:
-    """Returns bytes so far in both directions, those of other algorithms, and seconds."""
+    """Returns bytes sent so far by this run and by rival algorithms, and seconds per round."""
     record = run.records[0]
     traffic = [
         curve(key, run.bytes_so_far(quantity).get(0, {}).items())

@@ -60,13 +60,13 @@ def point_of(
 
 
 def num_scored(base: Row, objectives: Sequence[str]) -> dict[str, int]:
-    """Returns how many prompts have the reward of each objective that not all of them have."""
+    """Returns the number of prompts with a reward, for objectives that not all prompts have."""
     counts = {name: base["rewards"][name].get("num_prompts") for name in objectives}
     return {n: count for n, count in counts.items() if count not in (None, base["num_prompts"])}
 
 
 def front_of_run(record: Record) -> Front | None:
-    """Returns the front on the test prompts after the last round; None without one."""
+    """Returns the front on the test prompts after the last round; None if there is none."""
     rows = _rows(record, "test").get(record.num_rounds, [])
     if len(rows) < 2:
         return None
@@ -110,13 +110,13 @@ def volume_section(run: Setting) -> Section:
     return Section(
         "front-rounds",
         "The front over the rounds",
-        "What the policies of all measured preferences dominate together, from zero rewards.",
+        "Hypervolume of the policy at all measured preferences, with zero rewards as reference.",
         nonempty([series_panel("front-rounds", title, series, y_title="hypervolume")]),
     )
 
 
 def _rows(record: Record, split: str) -> Mapping[int, list[Row]]:
-    """Returns the rows at preferences by round, the first objective's share falling."""
+    """Returns the rows at preferences by round, by falling share of the first objective."""
     by_round: dict[int, list[Row]] = {}
     for name, rows in record.evaluations.items():
         if name.startswith(f"{split} at "):

@@ -57,11 +57,10 @@ def write_report(run_path: Path, *, final: bool, shared: Path | None = None) -> 
 
 
 def update_report(run_path: Path, *, final: bool = False) -> Path:
-    """Writes the report of a run like `write_report` without ever raising, and returns its path.
+    """Writes the report of a run like `write_report`, but warns instead of raising.
 
-    A point of a sweep or study shares plotly with the others. A page that cannot be written, for
-    example because the disk is full, is a warning: the run continues, and its next checkpoint
-    reports the disk.
+    Points of a sweep or study share one copy of plotly. If the page cannot be written, for example
+    because the disk is full, the run continues; its next checkpoint reports the full disk.
     """
     with drawing(f"The page {PAGE_NAME}"):
         write_report(run_path, final=final, shared=sweep_folder(run_path))
@@ -129,7 +128,7 @@ def _facts(record: Record) -> dict[str, str]:
 
 
 def _mismatch(record: Record) -> str | None:
-    """Returns how far log-probabilities at generation are from a forward pass's in round 1."""
+    """Returns the difference of log-probabilities in generation and forward pass, in round 1."""
     rows = [row for rows in record.trainings.values() for row in rows if row["round"] == 1]
     means = []
     for key in ("logprob_mismatch", "logprob_mismatch_per_reply"):
@@ -139,7 +138,7 @@ def _mismatch(record: Record) -> str | None:
 
 
 def _guarantee(record: Record) -> str | None:
-    """Returns the (ε, δ) of the clients so far, where there is any."""
+    """Returns the (ε, δ) of the clients so far; None without privacy."""
     spent = record.rounds[-1].get("privacy") if record.rounds else None
     if not spent:
         return None
@@ -150,13 +149,13 @@ def _guarantee(record: Record) -> str | None:
 def _summary(record: Record, comparison: Comparison | None) -> str:
     """Returns a sentence on how the objectives changed."""
     if not record.evaluations:
-        return "The run has begun. Figures appear here as it writes them."
+        return "The run has started. Figures appear here as it writes them."
     if comparison is None and not record.rounds:
-        return "The base model is evaluated. The first round of training is under way."
+        return "The base model has been evaluated. The first training round is running."
     if comparison is None:
         return (
-            f"{formats.count(record.last_round, 'round')} of training done. The aligned model has "
-            "not been compared with the base model yet."
+            f"{formats.count(record.last_round, 'training round')} completed. The aligned model "
+            "has not been compared with the base model yet."
         )
     changes = []
     for objective in record.objectives:
@@ -205,7 +204,7 @@ def _stats(record: Record, comparison: Comparison | None) -> list[tuple[str, str
 
 
 def _dropped_fields(record: Record) -> list[str]:
-    """Returns a sentence on clients' fields that the server dropped."""
+    """Returns a sentence on the clients' fields that the server dropped."""
     counts: Counter[str] = Counter()
     for row in record.rounds:
         counts.update({name: n or 0 for name, n in (row.get("dropped_fields") or {}).items()})
@@ -231,12 +230,12 @@ def _trade_off(run: Setting) -> Section:
         "The trade-off" if has_several else "Score against KL",
         (
             "Each point is the global model after a round, scored on the validation prompts; "
-            "its colour deepens from the base model on. "
+            "the colour deepens with the rounds. "
             if path
             else ""
         )
         + ("Up and to the right is better. " if has_several else "Up is better. ")
-        + ("Diamonds are base and aligned model on the test prompts. " if test else "")
+        + ("Diamonds are the base and aligned model on the test prompts. " if test else "")
         + "Bars: one standard error.",
         figures.trade_off_planes(record) if record.objectives else [],
         path + test,
@@ -250,14 +249,14 @@ def _front(record: Record) -> dict[str, Callable[[], Block]]:
         return {}
     fronts = {record.name: front}
     plane = (
-        "The policy at each measured preference, on the test prompts, with one standard error over "
-        "them. Up and to the right is better; the line leaves out what another preference beats. "
-        "The star is the base model."
+        "The policy at each measured preference, on the test prompts, ± one standard error over "
+        "the prompts. Up and to the right is better; the line joins the preferences that no other "
+        "one dominates. The star is the base model."
     )
     steering = (
         "Reward on the test prompts against the share that the preference gives the objective, "
-        "with one standard error over the prompts. A preference that steers rises from left to "
-        "right."
+        "± one standard error over the prompts. If the preference steers the policy, the line "
+        "rises from left to right."
     )
     return {
         "front": lambda: replace(
@@ -275,7 +274,7 @@ def _front(record: Record) -> dict[str, Callable[[], Block]]:
 def _evaluation(record: Record, comparison: Comparison) -> Table:
     return comparison_table(
         {"aligned": comparison.lines},
-        f"{comparison.prompts}, the same for both; aligned is the "
+        f"{comparison.prompts}, the same for both models; aligned is the "
         f"global model after round {comparison.round}.",
         chips={name: figures.objective_color(record, name) for name in record.objectives},
     )
@@ -285,11 +284,11 @@ def _truth(run: Setting) -> Section:
     record = run.records[0]
     has_truth = bool(figures.true_scores(record))
     text = (
-        "Solid: what the reward model says. Dotted: the true score of the same replies. Where "
-        "the solid line rises and the dotted one does not, the reward is being hacked. Both "
-        "are changes since the base model, in standard deviations of its score over prompts."
+        "Solid: score by the reward model. Dotted: true score of the same replies. If the solid "
+        "line rises and the dotted one does not, the policy exploits the reward model. Both are "
+        "changes since the base model, in standard deviations of its score over prompts."
         if has_truth
-        else "What is measured on the validation prompts beside the objectives."
+        else "Scores other than the objectives, on the validation prompts."
     )
     return Section(
         "truth",
@@ -314,7 +313,7 @@ def _quantities(run: Setting, name: str) -> Section:
         if quantity.help and any(panel.startswith(quantity.name) for panel in drawn)
     ]
     if figures.SERVER in keys:
-        texts.append("Here the server finds the weights, for all clients alike.")
+        texts.append("In this run, the server solves for the weights of all clients.")
     return Section(name, title, " ".join(texts), panels, keys)
 
 
@@ -323,8 +322,8 @@ def _cost(run: Setting) -> Section:
     return Section(
         "cost",
         "Bytes and seconds",
-        "What the federation sent so far, as serialised, and where the time went: bars are "
-        "seconds per stage summed over the clients, the line is the elapsed time of the round."
+        "Serialised bytes sent so far, and time per round: bars are seconds per stage summed over "
+        "the clients, the line is the elapsed time of the round."
         + would_send
         + _secured(run.records[0]),
         figures.cost_curves(run),
@@ -345,8 +344,8 @@ def _would_send(record: Record) -> str:
         return ""
     others = " and ".join(f"{formats.size(end[0][1])} with {name}" for name, end in ends.items())
     return (
-        f" The clients sent {formats.size(total_bytes(record, 'bytes_up'))} up; with as many "
-        f"clients it would have been {others}, by the sizes of their messages: "
+        f" The clients uploaded {formats.size(total_bytes(record, 'bytes_up'))}; the same clients "
+        f"would have uploaded {others}, by the sizes of their messages: "
         f"{'; '.join(rival.text for rival in RIVALS.values())}."
     )
 
@@ -361,8 +360,8 @@ def _secured(record: Record) -> str:
     seconds = formats.number(fmean([row.get("seconds") or 0.0 for row in rows]))
     rounding = max(row.get("rounding") or 0.0 for row in rows)
     return (
-        f" With secure aggregation the {formats.count(sum(sizes), 'update')} reached the server "
-        f"under masks, {hidden} in total, and it learned only the mean of each round, over "
+        f" With secure aggregation the server received the {formats.count(sum(sizes), 'update')} "
+        f"masked, {hidden} in total, and learned only the mean of each round, over "
         f"{min(sizes)} or more updates. Adding and opening the sums took {seconds} s per round. "
         f"Rounding changed no value of an update by more than {rounding:.1g}."
     )
@@ -373,10 +372,10 @@ def _privacy(run: Setting) -> Section:
     return Section(
         "privacy",
         "Privacy spent",
-        "ε of a client so far: how well someone who knows everything but its data can tell "
-        "whether it is this client or another. Below 1 is strong, above 10 close to none. It "
-        "holds for the adapters and for noisy statistics, not for checkpoints, which hold the "
-        "clients' states.",
+        "ε of a client so far. It bounds how well an observer who knows everything except the "
+        "client's data can tell this client from another one. Below 1 is strong privacy, above 10 "
+        "hardly any. It covers the adapters and noisy statistics, but not checkpoints, which "
+        "contain the clients' states.",
         panels,
         keys,
     )
@@ -384,9 +383,9 @@ def _privacy(run: Setting) -> Section:
 
 def _samples(samples: Sequence[Sample]) -> Samples:
     text = (
-        " and by the aligned one; the small numbers are the changes of each score."
+        " and by the aligned one; small numbers are the changes of each score."
         if samples and len(samples[0].replies) > 1
-        else "; the aligned model's replies follow at the end of the run."
+        else "; the aligned model's replies are added at the end of the run."
     )
     text = f"The same prompts answered by the base model{text}"
     return Samples(text, samples, ["Base", "Aligned"], has_changes=True)
@@ -395,7 +394,7 @@ def _samples(samples: Sequence[Sample]) -> Samples:
 def _failures(record: Record) -> Table:
     return Table(
         "Failures",
-        "Updates that did not arrive or were refused; their clients count as not sampled in that "
+        "Updates that did not arrive or were refused; they are excluded from the mean of the "
         "round.",
         ["Round", "Client", "Reason"],
         [
@@ -426,8 +425,8 @@ def _origin(record: Record) -> Origin:
     run = json.dumps(record.run, indent=2, ensure_ascii=False)
     files = {formats.CONFIG: record.config, "Program and versions (run.json)": run}
     return Origin(
-        "What one needs to repeat the run: the frozen map of rewards to [0, 1], the resolved "
-        "configuration, and the versions.",
+        "Everything needed to repeat the run: the frozen calibration of rewards to [0, 1], the "
+        "resolved configuration, and the versions.",
         {heading: text for heading, text in files.items() if text.strip("{} \n")},
         table if rows else None,
     )
@@ -436,22 +435,22 @@ def _origin(record: Record) -> Origin:
 TEXTS = {
     "scores": (
         "Scores by round",
-        "Bold: mean score of the global model after a round on the validation prompts, the same in "
-        "all rounds, with its standard error. Thin: mean score of the replies from which each "
-        "client learned in the round, to training prompts of its own. Both are sampled alike and "
-        "still lie apart: the prompts are others; a client's replies are few (estimator.batch_size "
-        "in each of strategy.num_local_steps); and they come before the steps that they teach, up "
-        "to a round behind. A gap in round 1 is mostly one of prompts and chance, hardly of "
-        "learning; one that grows says that training prompts are served better than unseen ones.",
+        "Bold: mean score of the global model after a round on the validation prompts, which are "
+        "the same in all rounds, ± standard error. Thin: mean score of the replies that a client "
+        "trained on in the round, to its own training prompts. The two differ although they are "
+        "sampled in the same way: the prompts differ; a client samples few replies "
+        "(estimator.batch_size in each of strategy.num_local_steps); and it samples them before "
+        "the steps that they are used for, up to a round earlier. A gap in round 1 is mostly due "
+        "to prompts and chance; a growing gap indicates overfitting to the training prompts.",
     ),
     "diagnostics": (
         "Can the scores be trusted?",
-        "What the reward models said of the clients' training replies, mean over clients.",
+        "Scores of the clients' training replies by the reward models, mean over clients.",
     ),
     "weights": ("Weights of the clients", ""),
     "gradients": ("Conflict of the gradients", ""),
     "training": (
-        "Health of the training",
+        "Training diagnostics",
         "Thin: each client, mean over its round. Bold: the global model on the validation prompts.",
     ),
     "further": ("Further quantities", "Thin: each client, mean over its round."),
@@ -465,7 +464,7 @@ SECTIONS: dict[str, Callable[[Setting], Section]] = {
     "cost": _cost,
     "privacy": _privacy,
 }
-"""Sections with figures; those without any figure are omitted."""
+"""Functions that draw the sections, by name; sections without figures are omitted."""
 ORDER = (
     *("front", "front-preference", "front-models", "front-rounds"),
     *("trade-off", "evaluation", "scores", "truth", "samples"),

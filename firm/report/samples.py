@@ -42,7 +42,7 @@ class Sample:
 
 
 def samples_of(record: Record) -> list[Sample]:
-    """Returns the base model's samples in file order, each with the latest reply to its prompt."""
+    """Returns the base model's samples in file order, with the aligned model's latest replies."""
     latest = max((row["round"] for row in record.samples), default=0)
     bases = [row for row in record.samples if row["round"] == 0]
     replies: dict[str, list[Row]] = {}
@@ -59,7 +59,7 @@ def samples_of(record: Record) -> list[Sample]:
 
 
 def turns_of(row: Row) -> tuple[Turn, ...]:
-    """Returns the turns of a sample's prompt; without messages it is parsed as HH-RLHF's format."""
+    """Returns the turns of a sample's prompt; without messages, parses it in HH-RLHF's format."""
     messages = row.get("messages")
     if messages is None:
         return dialogue(row["prompt"])
@@ -67,9 +67,9 @@ def turns_of(row: Row) -> tuple[Turn, ...]:
 
 
 def dialogue(prompt: str) -> tuple[Turn, ...]:
-    r"""Splits a prompt in HH-RLHF's format into turns; any other prompt is one turn without a role.
+    r"""Splits a prompt in HH-RLHF's format into turns; other prompts are one turn without a role.
 
-    Drops the empty last turn, which the reply fills.
+    Drops the empty last turn, in whose place the reply is shown.
 
     >>> [turn.role for turn in dialogue("\n\nHuman: Hello\n\nAssistant:")]
     ['Human']

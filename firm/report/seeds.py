@@ -1,4 +1,4 @@
-"""Numbers of runs over seeds: their spread, and paired differences of two settings."""
+"""Statistics of runs over seeds: their spread, and paired differences of two settings."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -10,7 +10,7 @@ from scipy import stats
 from firm.report.record import Record
 
 Figure = Callable[[Record], float | None]
-"""One number of one run; None where it has none."""
+"""Reads a number of a run; None if the run lacks it."""
 
 
 @dataclass(frozen=True)
@@ -32,10 +32,10 @@ class Spread:
 
 
 def over_seeds(records: Sequence[Record], figure: Figure) -> Spread:
-    """Returns a figure of each of a setting's runs.
+    """Returns a figure of each run of a setting.
 
     Raises:
-        ValueError: A run has no such figure.
+        ValueError: A run lacks the figure.
     """
     values = []
     for record in records:
@@ -59,7 +59,7 @@ class Difference:
 
     @property
     def is_clear(self) -> bool:
-        """Whether the interval leaves out 0."""
+        """Whether the interval excludes 0."""
         return self.low > 0 or self.high < 0
 
     def text(self, digits: int = 3) -> str:
@@ -70,20 +70,20 @@ class Difference:
 def difference(
     first: Sequence[Record], second: Sequence[Record], figure: Figure, *, level: float = 0.95
 ) -> Difference:
-    """Returns how much larger a figure is in the first setting, paired by seed, with its interval.
+    """Returns the mean difference of a figure, first minus second setting, paired by seed.
 
     Raises:
-        ValueError: With fewer than two seeds, other seeds, or a run without the figure.
+        ValueError: There are fewer than two seeds, the seeds differ, or a run lacks the figure.
     """
     seeds = [[record.settings["seed"] for record in records] for records in (first, second)]
     if seeds[0] != seeds[1] or len(seeds[0]) < 2:
-        raise ValueError(f"two settings are compared on the same two seeds or more, got {seeds}.")
+        raise ValueError(f"two settings need the same seeds, at least two, got {seeds}.")
     ends = [over_seeds(records, figure).values for records in (first, second)]
     return mean_difference(np.array(ends[0]) - np.array(ends[1]), level=level)
 
 
 def mean_difference(values: ArrayLike, *, level: float = 0.95) -> Difference:
-    """Returns the mean of differences [N], one for each of two seeds or more, with its interval."""
+    """Returns the mean of differences [N], one per seed, N at least 2, with its interval."""
     changes = np.asarray(values, dtype=np.float64)
     mean, error = float(changes.mean()), float(changes.std(ddof=1) / len(changes) ** 0.5)
     # Student's t, since the deviation comes from few seeds

@@ -1,8 +1,8 @@
-"""The page that compares settings over seeds, of language models or classic algorithms.
+"""The page that compares settings over seeds, for language models or classic algorithms.
 
-A comparison is a set of settings, each with the run directories of its seeds. Settings whose values
-have different meanings, because their rewards were calibrated differently, are shown in separate
-groups. A section or column appears if the runs logged the quantities for it.
+A comparison is a set of settings, each with the run directories of its seeds. Settings with
+differently calibrated rewards cannot be compared and are shown in separate groups. A section or
+column appears if the runs logged its quantities.
 """
 
 import os
@@ -53,11 +53,11 @@ from firm.report.tables import (
 from firm.run.guard import drawing
 
 NUM_SHOWN = len(COLORS)
-"""Settings that the figures show at first, one per colour; the reader chooses others."""
+"""Number of settings that the figures show at first, one per colour; readers can choose others."""
 NUM_ALARMS = 20
-"""Warnings that the page lists; in a large study the others would push its figures out of sight."""
+"""Maximum number of warnings listed, since those of a large study would hide its figures."""
 NUM_PLANE_OBJECTIVES = 5
-"""Of more objectives, the pairs would fill more than ten planes."""
+"""Maximum number of objectives with planes; more would have over ten pairs."""
 METHOD = (
     "Every setting and seed is a run with its own folder, which holds its configuration, every row "
     "of its metrics and what it trained. Runs with the same seed have the same clients and data."
@@ -96,13 +96,12 @@ def settings_page(
 
     Args:
         settings: In the order of the legend.
-        folder: What the adapters' paths are relative to.
+        folder: Folder that adapters' paths are relative to.
         title: Heading.
         config: The study's configuration as YAML.
-        method: How the runs were made, in sentences.
+        method: Sentences on how the runs were made.
         facts: Facts that the runs do not log; they replace facts with the same label.
-        sets: Settings shown together, by the name of their button. The figures show the first set
-            at first.
+        sets: Settings shown together, by the name of their button. The first set is shown at first.
 
     Raises:
         UserError: No run can be compared.
@@ -193,8 +192,8 @@ def setting_clouds(settings: Sequence[Setting], folder: Path) -> list[Cloud]:
     """Returns the final models of each setting and their means over the seeds, as points.
 
     Args:
-        settings: Of one scale; a run without all values of the main criterion is left out.
-        folder: What the adapters' paths are relative to.
+        settings: Settings of one scale; runs that lack values of the main criterion are omitted.
+        folder: Folder that adapters' paths are relative to.
     """
     criterion = criteria_of(settings)[0]
     groups = {}
@@ -249,16 +248,16 @@ def _plane_section(
     has_kl = any(KL in spot.place for cloud in clouds for spot in cloud.spots)
     if not clouds or not (has_kl or 1 < len(objectives) <= NUM_PLANE_OBJECTIVES):
         return Section(name, "", "", [])
-    which = "Up and to the right" if len(objectives) > 1 else "Up"
+    better = "Up and to the right" if len(objectives) > 1 else "Up"
     if not criterion.is_higher_better:
-        which = "Down and to the left"
+        better = "Down and to the left"
     start = initial_name(settings, criterion)
     return Section(
         name,
         "The trade-off" if len(objectives) > 1 else f"{criterion.quantity.title} against KL",
-        f"Final models. {which} is better. Large: mean over the seeds with one standard error, "
-        "over the prompts where there is one seed; small: the seeds. Hollow: another setting's "
-        f"mean is better in all objectives. The star is the {start}.",
+        f"Final models. {better} is better. Large markers: mean over the seeds ± one standard "
+        "error, over the prompts if there is one seed. Small markers: single seeds. Hollow markers "
+        f"are dominated by the mean of another setting. The star is the {start}.",
         planes(
             name, clouds, objectives, unit=criterion.quantity.unit, base=base_place(settings),
             base_name=start,
@@ -278,15 +277,14 @@ def study_figures(
 ) -> dict[str, PaperFigure]:
     """Returns figures for a paper, by name: curves and the plane of each set of settings.
 
-    Curves are those of the criteria, the weights and every further registered quantity.
+    There are curves of the criteria, the weights and every further registered quantity.
 
     Args:
         runs: The runs of each setting.
-        sets: Settings that are drawn together, by a name that opens the figures' names; all are
-            drawn together without any. Groups of settings whose values have different meanings
-            have separate figures.
-        half_life: Of the running average of the curves, in rounds; None draws them as they are.
-        folder: What the adapters' paths in the data are relative to.
+        sets: Settings drawn together, by the prefix of the figures' names; by default all settings.
+            Settings with differently calibrated rewards have separate figures.
+        half_life: Half-life in rounds of the running average of the curves; None: no averaging.
+        folder: Folder that adapters' paths in the data are relative to.
 
     Raises:
         UserError: As `write_settings_page`.
@@ -364,8 +362,8 @@ def _summary(groups: Sequence[Sequence[Setting]]) -> list[str]:
         sentences += [f"{opening}{text}" for text in headlines(group, criteria_of(group)[0])]
     if len(groups) > 1:
         sentences.append(
-            f"Values have different meanings in {len(groups)} groups of settings, which have "
-            "separate figures and tables."
+            f"Values of {len(groups)} groups of settings cannot be compared with each other, since "
+            "their rewards were calibrated differently; each group has its own figures and tables."
         )
     settings = [setting for group in groups for setting in group]
     main = criteria_of(settings)[0]

@@ -44,14 +44,14 @@ NUM_SAMPLES = 8
 NUM_WINDOWS = 12
 """Noisy lines are running means over 1/12 of their values, which keeps their shape readable."""
 RUN_KEYS = ("name", "out", "seed", "seeds", "resume", "tracking")
-"""Top-level keys in which runs differ without being other methods."""
+"""Top-level keys in which runs of the same method may differ."""
 
 
 # --- Criteria -------------------------------------------------------------------------------------
 
 
 def curve_section(settings: Sequence[Setting], criterion: Criterion, name: str) -> Section:
-    """Returns a criterion over the rounds: mean, single objectives or the worst one, and the KL."""
+    """Returns a criterion and the KL over the rounds: mean, and each objective or the worst one."""
     entry, objectives = replace(criterion.quantity, name=criterion.curve), criterion.objectives
     # suffixes with a dot, since an objective may be called "kl"
     lines: list[tuple[str, str, dict[str, Any]]] = []
@@ -74,11 +74,11 @@ def curve_section(settings: Sequence[Setting], criterion: Criterion, name: str) 
     is_training = not split and any(
         client for s in settings for n in objectives for client in s.lines(criterion.curve, n)
     )
-    what = "Means over the clients while they train" if is_training else "Of the global model"
+    source = "Means over the clients during training" if is_training else "Global model"
     return Section(
         name,
         f"{split.capitalize()} {entry.title} over the rounds".strip(),
-        " ".join(filter(None, [f"{what}.", entry.help, seeds_text(settings)])),
+        " ".join(filter(None, [f"{source}.", entry.help, seeds_text(settings)])),
         nonempty(panels),
     )
 
@@ -95,9 +95,9 @@ def upload_section(
         panels.append(quantity_panel(panel_name, settings, entry, title=title, over="megabytes"))
     return Section(
         name,
-        "The same over uploaded data",
-        "Uploads of all clients together, in megabytes of 10⁶ bytes: an algorithm that sends one "
-        "update per objective spends its budget in fewer rounds.",
+        "Criteria over uploaded data",
+        "Uploads of all clients together, in megabytes of 10⁶ bytes: algorithms that send one "
+        "update per objective reach the same size in fewer rounds.",
         nonempty(panels),
     )
 
@@ -129,8 +129,8 @@ def radar_section(settings: Sequence[Setting], criteria: Sequence[Criterion], na
     return Section(
         name,
         "Objective by objective",
-        "Each spoke is an objective, each line a setting, averaged over the seeds. Of losses the "
-        "inner line is better, of everything else the outer one.",
+        "Each spoke is an objective, each line a setting, averaged over the seeds. For losses, "
+        "closer to the centre is better; for all other quantities, further out.",
         panels,
     )
 
@@ -139,7 +139,7 @@ def radar_section(settings: Sequence[Setting], criteria: Sequence[Criterion], na
 
 
 def swept_parameters(settings: Sequence[Setting]) -> dict[str, dict[str, dict[float, Setting]]]:
-    """Returns the numbers in which alone the settings of a family differ, by key, family and value.
+    """Returns the settings by parameter, family and value, for families that vary one number.
 
     The settings of a family have the same name up to a comma.
     """
@@ -191,8 +191,8 @@ def parameter_section(
         legend |= {line.key.label: line.key for line in lines}
         has_gap |= any(len(line.xs) < len(families[line.key.label]) for line in lines)
     text = (
-        "Final values at each value of the parameter; the values are evenly spaced, whatever their "
-        f"distance. {seeds_text([s for own in families.values() for s in own.values()])}"
+        "Final values at each value of the parameter; the values are evenly spaced, not to scale. "
+        f"{seeds_text([s for own in families.values() for s in own.values()])}"
         f"{' Values with which a run diverged have no point.' if has_gap else ''}"
     )
     return Section(name, f"The setting {key}", text, panels, list(legend.values()))
@@ -211,7 +211,7 @@ def _against_parameter(
 
 
 def preference_section(settings: Sequence[Setting], losses: Criterion, name: str) -> Section:
-    """Returns the ratios of two losses, asked for by preferences and reached by runs.
+    """Returns the ratios of two losses, as requested by preferences and as reached by runs.
 
     A preference r, positive, asks for r₁F₁ = r₂F₂.
     """
@@ -226,25 +226,24 @@ def preference_section(settings: Sequence[Setting], losses: Criterion, name: str
         return Section(name, "", "", [])
     first, second = objectives = losses.objectives
     text = (
-        f"A preference a : b asks that a times the loss of {first} equal b times that of {second}. "
-        "All such losses lie on one ray, dotted in the first figure; the point of the same colour "
-        "is the mean of the runs that asked for it, with one standard error if there are several. "
-        "In the second figure each point is one run; those on the dashed line reached the ratio "
-        "that they asked for."
+        f"A preference a : b requests that a times the loss of {first} equals b times the loss of "
+        f"{second}. Such losses form a ray, dotted in the first figure; the point of the same "
+        "colour is the mean of its runs, ± one standard error if there are several. In the second "
+        "figure each point is one run; runs on the dashed line reached the requested ratio."
     )
     limits = least_values(settings, losses)
     if limits:
         text += (
-            " The grey region lies below the lowest losses of training for one objective alone; no "
-            "model is expected there."
+            " The grey region is below the losses of training for one objective alone; no model is "
+            "expected there."
         )
     pairs = [(outcome.preference, row) for outcome in outcomes for row in outcome.losses]
     correlation = preference_correlation(*zip(*pairs, strict=True))
     if correlation is not None:
         text += (
-            " The rank correlation of the ratios asked for and reached is "
+            " The rank correlation of requested and reached ratios is "
             f"{formats.correlation(correlation, len(pairs))}, with an approximate 95 % interval; "
-            "it is 1 if they come in the same order."
+            "1 means the same order."
         )
     box = (limits[0], limits[1]) if limits else None
     panels = [
@@ -252,13 +251,13 @@ def preference_section(settings: Sequence[Setting], losses: Criterion, name: str
         ratios_panel("ratios", "Ratio of the final losses", outcomes, objectives=objectives),
     ]
     legend = [outcome.key for outcome in outcomes]
-    return Section(name, "Losses asked for and reached", text, panels, legend)
+    return Section(name, "Requested and reached losses", text, panels, legend)
 
 
 def user_section(settings: Sequence[Setting], criterion: Criterion, name: str) -> Section:
     """Returns histograms of the users' final accuracies, one for each setting.
 
-    Only users that all seeds of a setting measured count. Ten or fewer fit into the table.
+    Includes only users measured with all seeds. Up to ten users are shown in the table instead.
     """
     users = {
         s.key: user_values(s, criterion).dropna(axis="columns").to_numpy(dtype=float)
@@ -268,10 +267,10 @@ def user_section(settings: Sequence[Setting], criterion: Criterion, name: str) -
     if not users:
         return Section(name, "", "", [])
     text = (
-        "Final accuracy of the global model on each user's own samples, of "
+        "Final accuracy of the global model on each user's own samples, for "
         f"{next(iter(users.values())).shape[1]} users, all seeds together. The dashed line marks "
-        "the mean; SD is the standard deviation over the users, in percentage points. Of two "
-        "settings with the same mean, the narrower one treats its users more alike."
+        "the mean; SD is the standard deviation over the users, in percentage points. At the same "
+        "mean, a narrower distribution is fairer."
     )
     return Section(name, "Accuracy, user by user", text, user_histograms(name, users))
 
@@ -314,9 +313,9 @@ def weights_section(settings: Sequence[Setting], objectives: Sequence[str], name
         replace(spread, title="Spread of λ of {} between clients", help=""),
     ]
     text = (
-        "How much each objective's gradient counts in a step: the mean over the clients and their "
-        "solves, or the server's weight where it solves for all. At the dashed line all objectives "
-        "count alike. The spread is the standard deviation between the clients of a round."
+        "Weight of each objective's gradient in a step: the mean over the clients and their "
+        "solves, or the server's weight if it solves for all clients. At the dashed line all "
+        "weights are equal. The spread is the standard deviation between the clients of a round."
     )
     title = "Weights of the objectives"
     return quantities_section(settings, objectives, quantities, name, title=title, text=text)
@@ -325,7 +324,7 @@ def weights_section(settings: Sequence[Setting], objectives: Sequence[str], name
 def training_blocks(settings: Sequence[Setting], objectives: Sequence[str]) -> list[Block]:
     """Returns the sections on drift, on everything else that was logged, and on the cost."""
     drift = registered(("round", "drift"), ("round", "stationarity"), ("client", "entropy"))
-    # the bound falls by orders of magnitude, of which a linear axis shows the first alone
+    # the bound falls by orders of magnitude, of which a linear axis would show only the first
     log = {"type": "log", "tickformat": "~g", "nticks": 6}
     drift = [replace(q, axis=log) if q.name == "stationarity" else q for q in drift]
     own = partial(quantities_section, settings, objectives)
@@ -348,10 +347,10 @@ def further_quantities() -> list[Quantity]:
 
 
 def progress_section(settings: Sequence[Setting], criterion: Criterion, name: str) -> Section:
-    """Returns how far a local training of each setting lowers the losses, from the same models.
+    """Returns the loss reduction by a local training of each setting, from the same models.
 
-    A setting that measured "progress" is a panel: by setting and objective, the loss before a local
-    training from the round's global model less that after it, averaged over the clients.
+    Each setting that measured "progress" has a panel: by setting and objective, the loss before
+    minus the loss after a local training from the round's global model, averaged over the clients.
     """
     opening = criterion.beside("progress/")
     measured = {s: quantities for s in settings if (quantities := s.quantities(opening))}
@@ -370,18 +369,18 @@ def progress_section(settings: Sequence[Setting], criterion: Criterion, name: st
         lines = [line for line in lines if line]
         legend |= {line.key.label: line.key for line in lines}
         title, panel_name = f"From the models of {source.name}", f"{name}-{len(panels)}"
-        axes: Any = {"y_title": "fall of the loss", "rangemode": "tozero"}
+        axes: Any = {"y_title": "loss reduction", "rangemode": "tozero"}
         panels.append(series_panel(panel_name, title, lines, **axes))
     text = (
-        "By how much one round's local training lowers the losses on the client's own samples, "
-        "mean over clients and objectives. All settings start from the same global models, those "
-        f"of the run that the figure names. {_smoothing(window)}"
+        "Reduction of the losses on the client's own samples by one round's local training, mean "
+        "over clients and objectives. All settings start from the global models of the run that "
+        f"the figure names. {_smoothing(window)}"
     )
     return Section(name, "Progress of a local training", text, panels, list(legend.values()))
 
 
 def _window(settings: Sequence[Setting], quantity: str) -> int:
-    """Returns over how many measured rounds the lines of a quantity are averaged."""
+    """Returns the number of measured rounds that each point of a quantity's lines averages."""
     counts = [s.values(quantity).query("seed == 0")["round"].nunique() for s in settings]
     return max(1, max(counts) // NUM_WINDOWS)
 
@@ -407,12 +406,12 @@ def cost_section(settings: Sequence[Setting], name: str) -> Section:
         panels.append(
             series_panel(f"{name}-megabytes_{key}", way, series, num_bands=len(series), **axes)
         )
-    text = "Traffic of the federation so far, as serialised, in MB of 10⁶ bytes."
+    text = "Serialised traffic of the federation so far, in MB of 10⁶ bytes."
     if stages := stage_keys(settings):
         panels.append(_seconds_panel(settings, f"{name}-seconds"))
         text += (
-            " The bars are seconds per stage of a round, summed over its clients, means over "
-            "rounds and seeds; the machines may have done other work as well."
+            " Bars are seconds per stage of a round, summed over its clients and averaged over "
+            "rounds and seeds; other work on the machines may have affected them."
         )
     return Section(name, "Bytes and seconds", text, nonempty(panels), stages)
 
@@ -455,7 +454,7 @@ def stage_seconds(setting: Setting) -> dict[str, float]:
 def shared_samples(settings: Sequence[Setting]) -> Samples:
     """Returns the prompts that the first runs of all settings answered, with their replies.
 
-    The base model's reply, which is that of the first setting's run, comes first.
+    The first reply is the base model's, taken from the first setting's run.
     """
     by_setting = {
         setting: {s.turns: s for s in samples_of(setting.records[0]) if len(s.replies) > 1}

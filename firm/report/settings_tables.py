@@ -18,9 +18,9 @@ from firm.run.comparison import CLEAR_Z, score_notes
 from firm.run.guard import drawn
 
 NUM_COLUMNS = 10
-"""Up to this many quantities are columns of the table; more become its rows."""
+"""Maximum number of quantities shown as columns of the table; more become its rows."""
 NUM_TABLE_USERS = 10
-"""Up to this many users fit the table; of more, the spread is shown."""
+"""Maximum number of users shown in the table; for more, it shows their spread."""
 
 Texts = Mapping[str, Mapping[str, str]]
 """Further columns: heading to setting to cell."""
@@ -59,19 +59,19 @@ def initial_name(settings: Sequence[Setting], criterion: Criterion) -> str:
 
 def _final_text(settings: Sequence[Setting], criterion: Criterion) -> str:
     split, word = criterion.split.capitalize(), criterion.quantity.title
-    text = f"{split} {word}".strip().capitalize() + " of the global model when last evaluated"
+    text = f"{split} {word}".strip().capitalize() + " of the global model at the last evaluation"
     if max(len(setting.runs) for setting in settings) > 1:
         text += ", mean ± standard deviation over the seeds"
     if len(criterion.objectives) > 1:
         text += f". The worst is the {criterion.worst_how} of the objectives, taken in each run"
     scores = further_scores(settings, criterion)
     if criterion.has_kl(settings):
-        text += ". Scores beside the objectives are raw; KL is in nats per reply"
+        text += ". Scores other than the objectives are raw; KL is in nats per reply"
     return f"{text}. {criterion.quantity.help} {score_notes(scores)}".strip()
 
 
 def spread(values: Sequence[float | None] | np.ndarray) -> str:
-    """Returns mean ± standard deviation over the seeds, or how many runs diverged.
+    """Returns mean ± standard deviation over the seeds, or the number of runs that diverged.
 
     >>> spread([0.25, 0.75]).replace(formats.NBSP, " "), spread([0.5]), spread([])
     ('0.50 ± 0.35', '0.500', '–')
@@ -105,21 +105,21 @@ def summary_table(
 
 
 def difference_table(settings: Sequence[Setting], criterion: Criterion) -> Table:
-    """Returns how much higher the settings end than the first of them, paired by seed."""
+    """Returns the differences of final values from the first setting, paired by seed."""
     first, *others = settings
     columns = final_columns(settings, criterion)
     rows = [[s.name, *(_difference(column, s, first) for column in columns)] for s in others]
     return Table(
         f"Differences from {first.name}",
-        "Final models, mean over the seeds that both have, with the 90 % interval of Student's t "
-        "over the differences by seed: each end is a one-sided bound at 95 %.",
+        "Final models, mean difference over the seeds that both settings have, with its 90 % "
+        "interval by Student's t: each end is a one-sided bound at 95 %.",
         ["setting", *(column.heading for column in columns)],
         rows,
     )
 
 
 def _difference(column: Column, setting: Setting, first: Setting) -> str:
-    # aligned by seed: seeds that only one setting has become NaN and drop out
+    # subtraction aligns by seed: seeds that only one setting has become NaN and drop out
     changes = (column.ends(setting) - column.ends(first)).dropna()
     if len(changes) < 2:
         return formats.MISSING
@@ -140,13 +140,13 @@ def further_texts(settings: Sequence[Setting], criteria: Sequence[Criterion]) ->
         "rounds to the target loss": lambda: _rounds(settings, losses[0]) if losses else {},
     }
     texts: dict[str, Mapping[str, str]] = {}
-    for what, draw in draws.items():
-        texts |= drawn(f"The column of {what}", draw, instead=lambda note: {})
+    for heading, draw in draws.items():
+        texts |= drawn(f"The column of {heading}", draw, instead=lambda note: {})
     return texts
 
 
 def trained_alone(settings: Sequence[Setting], criterion: Criterion) -> dict[str, Setting]:
-    """Returns the setting that trains one objective alone, by objective: one fixed weight of 1."""
+    """Returns the settings that train a single objective, by objective: one weight is not 0."""
     alone = {}
     for setting in settings:
         weights = (setting.method.get("strategy") or {}).get("weights")
@@ -156,7 +156,7 @@ def trained_alone(settings: Sequence[Setting], criterion: Criterion) -> dict[str
 
 
 def least_values(settings: Sequence[Setting], criterion: Criterion) -> list[float] | None:
-    """Returns each objective's final value where it is trained alone; None if one is not known."""
+    """Returns each objective's final value when trained alone; None if one is unknown."""
     alone, reference = trained_alone(settings, criterion), []
     for index, name in enumerate(criterion.objectives):
         values = criterion.mean(alone[name]) if name in alone else None
@@ -183,9 +183,9 @@ def _relative_loss(settings: Sequence[Setting], criterion: Criterion) -> Texts:
 
 
 def user_values(setting: Setting, criterion: Criterion) -> Frame:
-    """Returns the users' final accuracies, [S, C], of runs that all have some.
+    """Returns the users' final accuracies, [S, C]; empty unless all runs have some.
 
-    A user that a seed's partition left without a sample is NaN there.
+    NaN marks users that got no sample in a seed's partition.
     """
     name = criterion.beside("users")
     columns = {user: setting.ends(name, [user])[user] for user in setting.objectives_with(name)}
@@ -195,7 +195,7 @@ def user_values(setting: Setting, criterion: Criterion) -> Frame:
 
 
 def _users(settings: Sequence[Setting], criterion: Criterion) -> Texts:
-    """Returns the users' final accuracies in per cent, or their spread where they are many."""
+    """Returns the users' final accuracies in per cent, or their spread if there are many users."""
     users = {s.name: own for s in settings if len((own := user_values(s, criterion)).columns)}
     if not users:
         return {}
@@ -220,7 +220,7 @@ def _users(settings: Sequence[Setting], criterion: Criterion) -> Texts:
 
 
 def _rounds(settings: Sequence[Setting], losses: Criterion) -> Texts:
-    """Returns the rounds in which each loss came down to the target, means over the seeds."""
+    """Returns the number of rounds until each loss reached the target, means over the seeds."""
     columns: dict[str, dict[str, str]] = {}
     for setting in (setting for setting in settings if setting.records):
         config = setting.records[0].settings
@@ -246,7 +246,7 @@ def _rounds(settings: Sequence[Setting], losses: Criterion) -> Texts:
 
 
 def ledger_table(settings: Sequence[Setting]) -> Table:
-    """Returns the bytes that each setting sent, and that rivals would have sent in its place."""
+    """Returns the bytes sent by each setting, and the bytes that rivals would have uploaded."""
     columns: dict[str, list[str]] = {"setting": [setting.name for setting in settings]}
     for key, way in (("bytes_up", "up"), ("bytes_down", "down")):
         totals = [fmean(total_bytes(record, key) for record in s.records) for s in settings]
@@ -254,17 +254,14 @@ def ledger_table(settings: Sequence[Setting]) -> Table:
         means = [total / num_rounds for total, num_rounds in zip(totals, rounds, strict=True)]
         columns[f"{way} per round"] = [formats.size(mean) for mean in means]
         columns[f"{way} in total"] = [formats.size(total) for total in totals]
-    text = "Bytes as serialised, all clients together, means over the seeds."
+    text = "Serialised bytes of all clients together, means over the seeds."
     for name, rival in RIVALS.items():
         cells = [_rival_size(setting, name) for setting in settings]
         if set(cells) != {formats.MISSING}:
             columns[f"up with {name}"] = cells
             text += f" {name} would have uploaded {rival.text}."
     if len(columns) > 5:
-        text += (
-            " That is with as many clients in as many rounds, without the names and metrics that "
-            "come on top."
-        )
+        text += " These sizes assume the same clients and rounds and exclude names and metrics."
     return Table.of("Communication", text, columns)
 
 
@@ -277,7 +274,7 @@ def _rival_size(setting: Setting, name: str) -> str:
 
 
 def headlines(settings: Sequence[Setting], criterion: Criterion) -> list[str]:
-    """Returns which settings end best on average, in the worst objective, and in each objective."""
+    """Returns sentences on the best settings: on average, in the worst and in each objective."""
     finals = {s.name: own for s in settings if len(own := criterion.finals(s))}
     names, word = criterion.objectives, criterion.quantity.title
     if not finals:
@@ -292,8 +289,8 @@ def headlines(settings: Sequence[Setting], criterion: Criterion) -> list[str]:
     ]
     if len(finals) > 1 and (best := _best_by_objective(finals, criterion)):
         sentences.append(
-            f"{_superlative(criterion).capitalize()} by objective: {'; '.join(best)}. The best of "
-            f"{len(finals)} settings is a little too good by chance."
+            f"{_superlative(criterion).capitalize()} by objective: {'; '.join(best)}. As the best "
+            f"of {len(finals)} settings, these values are slightly too good by chance."
         )
     return sentences
 
@@ -309,7 +306,7 @@ def _best_by_objective(finals: Mapping[str, np.ndarray], criterion: Criterion) -
 
 
 def _ranking(subject: str, finals: Mapping[str, np.ndarray], criterion: Criterion) -> str:
-    """Returns which setting is best, which comes second, and whether the seeds tell them apart."""
+    """Returns the best and the second setting, and whether the seeds tell them apart."""
     known = {name: v for name, v in finals.items() if np.isfinite(v).all()}
     ends = {name: end for name, values in known.items() if (end := measure_of(values))}
     if not ends:
@@ -324,7 +321,7 @@ def _ranking(subject: str, finals: Mapping[str, np.ndarray], criterion: Criterio
         return f"{sentence}."
     # standard errors of independent seeds add in squares
     is_clear = abs(first.mean - second.mean) > CLEAR_Z * np.hypot(first.se, second.se)
-    return f"{sentence}{'' if is_clear else ': too near to tell them apart'}."
+    return f"{sentence}{'' if is_clear else '; the difference is not significant'}."
 
 
 def _superlative(criterion: Criterion) -> str:

@@ -70,7 +70,7 @@ class Curve:
     xs: Sequence[float] | np.ndarray
     """Rounds, [T]."""
     values: np.ndarray
-    """Of each seed, [S, T]."""
+    """Values of each seed, [S, T]."""
 
     def smoothed(self, half_life: float | None) -> Series:
         """Returns means over the seeds, of each seed's running average or of its values."""
@@ -113,9 +113,9 @@ def save_figure(figure: PaperFigure, stem: str | Path) -> list[Path]:
 def plane_figure(
     clouds: Sequence[Cloud], objectives: Sequence[str], *, base: PlanePoint | None = None
 ) -> PaperFigure:
-    """Returns the trade-off plane of `planes`; its data are one row per mean or model.
+    """Returns the trade-off plane of `planes`; its data have one row per mean or model.
 
-    With one pair of objectives it is one column wide, else two.
+    The figure is one column wide for one pair of objectives, otherwise two.
     """
     figure = static_figure(planes("plane", clouds, objectives, base=base), has_titles=False)
     names = list(dict.fromkeys(name for cloud in clouds for s in cloud.spots for name in s.facts))
@@ -150,12 +150,12 @@ def curves_figure(
     Args:
         panels: Curves by the title of their panel.
         y_title: Quantity or unit.
-        x_title: What the x-axis counts.
-        half_life: Of the running average of each seed's curve, in the steps that the curves
-            count; None draws them as they are.
+        x_title: Unit of the x-axis.
+        half_life: Half-life of the running average of each seed's curve, in units of the x-axis;
+            None: no averaging.
 
     Raises:
-        ValueError: A half-life that is not positive, or values that are not finite.
+        ValueError: The half-life is not positive, or values are not finite.
     """
     rows, drawn = [], []
     for title, curves in panels.items():
@@ -228,7 +228,7 @@ def _draw(axes: Axes, trace: Trace) -> None:
         width = POINTS_PER_PIXEL["line"] * line["width"]
         color, style = light_color(line["color"]), LINES.get(line.get("dash", "solid"), "-")
         axes.plot(xs, ys, style, color=color, linewidth=width, label=label)
-        # the legend names a line once, by its first artist
+        # the first artist of a trace carries its label, so that the legend lists it once
         label = None
     marker = trace.get("marker", {})
     if "markers" not in trace["mode"] or not isinstance(marker.get("color"), str):
@@ -273,7 +273,7 @@ def _legend(figure: Figure) -> None:
     for axes in figure.axes:
         handles, labels = axes.get_legend_handles_labels()
         entries |= dict(zip(labels, handles, strict=True))
-    if "base model" in entries:  # lines come before markers, and the base model is to be last
+    if "base model" in entries:  # matplotlib lists lines before markers; the base model goes last
         entries["base model"] = entries.pop("base model")
     if len(entries) > 1:
         figure.legend(

@@ -25,11 +25,11 @@ COLORS = (
     *(f"var(--client-{place})" for place in (0, 1, 7)),
 )
 DASHES = ("solid", "dash", "dot")
-"""Dashes distinguish lines beyond the number of colours."""
+"""Dash styles, which distinguish lines once all colours are used."""
 
 How = Literal["mean", "lowest", "highest"]
 Frame = Any
-"""A pandas.DataFrame: without stubs, type checkers take most of its methods for something else."""
+"""A pandas.DataFrame; Any, since type checkers infer wrong types of most methods without stubs."""
 SeriesKey = tuple[int, str, str, str]
 """Round, client, objective and quantity of a value."""
 
@@ -38,14 +38,14 @@ SeriesKey = tuple[int, str, str, str]
 
 
 def measured(rows: Iterable[Row], objectives: Sequence[str]) -> dict[SeriesKey, list[float | None]]:
-    """Returns the numbers of valid rows, value and standard error by place, by rising round.
+    """Returns value and standard error of every number in valid rows, by rising round.
 
     The client is empty for numbers of the server or the global model. The name of an evaluated
     quantity starts with its split: "test/scores". Nested entries have their path as name and their
     last key as objective. Rows without a round are skipped.
     """
     numbers: dict[SeriesKey, list[float | None]] = {}
-    # rows come grouped by their kind, and the last value of a round is to count
+    # rows are grouped by kind; after sorting, the last value of a round overrides earlier ones
     for row in sorted((row for row in rows if "round" in row), key=lambda row: row["round"]):
         before = f"{row['split']}/" if "split" in row else ""
         for path, value in entries(row, objectives):
@@ -187,8 +187,8 @@ class Setting:
     def ends(self, quantity: str, objectives: Sequence[str] = ("",)) -> Frame:
         """Returns the last values of the runs that log all these objectives, by seed and objective.
 
-        A logged value that is not finite is NaN. An initial model counts as final only where a run
-        was asked for no rounds.
+        Logged values that are not finite are NaN. An initial model counts as final only in a run
+        with zero rounds.
         """
         lines = self.values(quantity)
         # a run in training was evaluated at round 0, which is not its end
@@ -222,7 +222,7 @@ class Setting:
         Args:
             quantity: Its name.
             objective: The objective, or None for all of them.
-            how: Of all objectives the mean, the lowest or the highest.
+            how: Reduction over all objectives.
         """
         by_how: dict[How, Callable[[list[float]], float]]
         by_how = {"mean": fmean, "lowest": min, "highest": max}
@@ -309,7 +309,7 @@ def quantity_panel(
 ) -> Panel:
     """Returns a quantity over the rounds or the uploaded megabytes, a line for each setting.
 
-    Settings without the quantity are skipped; further options are those of `series_of`. The title
+    Settings without the quantity are skipped; `series_of` takes the further options. The title
     defaults to the quantity's, and all lines have bands unless `num_bands` is smaller.
     """
     lines = [series_of(s, quantity.name, objective, over=over, **options) for s in settings]
@@ -339,7 +339,7 @@ def drawn_objectives(quantity: Quantity, objectives: Sequence[str]) -> Sequence[
 def mean_and_error(values: ArrayLike) -> tuple[np.ndarray, np.ndarray]:
     """Returns mean and standard error over the seeds, [S, N] to [N]; no error from one seed."""
     table = np.asarray(values, dtype=float)
-    # one seed says nothing of the spread; zeros draw no band
+    # the spread of a single seed is unknown; zeros draw no band
     if len(table) == 1:
         return table[0], np.zeros(table.shape[1])
     return table.mean(axis=0), table.std(axis=0, ddof=1) / len(table) ** 0.5
@@ -348,11 +348,11 @@ def mean_and_error(values: ArrayLike) -> tuple[np.ndarray, np.ndarray]:
 def measure_of(
     values: Sequence[float | None] | np.ndarray, *, ddof_error: bool = True
 ) -> Measure | None:
-    """Returns the mean of values of each seed, [S], with its standard error or their deviation.
+    """Returns the mean over the seeds, with its standard error or the standard deviation.
 
     Args:
-        values: NaN is ignored; without any value the result is None.
-        ddof_error: Whether the second number is the standard error, or the standard deviation.
+        values: Value of each seed, [S]; NaN is ignored, and without any value the result is None.
+        ddof_error: Return the standard error rather than the standard deviation.
     """
     known = np.asarray(values, dtype=float).ravel()
     known = known[~np.isnan(known)]
@@ -368,8 +368,8 @@ def seeds_text(settings: Sequence[Setting], *, has_errors: bool = True) -> str:
     """Returns a sentence on the means over the seeds and the errors that a figure shows."""
     counts = [len(setting.runs) for setting in settings]
     if max(counts) == 1:
-        return "One run each: the noise between seeds is not known."
-    errors = ", with one standard error to both sides" if has_errors else ""
+        return "One run each: the variation between seeds is unknown."
+    errors = " ± one standard error" if has_errors else ""
     return f"Means over {span_text(counts)} seeds{errors}."
 
 
@@ -405,15 +405,15 @@ def settings_of(runs: Mapping[str, Sequence[Record]], *, first: int = 0) -> list
         for record in setting.records[1:]:
             if not is_same_scale(start, record):
                 raise UserError(
-                    f"values of {setting.name!r} have different meanings: {start.name} and "
-                    f"{record.name} have other objectives or calibrations; run its seeds with one "
-                    "evaluation.calibration_seed."
+                    f"runs of {setting.name!r} cannot be averaged, since {start.name} and "
+                    f"{record.name} differ in objectives or calibration; run all seeds with the "
+                    "same evaluation.calibration_seed."
                 )
     return settings
 
 
 def scales(settings: Sequence[Setting]) -> list[list[Setting]]:
-    """Groups settings whose values have the same meaning."""
+    """Groups settings with the same objectives and calibrations."""
     groups: list[list[Setting]] = []
     for setting in settings:
         for group in groups:

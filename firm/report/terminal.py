@@ -27,17 +27,17 @@ def settings_in(study: Path) -> list[Setting]:
         for folder in sorted(path.parent for path in study.glob("*/seed_[0-9]*/run.json")):
             runs.setdefault(folder.parent.name, []).append(read_record(folder))
     if not runs:
-        raise UserError(f"{study} has no evaluations of a study; name the folder of one.")
+        raise UserError(f"{study} contains no evaluated runs of a study; pass a study's folder.")
     return comparable(settings_of(runs))[0]
 
 
 def print_differences(study: Path, against: str) -> None:
-    """Prints how much higher a study's settings end than one of them, paired by seed.
+    """Prints the differences of a study's final values from one setting, paired by seed.
 
     Settings with other objectives or calibrations are skipped.
 
     Raises:
-        UserError: The folder holds no study, or none of its finished runs has that setting.
+        UserError: The folder contains no study, or no finished run of that setting.
     """
     settings = settings_in(study)
     _check_setting(study, settings, against)
@@ -54,16 +54,16 @@ def print_rounds(study: Path, rounds: Sequence[int], *, against: str | None = No
     """Prints the values of a study's main criterion, such as accuracy, at given rounds.
 
     Each value is the mean over the seeds with its standard error. A second table has the
-    differences from one setting, seed by seed, and in brackets, for each seed, the measurements
-    since the previous given round at which the setting was not better.
+    differences from one setting, paired by seed. Its brackets count, for each seed, the
+    measurements since the previous given round at which the setting was not better.
 
     Args:
         study: Folder of the study.
         rounds: Rounds at which every run was evaluated.
-        against: The setting that the others are compared with; None prints no second table.
+        against: Setting to compare the others with; None prints no second table.
 
     Raises:
-        UserError: The folder has no evaluations, or a round or the setting is not among them.
+        UserError: The folder has no evaluations, or none of a given round or of the setting.
     """
     settings = settings_in(study)
     criterion = criteria_of(settings)[0]
@@ -71,7 +71,7 @@ def print_rounds(study: Path, rounds: Sequence[int], *, against: str | None = No
     rounds = sorted(rounds)
     if missing := [str(number) for number in rounds if number not in table.index]:
         raise UserError(
-            f"{study} was not evaluated at round {', '.join(missing)}; choose among "
+            f"{study} was not evaluated at round {', '.join(missing)}; choose from "
             f"{', '.join(map(str, table.index))}."
         )
     factor, digits = criterion.scale, 1 if criterion.is_percent else 3
@@ -94,14 +94,14 @@ def print_rounds(study: Path, rounds: Sequence[int], *, against: str | None = No
         counts = [f"({', '.join(map(str, span.sum()))} of {len(span)})" for span in spans]
         cells = zip(_cells(gains.loc[rounds] * factor, digits), counts, strict=True)
         lines.append([f"{setting}, {objective}", *(" ".join(cell) for cell in cells)])
-    print_table(f"\nThe same less {against}, by seed (measurements not better)", header, lines)
+    print_table(f"\nDifference from {against}, by seed (measurements not better)", header, lines)
 
 
 def _check_setting(study: Path, settings: Sequence[Setting], name: str) -> None:
     names = [setting.name for setting in settings]
     if name not in names:
         raise UserError(
-            f"{study} has no finished runs of {name!r}; choose among {', '.join(names)}."
+            f"{study} has no finished runs of {name!r}; choose from {', '.join(names)}."
         )
 
 

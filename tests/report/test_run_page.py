@@ -101,7 +101,7 @@ def test_the_page_of_a_run_that_has_just_been_created_says_so(make_run):
     run_path = make_run()
     (run_path / "metrics.jsonl").unlink()
     (run_path / "samples.jsonl").unlink()
-    assert "The run has begun" in write(run_path)
+    assert "The run has started" in write(run_path)
 
 
 def test_without_validation_prompts_the_models_are_compared_at_the_end(make_run):
@@ -110,10 +110,10 @@ def test_without_validation_prompts_the_models_are_compared_at_the_end(make_run)
         return Tags(write(run_path)).text
 
     running = page_without_validation(make_run("running", num_done=3, is_over=False))
-    assert "3 rounds of training done. The aligned model has not been compared" in running
+    assert "3 training rounds completed. The aligned model has not been compared" in running
     over = page_without_validation(make_run("over", num_done=3))
     assert "After 3 rounds on 4 clients: helpful rose" in over
-    assert "Diamonds are base and aligned model" in over
+    assert "Diamonds are the base and aligned model" in over
     assert "scored on the validation prompts" not in over
 
 
@@ -334,7 +334,7 @@ def test_true_scores_and_the_parse_rate_are_explained_where_they_stand_with_thei
 def test_the_scores_say_why_training_and_validation_lie_apart(make_run):
     text = run_page(read_record(make_run())).block("scores").text
     assert "estimator.batch_size in each of strategy.num_local_steps" in text
-    assert "A gap in round 1 is mostly one of prompts and chance" in text
+    assert "A gap in round 1 is mostly due to prompts and chance" in text
 
 
 def test_what_the_run_warned_of_at_its_start_stands_first(make_run):
@@ -428,7 +428,7 @@ def test_a_run_with_secure_aggregation_tells_what_was_hidden_at_what_price(make_
             }
     write_rows(run_path, rows)
     text = Tags(write(run_path)).text
-    assert "the 8 updates reached the server under masks, 8 MB in total" in text
+    assert "the server received the 8 updates masked, 8 MB in total" in text
     assert "only the mean of each round, over 2 or more updates" in text
     assert "took 0.250 s per round" in text
     assert "by more than 2e-09" in text

@@ -41,7 +41,7 @@ def test_a_difference_is_paired_by_seed_with_students_interval(tmp_path):
 def test_other_seeds_are_not_paired(tmp_path, seeds):
     first = [record(tmp_path, seed=s) for s in (0, 1)]
     second = [record(tmp_path, seed=s) for s in seeds]
-    with pytest.raises(ValueError, match="the same two seeds or more"):
+    with pytest.raises(ValueError, match="the same seeds, at least two"):
         difference(first, second, final_reward("a"))
 
 

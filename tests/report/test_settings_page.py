@@ -129,7 +129,7 @@ def test_without_validation_rewards_are_those_of_the_training(make_study, tmp_pa
     path = write_settings_page(tmp_path / "report.html", runs)
     curve = line(figures_in(path), "rewards-helpful", "FIRM")
     assert (curve["x"], curve["y"]) == ([1, 2, 3], pytest.approx([0.6] * 3))
-    assert "while they train" in path.read_text(encoding="utf-8")
+    assert "during training" in path.read_text(encoding="utf-8")
 
 
 def test_a_strategy_that_trains_by_objective_is_shown_with_its_servers_weights(
@@ -271,7 +271,7 @@ def test_seeds_whose_rewards_mean_different_things_write_nothing(make_study, tmp
     runs["FIRM"][1] = edited(runs["FIRM"][1], rescaled)
     place = tmp_path / "page"
     place.mkdir()
-    with pytest.raises(UserError, match="'FIRM' have different meanings"):
+    with pytest.raises(UserError, match="runs of 'FIRM' cannot be averaged"):
         write_settings_page(place / "report.html", runs)
     with pytest.raises(UserError, match="none of 1 settings"):
         write_settings_page(place / "report.html", {"FIRM": []})

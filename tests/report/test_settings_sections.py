@@ -164,7 +164,7 @@ def test_the_grey_region_and_the_correlation_are_explained_where_they_are_known(
     ]
     full = preferences_of([*wanted, *alone])
     assert "grey region" in full.text
-    assert "asked for and reached is +1.00" in full.text
+    assert "requested and reached ratios is +1.00" in full.text
     shapes = [section.panels[0].figure["layout"].get("shapes") for section in (bare, full)]
     assert shapes[0] is None
     assert len(shapes[1]) == 4

@@ -130,13 +130,13 @@ def test_a_difference_within_the_noise_of_the_seeds_is_said_to_be_none(gap, is_c
     first = runs("A", [0.5], [0.52])
     second = runs("B", [0.5 + gap], [0.52 + gap])
     sentence, _ = study(first, second).summary
-    assert ("too near" not in sentence) == is_clear
+    assert ("not significant" not in sentence) == is_clear
     assert "highest with B" in sentence
 
 
 def test_one_run_each_claims_no_difference_and_has_no_errors():
     made = study(runs("A", [0.5]), runs("B", [0.51]))
-    assert "too near" not in made.summary[0]
+    assert "not significant" not in made.summary[0]
     assert "±" not in str(made.block("final").rows)
     assert "One run each" in made.block("accuracies").text
 
@@ -145,7 +145,7 @@ def test_errors_are_promised_where_there_are_bands():
     made = study(*(runs(f"{place}", [0.4], [0.5]) for place in range(9)))
     section = made.block("accuracies")
     assert section.text.startswith(
-        "Of the global model. Means over 2 seeds, with one standard error"
+        "Global model. Means over 2 seeds ± one standard error"
     )
     assert sum("fill" in trace for trace in section.panels[0].figure["data"]) == 9
     assert made.choice.shown == {f"{place}" for place in range(8)}  # one for each colour

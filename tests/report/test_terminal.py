@@ -33,7 +33,7 @@ def test_figures_at_given_rounds_are_means_over_seeds_with_standard_errors(study
 
 def test_differences_are_paired_by_seed_and_count_what_is_not_better_in_between(study, capsys):
     main([str(study), "--rounds", "15", "5", "--against", "theirs"])
-    paired = capsys.readouterr().out.split("less theirs")[1].splitlines()
+    paired = capsys.readouterr().out.split("Difference from theirs")[1].splitlines()
     lines = [" ".join(line.split()) for line in paired]
     # 0.0 and 0.2 at round 5; 0.2 and 0.4 at round 15, after 0.3 and -0.1 at round 10
     assert "ours, left 10.0 ± 10.0 (1, 0 of 1) 30.0 ± 10.0 (0, 1 of 2)" in lines
@@ -42,10 +42,10 @@ def test_differences_are_paired_by_seed_and_count_what_is_not_better_in_between(
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--rounds", "7"], "was not evaluated at round 7; choose among 0, 5, 10, 15"),
+        (["--rounds", "7"], "was not evaluated at round 7; choose from 0, 5, 10, 15"),
         (
             ["--rounds", "5", "--against", "X"],
-            "no finished runs of 'X'; choose among ours, theirs",
+            "no finished runs of 'X'; choose from ours, theirs",
         ),
     ],
 )
@@ -66,4 +66,4 @@ def test_differences_at_the_end_are_paired_by_seed_with_intervals(study, capsys)
 def test_a_folder_without_runs_is_refused(tmp_path, capsys):
     with pytest.raises(SystemExit):
         main([str(tmp_path), "--against", "theirs"])
-    assert "name the folder of one" in capsys.readouterr().err
+    assert "pass a study's folder" in capsys.readouterr().err
