@@ -9,6 +9,7 @@ every update is unbiased by itself (QSGD, Alistarh et al. 2017, arXiv:1610.02132
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from hashlib import sha256
 from typing import Annotated, Any, ClassVar, Literal
 
 import torch
@@ -21,6 +22,7 @@ from firm.federation.messages import Update, sent_form
 from firm.federation.option import Option, Train, option
 from firm.federation.randomness import derive_seed
 from firm.federation.schema import LARGEST_ENTRY, Invalid, context, invalid, shown
+from firm.federation.serialization import pack
 from firm.fields import NOT_IN_PAPER, configuration
 from firm.gradients import QuantizingCompressor, message_from_dict, message_to_dict
 from firm.gradients.compression import FLOAT_BYTES
@@ -86,7 +88,9 @@ class UploadConfig(Option):
             if self.rounding == "nearest" and CARRIED in client.carried:
                 delta = delta + client.carried[CARRIED]
             compressor = QuantizingCompressor(bits=self.bits, rounding=self.rounding)
-            seed = derive_seed(0, "upload", client.name, request.round)
+            # θ_t tells runs of different seeds apart, and is the same when a round is repeated
+            start = sha256(pack(request.adapter)).hexdigest()
+            seed = derive_seed(0, "upload", client.name, request.round, start)
             message = compressor.compress(
                 delta[None], generator=torch.Generator().manual_seed(seed)
             )

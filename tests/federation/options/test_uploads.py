@@ -83,6 +83,22 @@ def test_random_rounding_is_right_in_the_mean_and_keeps_nothing(new_client):
     assert (rows[0] - delta).abs().max() > 5 * error  # each by itself is not right
 
 
+def test_runs_with_other_starts_round_by_other_draws_and_repeat_their_own(new_client):
+    cfg, delta = UploadConfig(bits=2, rounding="random"), _delta(_adapter(1)).float()
+
+    def rounded(shift):
+        start = {name: value + shift for name, value in START.items()}
+        request = training(start, cfg)
+        ends = [len(v.flatten()) for v in start.values()]
+        parts = dict(zip(start, delta.split(ends), strict=True))
+        adapter = {name: v + parts[name].view_as(v) for name, v in start.items()}
+        return flat(received(sent(new_client(), adapter, request), request)) - flat(start)
+
+    assert torch.equal(rounded(1.0), rounded(1.0))
+    different = (rounded(1.0) - rounded(2.0)).abs() > 0.1 * delta.abs().max()
+    assert different.float().mean() > 0.2  # a draw in five or more goes the other way
+
+
 @pytest.mark.parametrize(("bits", "share"), [(8, 0.27), (4, 0.15), (2, 0.09)])
 def test_an_upload_takes_its_bits_and_a_scale_for_every_128_numbers(bits, share, new_client):
     start = {"first": torch.zeros(256, 256)}
