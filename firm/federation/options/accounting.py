@@ -40,9 +40,10 @@ class PrivacyFigures(TypedDict):
 
 register(Quantity("privacy", kind="round", type=PrivacyFigures))
 
-_SAMPLED_ORDERS = (1.25, 1.5, 1.75, *range(2, 33), 40, 48, 64, 96, 128)
+_SAMPLED_ORDERS = (1.25, 1.5, 1.75, *range(2, 65), 80, 96, 128)
 """Orders at which sampled rounds are summed. Between whole ones their bound is only interpolated,
-and the time of each grows with its square; orders up to 256 change ε by less than 0.1 %."""
+and the time of each grows with its square. At small ε the best order is often between 32 and 64: a
+step of 8 there gives ε 0.261 for 0.237 (10 of 1,000 clients, z = 4, 16 rounds)."""
 
 
 def require_accountant() -> None:
@@ -99,6 +100,8 @@ def spend(
       client with the most rounds; sampling helps only because a client is absent from some rounds.
     - "epsilon_if_unknown", if clients are sampled: observers who see the models but not the log,
       and so do not know the participants. The run's seed reveals them, and must be kept secret too.
+      It is the smaller of two bounds, since who knows less learns no more: amplification by
+      sampling over all rounds, and none over the rounds of the client with the most of them.
     - "epsilon_server", if clients add the noise: the server, which receives their messages.
 
     Args:
@@ -127,7 +130,9 @@ def spend(
     entry = {"epsilon": _finite(_compose(models_seen, statistics, cfg.delta))}
     if len(asked) < num_clients and not has_regulars:
         sample = (len(asked), num_clients)
-        entry["epsilon_if_unknown"] = _finite(gaussian_epsilon(models, cfg.delta, sample=sample))
+        hidden = gaussian_epsilon(models, cfg.delta, sample=sample)
+        known = gaussian_epsilon(models_seen, cfg.delta)
+        entry["epsilon_if_unknown"] = _finite(min(hidden, known))
     if cfg.at == "client":
         is_covered = cfg.statistics != "exact"
         full = _compose({message: longest}, statistics, cfg.delta) if is_covered else inf

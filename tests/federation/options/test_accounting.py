@@ -112,7 +112,31 @@ def test_a_client_pays_for_its_own_rounds_alone():
         ledger, entry = spend(cfg(), ledger, updates(asked), asked=asked, num_clients=4)
     assert ledger == {"rounds": {"a": 1, "b": 2, "c": 2, "d": 1}, "sizes": [2, 2, 2]}
     assert entry["epsilon"] == gaussian_epsilon({0.5: 2}, DELTA)
-    assert entry["epsilon_if_unknown"] == gaussian_epsilon({0.5: 3}, DELTA, sample=(2, 4))
+    assert entry["epsilon_if_unknown"] == entry["epsilon"]  # three draws of 2 of 4 give more
+
+
+@pytest.mark.parametrize("multiplier", [0.5, 1.0, 2.0, 8.0])
+@pytest.mark.parametrize("at", ["server", "client"])
+def test_who_knows_less_learns_no_more(multiplier, at):
+    privacy, ledger = cfg(noise_multiplier=multiplier, at=at), {}
+    for first in range(8):  # of 8 clients, each takes part in two rounds
+        names = [f"client_{first}", f"client_{(first + 1) % 8}"]
+        ledger, entry = spend(privacy, ledger, updates(names), asked=names, num_clients=8)
+    assert 0 < entry["epsilon_if_unknown"] <= entry["epsilon"]
+
+
+def test_strong_noise_and_few_of_many_clients_are_hidden_by_the_draw():
+    entry = spent(cfg(noise_multiplier=4.0), 16, [f"client_{i}" for i in range(10)], 1000)
+    assert entry["epsilon_if_unknown"] < entry["epsilon"] / 10
+
+
+@pytest.mark.parametrize("sample", [(10, 1000), (1, 1000)])
+def test_epsilon_of_sampled_rounds_is_that_of_a_finer_choice_of_orders(sample, monkeypatch):
+    epsilon = gaussian_epsilon({2.0: 16}, DELTA, sample=sample)
+    monkeypatch.setattr(accounting, "_SAMPLED_ORDERS", tuple(range(30, 64)))
+    accounting._epsilon.cache_clear()
+    assert epsilon == pytest.approx(gaussian_epsilon({2.0: 16}, DELTA, sample=sample), rel=0.01)
+    accounting._epsilon.cache_clear()
 
 
 def test_a_client_that_failed_has_paid_all_the_same():
