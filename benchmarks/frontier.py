@@ -3,15 +3,15 @@
     python benchmarks/frontier.py runs/frontier_rates --choose
     python benchmarks/frontier.py runs/frontier --against "LoRA r = 16, float32" --markdown
 
-With --choose, settings are named "ADAPTER, rate RATE". A rate stands to choice if, in the mean over
-the seeds, the parse rate has fallen by less than 0.05 and the KL is below 3 nats. Of those the rate
-with the largest gain in the sum of the true scores is taken; in a world with neither parse rate
-nor true scores, of those below 3 nats the one with the largest gain in the sum of the rewards.
+With --choose, settings are named "ADAPTER, rate RATE". Of the rates whose KL is at most 3 nats in
+the mean over the seeds, the one with the largest gain in the sum of the rewards is taken. Both are
+those of the last round on the validation prompts: what is reported later, test prompts and true
+scores, chooses nothing (docs/protocol.md).
 
-A gain is the final model's less the base model's on the test prompts. Against a yardstick: the
-share of its mean gain that a setting keeps, and the setting's gain less --kept of the yardstick's
-(nine tenths), paired by seed, with a 90 % interval by Student's t. It keeps as much if the interval
-is above zero; with --kept 1 it is the interval of the difference.
+Otherwise a gain is the final model's less the base model's on the test prompts. Against a
+yardstick: the share of its mean gain that a setting keeps, and the setting's gain less --kept of
+the yardstick's (nine tenths), paired by seed, with a 90 % interval by Student's t. It keeps as much
+if the interval is above zero; with --kept 1 it is the interval of the difference.
 """
 
 import argparse
@@ -26,7 +26,7 @@ from firm.report.record import final_row, study_records
 from firm.report.seeds import mean_difference
 from firm.run import Sweep, print_table
 
-MAX_PARSE_FALL, MAX_KL = 0.05, 3.0
+MAX_KL = 3.0
 
 
 Gains = Mapping[str, float]
@@ -60,6 +60,23 @@ def gains(record: Record) -> Gains:
     }
 
 
+def validation_gains(record: Record) -> Gains:
+    """Returns the gain in the sum of the rewards on the validation prompts, and the KL there.
+
+    Raises:
+        ValueError: The run was not measured on validation prompts.
+    """
+    rows = record.evaluations.get("validation", [])
+    if len(rows) < 2:
+        raise ValueError(
+            f"{record.name} was not measured on validation prompts, which choose its rate; set "
+            "evaluation.num_validation_prompts and run it again."
+        )
+    first, last = (rows[at]["rewards"] for at in (0, -1))
+    gain = sum(last[name]["mean"] - first[name]["mean"] for name in record.objectives)
+    return {"rewards": gain, "kl": rows[-1]["kl"]}
+
+
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -71,13 +88,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--markdown", action="store_true", help="print tables for the docs")
     options = parser.parse_args(arguments)
     records = study_records(Sweep(options.study))
+    read = validation_gains if options.choose else gains
     by_seed = {
-        setting: {run.seed: gains(run) for run in runs} for setting, runs in records.items() if runs
+        setting: {run.seed: read(run) for run in runs} for setting, runs in records.items() if runs
     }
     show = show_markdown if options.markdown else print_table
     if options.choose:
         header, rows = chosen(by_seed)
-        show("Gains by learning rate; * is chosen", header, rows)
+        show("Gains on validation prompts by learning rate; * is chosen", header, rows)
         return
     if options.against not in by_seed:
         parser.error(f"--against must be one of {', '.join(by_seed)}, got {options.against}.")
@@ -102,21 +120,18 @@ def chosen(by_seed: Mapping[str, Mapping[int | None, Gains]]) -> tuple[list[str]
     for setting, runs in by_seed.items():
         adapter, rate = setting.rsplit(", rate ", 1)
         adapters.setdefault(adapter, {})[rate] = list(runs.values())
-    keys = measured(next(iter(adapters.values())))
-    has_truth = "true_scores" in keys
     rows = []
     for adapter, rates in adapters.items():
         able = {
-            rate: _mean(runs, "true_scores" if has_truth else "rewards")
+            rate: _mean(runs, "rewards")
             for rate, runs in rates.items()
-            if _mean(runs, "kl") < MAX_KL
-            and ("parse" not in keys or _mean(runs, "parse") > -MAX_PARSE_FALL)
+            if _mean(runs, "kl") <= MAX_KL
         }
         best = max(able, key=lambda rate: able[rate], default=None)
         for rate, runs in rates.items():
-            figures = [f"{_mean(runs, key):+.3f}" for key in keys]
+            figures = [f"{_mean(runs, key):+.3f}" for key in ("rewards", "kl")]
             rows.append([adapter, rate, *figures, str(len(runs)), "*" if rate == best else ""])
-    return ["adapter", "rate", *map(words, keys), "seeds", ""], rows
+    return ["adapter", "rate", words("rewards"), words("kl"), "seeds", ""], rows
 
 
 def means(paired: Mapping[str, Sequence[Gains]], against: str) -> tuple[list[str], list[list[str]]]:

@@ -1,8 +1,12 @@
 """Learning rates by the rule, and gains beside a yardstick's, of figures that are known."""
 
-import pytest
+from types import SimpleNamespace
 
-from benchmarks.frontier import chosen, contrasts, means
+import pytest
+import yaml
+
+from benchmarks.frontier import chosen, contrasts, means, validation_gains
+from tests.smoke import ROOT
 
 
 def runs(**figures):
@@ -15,24 +19,41 @@ def starred(by_seed):
     return [row[1] for row in chosen(by_seed)[1] if row[-1] == "*"]
 
 
-def test_of_the_rates_that_stand_to_choice_the_truth_chooses():
+def test_the_rewards_choose_among_the_rates_below_the_kl_cap():
     rates = {
-        "LoRA, rate 1": runs(true_scores=0.2, parse=-0.01, rewards=0.9),
-        "LoRA, rate 2": runs(true_scores=0.3, parse=-0.01),
-        "LoRA, rate 3": runs(true_scores=0.8, parse=-0.06),
-        "LoRA, rate 4": runs(true_scores=0.9, parse=0.0, kl=3.1),
+        "LoRA, rate 1": runs(rewards=0.1),
+        "LoRA, rate 2": runs(rewards=0.2, kl=3.0),
+        "LoRA, rate 3": runs(rewards=0.5, kl=3.1),
     }
     assert starred(rates) == ["2"]
     assert starred(dict(reversed(rates.items()))) == ["2"]
 
 
-def test_a_world_without_truth_chooses_by_rewards_and_kl():
-    rates = {
-        "LoRA, rate 1": runs(rewards=0.1),
-        "LoRA, rate 2": runs(rewards=0.2),
-        "LoRA, rate 3": runs(rewards=0.5, kl=3.1),
-    }
-    assert starred(rates) == ["2"]
+def test_what_is_reported_later_chooses_nothing():
+    """The gains that choose are those on validation prompts, without a figure of the truth."""
+
+    def row(reward, kl, truth):
+        rewards = {"a": {"mean": reward}, "b": {"mean": 0.4}}
+        return {"rewards": rewards, "scores": {"true_a": {"mean": truth}}, "kl": kl}
+
+    record = SimpleNamespace(
+        name="run",
+        objectives=("a", "b"),
+        evaluations={
+            "validation": [row(0.5, 0.0, 0.0), row(0.9, 9.0, 1.0), row(0.6, 1.5, -1.0)],
+            "test": [row(0.5, 0.0, 0.0), row(0.1, 7.0, 2.0)],
+        },
+    )
+    assert validation_gains(record) == pytest.approx({"rewards": 0.1, "kl": 1.5})
+    del record.evaluations["validation"]
+    with pytest.raises(ValueError, match="run was not measured on validation prompts"):
+        validation_gains(record)
+
+
+@pytest.mark.parametrize("name", ["frontier_rates", "hh_frontier_rates"])
+def test_the_studies_of_rates_measure_validation_prompts(name):
+    settings = yaml.safe_load((ROOT / f"configs/{name}.yaml").read_text())
+    assert settings["overrides"]["evaluation.num_validation_prompts"] >= 100
 
 
 def test_tables_have_the_figures_that_all_runs_have():
