@@ -98,13 +98,19 @@ class Lab:
 
     def train(self, name: str, overrides: Mapping[str, Any]) -> Path:
         """Returns the folder of a finished run, after training what is left of it."""
-        keys = {**COMMON, "seed": self.seed, "out": str(self.folder / name), "resume": "auto"}
-        keys |= {"evaluation.calibration_seed": CALIBRATION_SEED, **overrides}
+        folder = self.folder / name
+        state = folder / "run.json"
+        if state.exists() and json.loads(state.read_text())["status"] == "finished":
+            return folder
+        keys = {**COMMON, "seed": self.seed, "out": str(folder), "resume": "auto", **overrides}
+        keys.setdefault("evaluation.calibration_seed", CALIBRATION_SEED)
         objectives = compose(AlignmentConfig, [BASE], list(keys.items())).rewards
         known = {k: vars(own) for k, own in self._calibrations().items() if k in objectives}
-        keys = {"evaluation.calibrations": known, **keys}  # saves 256 replies, changes no map
+        keys.setdefault("evaluation.calibrations", known)
+        if known.keys() == objectives.keys():  # then these replies fit nothing
+            keys["evaluation.num_calibration_prompts"] = 2
         align(compose(AlignmentConfig, [BASE], list(keys.items())))
-        return self.folder / name
+        return folder
 
     def separate(self, share: float, **overrides: Any) -> Path:
         """Returns the adapter of the run with fixed weights (share, 1 - share)."""
