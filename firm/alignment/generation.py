@@ -14,10 +14,16 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
-from firm.alignment.adapters import set_preferences
 from firm.alignment.prompts import PromptFormat
-from firm.alignment.rows import ALONE
-from firm.alignment.sequences import INVALID_LOGPROB, TEMPERATURE_GUARD, Queries, token_logprobs
+from firm.alignment.sequences import (
+    ALONE,
+    INVALID_LOGPROB,
+    TEMPERATURE_GUARD,
+    Alone,
+    Queries,
+    set_preferences,
+    token_logprobs,
+)
 from firm.federation import Team
 from firm.fields import NOT_IN_PAPER, Hint, NumTokens, PositiveFloat, PositiveInt, configuration
 
@@ -106,7 +112,7 @@ def generate(
     tokenizer: PreTrainedTokenizerBase,
     config: RolloutConfig,
     end_ids: Sequence[int],
-    team: Team = ALONE,
+    team: Team | Alone = ALONE,
     on_token: Callable[[int], None] = lambda _: None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Returns samples of at most `max_new_tokens` tokens and their log-probabilities.

@@ -222,7 +222,9 @@ def _called(
             results.append(values)
             truncated.append(_truncated(name, reward_fn, len(arguments["completions"])))
         waiting = [at for at, values in enumerate(results) if inspect.isawaitable(values)]
-        awaited = gathered([_result(calls[at][0], results[at]) for at in waiting])
+        awaited = []
+        if waiting:
+            awaited = gathered([_result(calls[at][0], results[at]) for at in waiting])
     for at, values in zip(waiting, awaited, strict=True):
         name, reward_fn, arguments = calls[at]
         results[at] = values
@@ -510,6 +512,15 @@ class Scored:
     """Which inputs a reward model has cut, by objective, for those that say so."""
 
 
+def scored(asked: ScoringRequest) -> Scored:
+    """Returns the scores of one batch of replies.
+
+    Raises:
+        ValueError: As for ``score``.
+    """
+    return _scored_at_once([asked])[0]
+
+
 def scores_together(asked: Sequence[ScoringRequest]) -> list[Scored | ValueError]:
     """Returns the scores of each batch of replies, or the error that it raised.
 
@@ -521,7 +532,7 @@ def scores_together(asked: Sequence[ScoringRequest]) -> list[Scored | ValueError
     except ValueError as error:
         if len(asked) == 1:
             return [error]
-        return [scored for each in asked for scored in scores_together([each])]
+        return [result for each in asked for result in scores_together([each])]
 
 
 def _scored_at_once(asked: Sequence[ScoringRequest]) -> list[Scored]:

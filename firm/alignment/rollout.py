@@ -23,12 +23,14 @@ from firm.alignment.generation import (
     stop_strings,
 )
 from firm.alignment.prompts import AUTO, Prompt, PromptFormat, fitting_token_ids
-from firm.alignment.rows import ALONE, by_chunks
 from firm.alignment.sequences import (
+    ALONE,
     INVALID_LOGPROB,
+    Alone,
     Queries,
     Rollouts,
     Sequences,
+    by_chunks,
     left_padded,
     response_logprobs,
 )
@@ -67,7 +69,7 @@ class Sampler:
     """A context inside which `model` is the reference policy (adapter off)."""
     prompt_format: PromptFormat = AUTO
     """How prompts reach it, which decides where responses end if `config` leaves that open."""
-    team: Team = ALONE
+    team: Team | Alone = ALONE
     """Divides the rows among its processes; all get the whole result."""
 
     @property

@@ -1,20 +1,119 @@
 """Prompts and responses as rows of tokens, and forward passes over them."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from typing import Any
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, fields, replace
+from typing import Any, Self
 
+import numpy as np
 import torch
 
-from firm.alignment.adapters import set_preferences
 from firm.alignment.prompts import Prompt
-from firm.alignment.rows import Rows
+from firm.federation import Team
 
 INVALID_LOGPROB = 1.0
 """Log-probability at padding: equal in policy and reference, so that ratio and KL are neutral."""
 
 TEMPERATURE_GUARD = 1e-7
 """Added to every temperature, as TRL does; it is part of the bit-for-bit parity."""
+
+Index = slice | np.ndarray | torch.Tensor
+"""Which rows: a slice, or their indices."""
+
+BY_OBJECTIVE = {"axis": 1}
+"""Metadata of a tensor's field [M, B, ...], whose rows are its second axis."""
+
+
+@dataclass(frozen=True)
+class Rows:
+    """B rows: tensors [B, ...] (or ``BY_OBJECTIVE``), lists of length B, and records of B rows.
+
+    Fields of other types are common to all rows.
+    """
+
+    @property
+    def num_rows(self) -> int:
+        """Number of rows, B."""
+        first = fields(self)[0]
+        value = getattr(self, first.name)
+        if isinstance(value, Rows):
+            return value.num_rows
+        return len(value) if isinstance(value, list) else value.size(first.metadata.get("axis", 0))
+
+    @property
+    def device(self) -> torch.device:
+        """Device of the first tensor."""
+        values = (getattr(self, f.name) for f in fields(self))
+        devices = (value.device for value in values if isinstance(value, torch.Tensor | Rows))
+        return next(devices, torch.device("cpu"))
+
+    def rows(self, index: Index) -> Self:
+        """Returns the record of some of the rows, in the order of the index; tensors are copied."""
+        chosen = torch.arange(self.num_rows)[index]
+        taken = {}
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if isinstance(value, Rows):
+                value = value.rows(chosen)
+            elif isinstance(value, list):
+                value = list(map(value.__getitem__, chosen.tolist()))
+            elif isinstance(value, torch.Tensor):
+                value = value[chosen] if field.metadata.get("axis", 0) == 0 else value[:, chosen]
+            taken[field.name] = value
+        return replace(self, **taken)
+
+    def split(self, size: int | None) -> list[Self]:
+        """Returns the rows in parts of ``size``, the last one possibly smaller; None: one part."""
+        num_rows = self.num_rows
+        if size is None or size >= num_rows:
+            return [self]
+        starts = range(0, num_rows, size)
+        return [self.rows(slice(start, start + size)) for start in starts]
+
+
+class Alone:
+    """The ``Team`` of a client with one process, which has all rows and tells nobody."""
+
+    rank, size = 0, 1
+
+    def share(self, num_rows: int) -> slice:
+        """Returns all rows of a batch."""
+        return slice(num_rows)
+
+    def sum(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Returns the tensor itself."""
+        return tensor
+
+    def gather(self, content: Any) -> list[Any]:
+        """Returns the only value."""
+        return [content]
+
+    def unanimous(self) -> AbstractContextManager[None]:
+        """Opens a context without an effect: an error has nobody else to reach."""
+        return nullcontext()
+
+
+ALONE = Alone()
+
+
+def by_chunks(
+    function: Callable[[Any], torch.Tensor], rows: Rows, *, size: int, team: Team | Alone = ALONE
+) -> torch.Tensor:
+    """Returns a function's values [B, ...] for all B rows, computed ``size`` rows at a time.
+
+    Each process of the team computes its share of every chunk; all get the whole result.
+    """
+    results = []
+    for chunk in rows.split(size):
+        if team.size == 1:
+            results.append(function(chunk))
+            continue
+        own = chunk.rows(team.share(chunk.num_rows))
+        with team.unanimous():
+            result = function(own) if own.num_rows else None
+        parts = [part for part in team.gather(result) if part is not None]
+        results.append(torch.cat(parts).to(rows.device))
+    return torch.cat(results)
 
 
 @dataclass(frozen=True)
@@ -178,6 +277,17 @@ def forward(model: Any, token_ids: torch.Tensor, attention_mask: torch.Tensor) -
             hook.remove()
     output.hidden_states = (states[0] if states else output.last_hidden_state,)
     return output
+
+
+def set_preferences(model: Any, preferences: torch.Tensor | None) -> None:
+    """Sets the preferences [b, M] of the rows in a policy's next passes; None is equal shares.
+
+    They stay until others are set, since gradient checkpointing computes activations again in the
+    backward pass. An adapter that is not conditioned ignores them.
+    """
+    forward = getattr(model, "adapter_forward", None)  # an `AdapterForward`
+    if forward is not None:
+        forward.rows.preferences = preferences
 
 
 def response_logits(logits: torch.Tensor, context_length: int, temperature: float) -> torch.Tensor:

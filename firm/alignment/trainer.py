@@ -7,6 +7,7 @@ data parallelism: gradients of different clients must not be mixed.
 """
 
 import copy
+import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -20,6 +21,7 @@ from accelerate import Accelerator
 from peft import PeftModel
 from transformers import PreTrainedTokenizerBase, TrainerState
 
+from firm.alignment.adapters import forward_of
 from firm.alignment.estimators import (
     EstimatorConfig,
     Experience,
@@ -30,13 +32,12 @@ from firm.alignment.generation import RolloutConfig
 from firm.alignment.learner import Learner
 from firm.alignment.policy import adapter_parameters, set_mode
 from firm.alignment.prompts import Prompt, PromptFormat
-from firm.alignment.rewards import Judges, RewardFn, ScoringRequest, filled, scores_together
+from firm.alignment.rewards import Judges, RewardFn, ScoringRequest, filled, scored
 from firm.alignment.rollout import Sampler, encode_prompts, rollout
-from firm.alignment.rows import ALONE
-from firm.alignment.sequences import Queries, Rollouts
-from firm.alignment.stacked import StackedModel, StackedPolicy, StackedSampler
+from firm.alignment.sequences import ALONE, Alone, Queries, Rollouts
+from firm.alignment.stacked import StackedModel, StackedPolicy, StackedSampler, scored_in_lockstep
 from firm.federation import Gradients, Team
-from firm.federation.lockstep import clock, together
+from firm.federation.lockstep import clock
 from firm.gradients import combine
 
 ADAM = partial(torch.optim.AdamW, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.0, fused=True)
@@ -94,7 +95,7 @@ class MultiObjectiveTrainer:
         reward_fns: Mapping[str, RewardFn],
         num_rounds: int,
         value_model: torch.nn.Module | None = None,
-        team: Team = ALONE,
+        team: Team | Alone = ALONE,
         use_cpu: bool = False,
         stack: StackedModel | None = None,
         adam: Callable[..., torch.optim.Optimizer] = ADAM,
@@ -122,6 +123,7 @@ class MultiObjectiveTrainer:
             "model": policy,
             "parameters": list(self.adapter_parameters.values()),
             "config": rollout_config,
+            "is_linear": forward_of(policy).kind.is_linear,
             "team": team,
             "timed": self.timed,
         }
@@ -129,9 +131,11 @@ class MultiObjectiveTrainer:
         if stack is None:
             self._policy = Policy(**fields)
             self._sampler = Sampler(*sampling, team=team)
+            self._scored, self._clock = scored, time.perf_counter
         else:
             self._policy = StackedPolicy(**fields, stack=stack, adapter=self.adapter_parameters)
             self._sampler = StackedSampler(*sampling, policy=self._policy)
+            self._scored, self._clock = scored_in_lockstep, clock
         self._use_cpu = use_cpu
         self.critic = value_model or config.new_critic(policy, len(reward_fns))
         for model in filter(None, (policy, self.critic)):
@@ -235,12 +239,12 @@ class MultiObjectiveTrainer:
         asked = ScoringRequest(judges, self.objectives, prompts, completions, ids, progress)
         with self.timed("reward"):
             with self.team.unanimous():
-                scored = together(scores_together, asked, size=own.num_rows)
-            scores = torch.cat(self.team.gather(scored.scores), dim=1)  # [M, B]
+                own_scores = self._scored(asked)
+            scores = torch.cat(self.team.gather(own_scores.scores), dim=1)  # [M, B]
             rewards = judges.rewards(self.objectives, scores).to(rollouts.logprobs.device)
             rewards = filled(rewards, self.config.replies_per_prompt)
             rewards = rewards - self.config.missing_end_penalty * (~rollouts.ended)
-        return ScoredReplies(scores, rewards, scored.truncated)
+        return ScoredReplies(scores, rewards, own_scores.truncated)
 
     def minibatch_indices(self) -> Iterator[np.ndarray]:
         """Yields the row indices of every minibatch: a fresh permutation in each epoch.
@@ -318,6 +322,6 @@ class MultiObjectiveTrainer:
     @contextmanager
     def timed(self, stage: str) -> Iterator[None]:
         """Adds the seconds spent inside to `seconds[stage]`."""
-        start = clock()
+        start = self._clock()
         yield
-        self.seconds[stage] += clock() - start
+        self.seconds[stage] += self._clock() - start

@@ -1,19 +1,18 @@
-"""Sharing of Jacobians, losses, and the list of objectives that a client serves.
+"""Sharing of Jacobians.
 
 The tasks are the client side of ApproxGramJacobian, Algorithms 3, 6 and 9 of Askin et al. (2024),
 FedCMOO.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
-from itertools import islice
 from typing import Annotated, Any, ClassVar
 
 import torch
 from annotated_types import Interval, Len
 from pydantic import PlainValidator, Strict, ValidationInfo
 
-from firm.federation.client import Adapter, Batch, Client
+from firm.federation.client import Adapter, Client
 from firm.federation.messages import Answer, Request, Sizes
 from firm.federation.randomness import derive_seed
 from firm.federation.schema import (
@@ -27,6 +26,12 @@ from firm.federation.schema import (
     shown,
 )
 from firm.federation.tasks import task
+from firm.federation.training import (
+    SkippedBatches,
+    drawn_batches,
+    served_objectives,
+    start_losses,
+)
 from firm.gradients import (
     COMPRESSORS,
     JacobianMessage,
@@ -36,7 +41,6 @@ from firm.gradients import (
 )
 from firm.schema import Finite, PerObjective
 
-SkippedBatches = Annotated[int, Interval(ge=0, le=100)]
 Objective = Annotated[int, Interval(ge=0, le=99)]
 
 
@@ -188,36 +192,11 @@ def correct_gram(client: Client, request: CorrectionRequest) -> GramCorrection:
     return GramCorrection(own_gram=reply.own_gram, correction=reply.correction)
 
 
-def served_objectives(client: Client) -> tuple[int, ...]:
-    """Returns the indices of the objectives that a client has losses for.
-
-    Raises:
-        ValueError: There are none, or one does not exist.
-    """
-    count = len(client.objectives)
-    served = client.served
-    if not served or not set(served) <= set(range(count)):
-        raise ValueError(
-            f"{client.name} must serve some of the objectives 0 to {count - 1}, got {served}."
-        )
-    return served
-
-
 def shared_columns(client: Client, adapter: Adapter) -> slice:
     """Returns the Jacobian's columns shared by all objectives, as a slice with explicit ends."""
     size = sum(parameter.numel() for parameter in adapter.values())
     start, stop, _ = client.shared.indices(size)
     return slice(start, stop)
-
-
-def start_losses(client: Client) -> list[float]:
-    """Returns the client's losses at the loaded adapter, shape [M]."""
-    return [float(loss) for loss in client.losses()]
-
-
-def drawn_batches(client: Client, count: int, *, skipped: int) -> Iterator[Batch]:
-    """Returns ``count`` batches of a client, after drawing and discarding ``skipped`` batches."""
-    return islice(client.batches(skipped + count), skipped, None)
 
 
 def _rows(client: Client, request: JacobianRequest) -> tuple[torch.Tensor, list[int] | None]:

@@ -1,18 +1,18 @@
-"""Local training: a client's part of a round, as tasks that are requested by name.
+"""Local training: a client's part of a round, as a task that is requested by name.
 
-"local_training" implements Algorithm 1 of FIRM (Nourzad et al.) and, with fixed weights, every
-algorithm whose server chooses the weights; "objective_training" implements FMGDA and FSMGDA (Yang
-et al. 2023, arXiv:2310.09866).
+The task "local_training" implements Algorithm 1 of FIRM (Nourzad et al.) and, with fixed weights,
+every algorithm whose server chooses the weights.
 """
 
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial, reduce
+from itertools import islice
 from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 import torch
-from annotated_types import Len
+from annotated_types import Interval, Len
 from pydantic import PlainValidator, ValidationInfo
 
 from firm.federation.aggregation import flat
@@ -22,7 +22,6 @@ from firm.federation.messages import (
     MAX_CLIENTS,
     Answer,
     Count,
-    Examples,
     Request,
     Sizes,
     Steps,
@@ -31,28 +30,18 @@ from firm.federation.messages import (
 from firm.federation.option import OptionsByKey
 from firm.federation.schema import (
     Invalid,
-    Metrics,
     OneOf,
-    Parameters,
-    Reading,
     Text,
     context,
-    read,
     read_fields,
-)
-from firm.federation.sharing import (
-    SkippedBatches,
-    drawn_batches,
-    served_objectives,
-    shared_columns,
-    start_losses,
 )
 from firm.federation.tasks import task
 from firm.gradients import gram_matrix
 from firm.quantities import Quantity, register
-from firm.schema import ByObjective, Finite, Named, NonNegative, PerObjective
+from firm.schema import Finite, Named, NonNegative, PerObjective
 from firm.solvers import fixed_weights
 
+SkippedBatches = Annotated[int, Interval(ge=0, le=100)]
 MAX_STAGES = 50
 """Most stages that a client times."""
 WEIGHTINGS: dict[str, Callable[..., torch.Tensor]] = {}
@@ -209,71 +198,10 @@ class LocalTraining(Request):
         return replace(own, options=options)
 
 
-@dataclass(frozen=True)
-class ObjectiveUpdates(Answer):
-    """One update per objective that a client serves."""
-
-    updates: ByObjective[Parameters]
-    """θ_{s,c} by objective; at least one."""
-    num_examples: Examples
-    """Size of the client's shard."""
-    num_shared: Count
-    """How many parameters, the first ones, all objectives share."""
-    metrics: Metrics
-    """Those of each training under "by_objective"."""
-
-    def check(self, reading: Reading) -> None:
-        """Raises ``Invalid`` if there are no updates, or more shared parameters than parameters."""
-        size = reading.num_parameters
-        if not self.updates:
-            raise Invalid(f"updates are of none of {', '.join(reading.objectives)}")
-        if not 0 < self.num_shared <= size:
-            raise Invalid(f"num_shared must be from 1 to {size}, got {self.num_shared}")
-
-
-@dataclass(frozen=True, kw_only=True)
-class ObjectiveTraining(Request):
-    """Requests one update per objective, each trained independently from the server's adapter."""
-
-    task: ClassVar[str] = "objective_training"
-    answer: ClassVar[type[Answer]] = ObjectiveUpdates
-
-    num_local_steps: Steps
-    """Local steps K of each training."""
-    num_local_epochs: Steps | None = None
-    """Local epochs E of each training, in place of K."""
-
-    @property
-    def num_trainings(self) -> int:
-        """Returns M, one training per objective."""
-        return len(self.objectives)
-
-    def example(self, client: str, sizes: Sizes) -> Answer:
-        """Returns an update for each objective; see ``Request``."""
-        weights = [[1.0] * len(self.objectives)] * sizes.num_passes
-        each = {**sizes.metrics, "weights": weights}
-        return ObjectiveUpdates(
-            updates=dict.fromkeys(self.objectives, self.adapter),
-            num_examples=1000,
-            num_shared=1,
-            metrics={"by_objective": dict.fromkeys(self.objectives, each)},
-        )
-
-
-def _own_metrics(value: Any, info: ValidationInfo) -> dict[str, Any]:
-    if isinstance(value, dict) and "by_objective" in value:
-        raise Invalid(" must have no trainings of its own")
-    return read(Metrics, value, "", context(info))
-
-
-OwnMetrics = Annotated[dict[str, Any], PlainValidator(_own_metrics)]
-"""Metrics of one training among several; theirs have no trainings of their own."""
-
 register(
     Quantity("num_steps", type=Count),
     Quantity("seconds", type=Annotated[Named[NonNegative], Len(0, MAX_STAGES)]),
     Quantity("start_losses", type=PerObjective[Finite]),
-    Quantity("by_objective", type=ByObjective[OwnMetrics]),
 )
 
 
@@ -298,43 +226,10 @@ def _trained(client: Client, request: LocalTraining) -> Update:
     shared = {"start_losses": start_losses(client)} if request.share_losses else {}
     is_direct = request.weighting == "fixed" and not request.share_gram
     if request.factors is not None or (is_direct and "weighted_gradients" in client.capabilities):
-        metrics = _train_on_sum(client, request)
+        metrics = train_on_sum(client, request)
     else:
         metrics = _train_on_solves(client, request)
     return Update(client.name, client.adapter(), client.num_examples, {**metrics, **shared})
-
-
-@task(ObjectiveTraining)
-def objective_training(client: Client, request: ObjectiveTraining) -> ObjectiveUpdates:
-    """Returns one update per served objective, each trained independently from θ_t.
-
-    All objectives are trained on the same batches: the sample ξ_i^{t,k} of FSMGDA has no objective
-    index. Each objective has its own optimizer state between rounds (``Client.alone``). The next
-    round continues the random numbers of one of the trainings, which is selected by the
-    objectives' names, so that the order of the objectives has no effect.
-    """
-    start = client.state()
-    served = [client.objectives[objective] for objective in served_objectives(client)]
-    updates, metrics = {}, {}
-    for name in sorted(served):
-        client.alone(name, start)
-        client.load(request.adapter, request.round)
-        weights = [float(other == name) for other in client.objectives]
-        alone = LocalTraining(
-            **vars(request), weighting="fixed", weighting_options={"weights": weights}
-        )
-        metrics[name] = _train_on_sum(client, alone)
-        updates[name] = client.adapter()
-    return ObjectiveUpdates(
-        updates={name: updates[name] for name in served},
-        num_examples=client.num_examples,
-        num_shared=shared_columns(client, request.adapter).stop,
-        metrics={
-            **_own_losses(metrics),
-            "by_objective": {name: metrics[name] for name in served},
-            "num_steps": sum(each["num_steps"] for each in metrics.values()),
-        },
-    )
 
 
 def _train_on_solves(client: Client, request: LocalTraining) -> dict[str, Any]:
@@ -374,7 +269,7 @@ def _train_on_solves(client: Client, request: LocalTraining) -> dict[str, Any]:
     }
 
 
-def _train_on_sum(client: Client, request: LocalTraining) -> dict[str, Any]:
+def train_on_sum(client: Client, request: LocalTraining) -> dict[str, Any]:
     """Takes K steps on a weighted sum of the objectives, and returns their metrics."""
     count = len(client.objectives)
     weights = fixed_weights(
@@ -413,16 +308,6 @@ def _pulled_back(gradients: Gradients, client: Client, request: LocalTraining) -
     pull = request.proximal * (flat(client.adapter()) - flat(request.adapter))
     rows = gradients.jacobian
     return replace(gradients, jacobian=rows + pull.to(rows))
-
-
-def _own_losses(metrics: dict[str, dict[str, Any]]) -> dict[str, Any]:
-    """Returns each objective's losses in its own training, if the metrics have losses by name."""
-    losses = {
-        name: each["losses"][name]
-        for name, each in metrics.items()
-        if isinstance(each.get("losses"), dict)
-    }
-    return {"losses": losses} if losses else {}
 
 
 def _solve(
@@ -464,3 +349,28 @@ def _solve(
         "gram": gram_end - start,
         "solve": solve_end - gram_end,
     }
+
+
+def served_objectives(client: Client) -> tuple[int, ...]:
+    """Returns the indices of the objectives that a client has losses for.
+
+    Raises:
+        ValueError: There are none, or one does not exist.
+    """
+    count = len(client.objectives)
+    served = client.served
+    if not served or not set(served) <= set(range(count)):
+        raise ValueError(
+            f"{client.name} must serve some of the objectives 0 to {count - 1}, got {served}."
+        )
+    return served
+
+
+def start_losses(client: Client) -> list[float]:
+    """Returns the client's losses at the loaded adapter, shape [M]."""
+    return [float(loss) for loss in client.losses()]
+
+
+def drawn_batches(client: Client, count: int, *, skipped: int) -> Iterator[Batch]:
+    """Returns ``count`` batches of a client, after drawing and discarding ``skipped`` batches."""
+    return islice(client.batches(skipped + count), skipped, None)

@@ -35,6 +35,7 @@ from firm.alignment import (
     take_device,
 )
 from firm.alignment.attacks import as_attacker, attacked_judges
+from firm.alignment.sequences import ALONE
 from firm.federation import (
     Adapter,
     Client,
@@ -175,7 +176,7 @@ def load(
             tokenizer=tokenizer,
             reward_fns={name: reward_fns[name] for name in cfg.rewards},
             num_rounds=max(1, cfg.rounds),
-            team=processes.team(),
+            team=processes.team() or ALONE,
             use_cpu=device.type == "cpu",
         )
     check_passes(policy, cfg.policy.path)

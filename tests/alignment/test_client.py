@@ -17,12 +17,12 @@ from firm.alignment import (
 )
 from firm.alignment.prompts import prompt_of
 from firm.federation import LocalEngine, RandomStream, ServerState
+from firm.federation.objective_training import ObjectiveTraining, objective_training
 from firm.federation.strategies import STRATEGIES
 from firm.federation.strategies.fedavg import FedAvgConfig, fedavg
 from firm.federation.strategies.fedcmoo import FedCmooConfig, fedcmoo
 from firm.federation.strategies.firm import FirmConfig, firm_round
 from firm.federation.strategies.fsmgda import FsmgdaConfig, fsmgda
-from firm.federation.training import ObjectiveTraining, objective_training
 from firm.gradients import gram_matrix
 from firm.solvers import firm_weights
 from tests.cabs import PROMPTS

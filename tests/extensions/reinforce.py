@@ -16,8 +16,7 @@ from firm.alignment.estimators import (
     MinibatchGradients,
     register_estimator,
 )
-from firm.alignment.rows import BY_OBJECTIVE
-from firm.alignment.sequences import token_logprobs
+from firm.alignment.sequences import BY_OBJECTIVE, token_logprobs
 from firm.fields import configuration
 
 

@@ -20,11 +20,10 @@ from firm.alignment.adapters import (
     Lora,
     PreferenceStream,
     register_adapter,
-    set_preferences,
 )
 from firm.alignment.adapters.conditioned import ConditioningConfig
 from firm.alignment.policy import adapter_parameters, without_needless_warnings
-from firm.alignment.sequences import forward
+from firm.alignment.sequences import forward, set_preferences
 from firm.federation import RandomStream
 from firm.run import Run, UserError
 from tests import smoke

@@ -8,12 +8,13 @@ import torch
 from firm.federation import Update
 from firm.federation.engines.engine import request_sizes
 from firm.federation.messages import Request, Sizes
+from firm.federation.objective_training import ObjectiveTraining
 from firm.federation.options.privacy import PrivacyConfig
 from firm.federation.schema import Invalid, Reading, fields_of, read
 from firm.federation.serialization import pack, unpack
 from firm.federation.sharing import CorrectionRequest, JacobianRequest
 from firm.federation.tasks import TASKS
-from firm.federation.training import LocalTraining, ObjectiveTraining
+from firm.federation.training import LocalTraining
 
 ADAPTER = {"a": torch.zeros(2)}
 PRIVACY = PrivacyConfig(clip_norm=1.0, noise_multiplier=1.0, noise_seed=5)

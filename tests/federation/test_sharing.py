@@ -5,10 +5,10 @@ from firm.federation.sharing import (
     CorrectionRequest,
     JacobianRequest,
     correct_gram,
-    served_objectives,
     share_jacobian,
     shared_columns,
 )
+from firm.federation.training import served_objectives
 from firm.gradients import (
     LowRankCompressor,
     broadcast,

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from firm.federation import Client, local_training
-from firm.federation.training import LocalTraining, ObjectiveTraining, objective_training
+from firm.federation.training import LocalTraining
 from firm.gradients import gram_matrix
 from firm.solvers import firm_weights
 
@@ -163,8 +163,6 @@ def test_local_epochs_are_each_clients_own_number_of_steps(new_client, start, sa
         by_steps = local_training(new_client(), _request(start, num_local_steps=2 * count))
         assert update.metrics["num_steps"] == 2 * count
         assert same(update.adapter, by_steps.adapter)
-        alone = replace(_alone(start, num_local_steps=1), num_local_epochs=2)
-        assert objective_training(client, alone).metrics["num_steps"] == 2 * 2 * count
 
 
 def test_a_client_that_cannot_count_an_epoch_says_so(new_client, start):
@@ -202,34 +200,6 @@ def test_factors_multiply_the_fixed_weights_after_they_are_scaled(new_plain_clie
     request = _fixed(origin, (3.0, 1.0), num_local_steps=1, factors=[0.5, 2.0])
     # 4 * 0.75 * 0.5 and 4 * 0.25 * 2
     assert local_training(client, request).adapter["first"].tolist() == [1.5, 2.0]
-
-
-def _alone(start, num_local_steps):
-    return ObjectiveTraining(
-        round=1, objectives=OBJECTIVES, adapter=start.adapter, num_local_steps=num_local_steps
-    )
-
-
-def test_each_objective_is_trained_alone_from_the_same_state(new_client, start, same):
-    client = new_client()
-    content = objective_training(client, _alone(start, num_local_steps=2))
-    for index, name in enumerate(("left", "right")):
-        alone = new_client()
-        weights = [float(index == 0), float(index == 1)]
-        update = local_training(alone, _fixed(start, weights, num_local_steps=2))
-        assert same(content.updates[name], update.adapter)
-    assert client.state()["num_batches"] == 2
-    assert content.num_shared == 3
-    assert content.metrics["num_steps"] == 4
-
-
-def test_only_served_objectives_are_trained(new_client, start):
-    request = _alone(start, num_local_steps=1)
-    assert list(objective_training(new_client(served=(1,)), request).updates) == ["right"]
-    with pytest.raises(ValueError, match=r"client_0 must serve some .* 0 to 1, got \(\)"):
-        objective_training(new_client(served=()), request)
-    with pytest.raises(ValueError, match=r"got \(2,\)"):
-        objective_training(new_client(served=(2,)), request)
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,7 @@ further kinds, `forward` computes adapted layers, and `target_modules` chooses t
 """
 
 from firm.alignment.adapters.conditioned import Conditioned, PreferenceStream, preference_sampler
-from firm.alignment.adapters.forward import adapt_, forward_of, set_preferences
+from firm.alignment.adapters.forward import adapt_, forward_of
 from firm.alignment.adapters.lora import (
     ADAPTERS,
     Lora,
@@ -29,5 +29,4 @@ __all__ = [
     "forward_of",
     "preference_sampler",
     "register_adapter",
-    "set_preferences",
 ]

@@ -157,22 +157,20 @@ def gates(preferences: torch.Tensor) -> torch.Tensor:
 
 
 def weighted_by_preference(
-    coefficients: torch.Tensor, own: torch.Tensor | None, wanted: torch.Tensor | None = None
+    coefficients: torch.Tensor, own: torch.Tensor, wanted: torch.Tensor | None = None
 ) -> torch.Tensor:
     """Returns the coefficients of the replies' gradients in the rows of a Jacobian.
 
     Args:
         coefficients: Of the objectives' gradients, c_jb, shape [M, b].
-        own: The replies' preferences, shape [b, M]; None where they have none.
+        own: The replies' preferences, shape [b, M].
         wanted: Preferences to take the rows apart by, shape [K, M].
 
     Returns:
-        Without preferences the coefficients. With the replies' own the fixed weights at them, M
-        p_bj c_jb, whose mean over the objectives is Σ_j p_bj c_jb; [M, b]. With `wanted` the rows
-        1[p_b = p_k] c_jb, [K M, b], objective by objective of each preference.
+        The fixed weights at the replies' own preferences, M p_bj c_jb, whose mean over the
+        objectives is Σ_j p_bj c_jb; [M, b]. With `wanted` the rows 1[p_b = p_k] c_jb, [K M, b],
+        objective by objective of each preference.
     """
-    if own is None:
-        return coefficients
     if wanted is None:
         return coefficients * len(coefficients) * own.T.to(coefficients)
     is_at = (own[None] == wanted[:, None]).all(2)  # [K, b]

@@ -86,14 +86,3 @@ def forward_of(policy: Any) -> AdapterForward:
     if forward is None:
         policy.adapter_forward = forward = AdapterForward(Lora(LoraSettings()))
     return forward
-
-
-def set_preferences(model: Any, preferences: torch.Tensor | None) -> None:
-    """Sets the preferences [b, M] of the rows in a policy's next passes; None is equal shares.
-
-    They stay until others are set, since gradient checkpointing computes activations again in the
-    backward pass. An adapter that is not conditioned ignores them.
-    """
-    forward = getattr(model, "adapter_forward", None)
-    if forward is not None:
-        forward.rows.preferences = preferences

@@ -25,8 +25,13 @@ from firm.alignment.estimators.estimator import (
 )
 from firm.alignment.kl import KLPenalty
 from firm.alignment.policy import set_mode
-from firm.alignment.rows import BY_OBJECTIVE
-from firm.alignment.sequences import INVALID_LOGPROB, Rollouts, entropy, token_logprobs
+from firm.alignment.sequences import (
+    BY_OBJECTIVE,
+    INVALID_LOGPROB,
+    Rollouts,
+    entropy,
+    token_logprobs,
+)
 from firm.fields import NOT_IN_PAPER, BoundedInt, NonNegativeFloat, PositiveFloat, configuration
 from firm.quantities import PERCENT, Quantity, register
 from firm.schema import ByObjective, Share
@@ -166,11 +171,14 @@ class CriticFree:
             factors = reply_factors(own, whole, config, max_tokens=policy.config.max_new_tokens)
             terms = [(losses, (each * factors).to(losses)) for losses, each in terms]
             asked = rollouts.queries.preferences
-            sums = [weighted_by_preference(each, asked) @ losses for losses, each in terms]
-            values = torch.stack(sums).sum(0)
-            terms = [
-                (losses, weighted_by_preference(each, asked, preferences)) for losses, each in terms
-            ]
+            at_own = terms
+            if asked is not None:
+                at_own = [(losses, weighted_by_preference(each, asked)) for losses, each in terms]
+                terms = [
+                    (losses, weighted_by_preference(each, asked, preferences))
+                    for losses, each in terms
+                ]
+            values = torch.stack([each @ losses for losses, each in at_own]).sum(0)
             with policy.timed("backward"):
                 if weights is not None:
                     jacobian = policy.jacobian((weights @ values)[None])

@@ -12,12 +12,21 @@ from typing import Annotated, Any, Literal, Protocol, TypeVar
 
 import torch
 
-from firm.alignment.adapters import forward_of, set_preferences
 from firm.alignment.advantages import masked_mean
 from firm.alignment.generation import RolloutConfig
 from firm.alignment.kl import MAX_KL_ERROR, KLConfig
-from firm.alignment.rows import ALONE, BY_OBJECTIVE, Rows, by_chunks
-from firm.alignment.sequences import Rollouts, Sequences, forward, response_logits
+from firm.alignment.sequences import (
+    ALONE,
+    BY_OBJECTIVE,
+    Alone,
+    Rollouts,
+    Rows,
+    Sequences,
+    by_chunks,
+    forward,
+    response_logits,
+    set_preferences,
+)
 from firm.federation import Team
 from firm.fields import (
     NOT_IN_PAPER,
@@ -61,7 +70,7 @@ class MinibatchGradients:
         for mine, theirs in zip(self._tensors(), other._tensors(), strict=True):
             mine.add_(theirs)
 
-    def summed(self, team: Team) -> "MinibatchGradients":
+    def summed(self, team: Team | Alone) -> "MinibatchGradients":
         """Returns the sum over the members of a team."""
         return MinibatchGradients(
             team.sum(self.jacobian),
@@ -98,7 +107,9 @@ class Policy:
     """The adapter's, d entries together."""
     config: RolloutConfig
     """Temperature, and rows of a forward pass."""
-    team: Team = ALONE
+    is_linear: bool = True
+    """Whether the adapter's parameters are all matrices of linear layers."""
+    team: Team | Alone = ALONE
     """Processes that divide the rows of a batch."""
     timed: Callable[[str], AbstractContextManager[Any]] = nullcontext
     """Opens a context whose seconds count for a stage."""
@@ -126,7 +137,7 @@ class Policy:
         One backward pass gives them all, unless the kind of adapter has parameters other than
         matrices.
         """
-        if not forward_of(self.model).kind.is_linear:
+        if not self.is_linear:
             return BackwardPasses(self.parameters)
         return PerSequenceGradients(self.model, self.parameters)
 

@@ -27,8 +27,8 @@ from firm.alignment.estimators.estimator import (
 )
 from firm.alignment.kl import KLPenalty
 from firm.alignment.policy import set_mode
-from firm.alignment.rows import BY_OBJECTIVE
 from firm.alignment.sequences import (
+    BY_OBJECTIVE,
     INVALID_LOGPROB,
     Rollouts,
     Sequences,

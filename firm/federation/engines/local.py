@@ -5,9 +5,11 @@ It is the default, and the reference for the other engines.
 
 import logging
 import threading
+import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -25,7 +27,6 @@ from firm.federation.engines.engine import (
 )
 from firm.federation.engines.states import ClientStates, MemoryStates
 from firm.federation.engines.time_limit import GRACE, time_limit
-from firm.federation.lockstep import clock
 from firm.federation.messages import Request
 from firm.federation.serialization import pack
 from firm.federation.tasks import TASKS
@@ -64,6 +65,8 @@ class LocalEngine:
         ValueError: Two clients have the same name or different objectives, there is no worker, or
             the time limit is not positive or cannot be enforced.
     """
+
+    _clock = staticmethod(time.perf_counter)
 
     def __init__(
         self,
@@ -148,9 +151,9 @@ class LocalEngine:
         self, request: Request, size_of: Callable[[str], int], name: str
     ) -> Reply | Failure:
         self._tell("client_started", client=name, round=request.round)
-        start = clock()
+        start = self._clock()
         outcome = self._run(request, size_of, name)
-        seconds = clock() - start
+        seconds = self._clock() - start
         tell_finished(self._tell, outcome, request.round, seconds=seconds)
         return outcome
 
@@ -158,13 +161,18 @@ class LocalEngine:
         with self._event_lock:
             self._on_event(event, **info)
 
+    def _limit(self, name: str) -> AbstractContextManager[None]:
+        if self._timeout is None:
+            return nullcontext()
+        return time_limit(self._timeout, name, interrupt=self._interrupt)
+
     def _run(self, request: Request, size_of: Callable[[str], int], name: str) -> Reply | Failure:
         client, accepted_round = self._clients[name], request.accepted.get(name, 0)
         accepted_state = self._states.read(name, accepted_round)
         self._states.forget(name, accepted_round)  # an older pending state was rejected
         bytes_down = size_of(name)
         try:
-            with time_limit(self._timeout, name, interrupt=self._interrupt):
+            with self._limit(name):
                 _restore(client, accepted_state)
                 content = TASKS[request.task].function(client, request.of(name))
                 state = _state_of(client)

@@ -97,10 +97,12 @@ class Processes:
         """Returns whether the process of this rank sends the replies of its clients."""
         return rank % self.per_client == 0
 
-    def team(self) -> "Team":
-        """Returns the processes that work on the same clients as this one."""
+    def team(self) -> "Team | None":
+        """Returns the processes that work on the same clients as this one; None if it is alone."""
+        if self.per_client == 1:
+            return None
         group = None
-        for first in range(0, self.size, self.per_client) if self.per_client > 1 else ():
+        for first in range(0, self.size, self.per_client):
             members = list(range(first, first + self.per_client))
             made = dist.new_group(members, timeout=_PATIENCE)  # every process makes every group
             if self.rank in members:
@@ -172,15 +174,15 @@ class Processes:
 
 @dataclass(frozen=True)
 class Team:
-    """Processes that work together on the same clients; a team of one does not communicate.
+    """Processes, two or more, that work together on the same clients.
 
     All members run the same task at the same time: when one calls a method of the team, all must
     call it, in the same order.
     """
 
-    rank: int = 0
+    rank: int
     """This process's place in the team."""
-    size: int = 1
+    size: int
     """How many they are."""
     group: Any = None
     """Their process group."""
@@ -192,16 +194,13 @@ class Team:
 
     def sum(self, tensor: torch.Tensor) -> torch.Tensor:
         """Returns the sum of all members' tensors, which must have the same shape."""
-        if self.size > 1:
-            tensor = tensor.clone()
-            with self._connected():
-                dist.all_reduce(tensor, group=self.group)
-        return tensor
+        total = tensor.clone()
+        with self._connected():
+            dist.all_reduce(total, group=self.group)
+        return total
 
     def gather(self, content: Any) -> list[Any]:
         """Returns the values of all members in order of rank; any value that `pack` accepts."""
-        if self.size == 1:
-            return [content]
         packed = torch.frombuffer(bytearray(pack(content)), dtype=torch.uint8)
         lengths = torch.zeros(self.size, dtype=torch.int64)
         lengths[self.rank] = len(packed)
@@ -231,9 +230,6 @@ class Team:
         A member's own error is raised unchanged, another member's as ``RuntimeError``. So no member
         waits for one that has given up.
         """
-        if self.size == 1:
-            yield
-            return
         error = None
         try:
             yield

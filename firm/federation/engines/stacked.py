@@ -7,7 +7,7 @@ from typing import Any
 from firm.federation.client import Client, Failure, Reply
 from firm.federation.engines.engine import divided, engine, request_sizes
 from firm.federation.engines.local import LocalEngine
-from firm.federation.lockstep import lockstep
+from firm.federation.lockstep import clock, lockstep
 from firm.federation.messages import Request
 
 MAX_ROWS = 128
@@ -32,6 +32,8 @@ class StackedEngine(LocalEngine):
     Raises:
         ValueError: As for ``LocalEngine``, or a time limit is given.
     """
+
+    _clock = staticmethod(clock)
 
     def __init__(
         self,

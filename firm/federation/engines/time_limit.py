@@ -16,7 +16,7 @@ GRACE = 10.0
 
 
 @contextmanager
-def time_limit(seconds: float | None, name: str, *, interrupt: bool = True) -> Iterator[None]:
+def time_limit(seconds: float, name: str, *, interrupt: bool = True) -> Iterator[None]:
     """Interrupts work that exceeds a time limit, and ends the process if that has no effect.
 
     Python code is interrupted by the signal SIGALRM, which only the program's main thread receives.
@@ -26,9 +26,6 @@ def time_limit(seconds: float | None, name: str, *, interrupt: bool = True) -> I
     Raises:
         TimeLimitError: The limit has passed.
     """
-    if seconds is None:
-        yield
-        return
 
     def give_up(signum: int, frame: FrameType | None) -> NoReturn:
         raise TimeLimitError(f"it has not finished within {seconds:g} s")

@@ -19,11 +19,11 @@ from firm.federation.aggregation import moved, server_step, shares, update_matri
 from firm.federation.client import Reply
 from firm.federation.engines.engine import Engine
 from firm.federation.messages import Request, Update
+from firm.federation.objective_training import ObjectiveTraining, ObjectiveUpdates
 from firm.federation.rivals import RIVALS, Rival
 from firm.federation.rounds import Round
 from firm.federation.server import ServerState, too_long
 from firm.federation.strategy import StrategyConfig, strategy
-from firm.federation.training import ObjectiveTraining, ObjectiveUpdates
 from firm.fields import PositiveFloat, configuration
 from firm.gradients import gram_matrix
 from firm.solvers import min_norm_weights

@@ -22,7 +22,7 @@ from firm.alignment.generation import RolloutConfig
 from firm.alignment.policy import PolicyConfig, adapter_parameters, add_adapter
 from firm.alignment.prompts import Prompt
 from firm.alignment.sequences import Queries, Rollouts, response_logprobs
-from firm.federation.training import ObjectiveTraining
+from firm.federation.objective_training import ObjectiveTraining
 from firm.gradients import PerSequenceGradients
 from firm.jobs.alignment_config import AlignmentConfig
 from firm.jobs.plan.passes import minibatch_share, preferences_of_minibatch, rollouts, updates

@@ -13,13 +13,12 @@ from firm.alignment.adapters import (
     Lora,
     LoraSettings,
     adapt_,
-    set_preferences,
 )
 from firm.alignment.adapters.conditioned import ConditioningConfig, PreferenceStream, fold
 from firm.alignment.generation import generate
 from firm.alignment.policy import adapter_parameters, load_adapter_
 from firm.alignment.rewards import Judges
-from firm.alignment.sequences import Sequences, forward, response_logprobs
+from firm.alignment.sequences import Sequences, forward, response_logprobs, set_preferences
 from firm.federation import LocalEngine, RandomStream, ServerState
 from firm.federation.engines.stacked import StackedEngine
 from firm.federation.strategies.fedavg import FedAvgConfig, fedavg

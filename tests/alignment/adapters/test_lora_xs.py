@@ -18,14 +18,13 @@ from firm.alignment import (
 )
 from firm.alignment.adapter_files import save_adapter, save_folded
 from firm.alignment.adapters import lora_xs as module
-from firm.alignment.adapters import set_preferences
 from firm.alignment.adapters.conditioned import ConditioningConfig
 from firm.alignment.policy import (
     adapter_parameters,
     load_adapter_,
     without_needless_warnings,
 )
-from firm.alignment.sequences import forward, response_logprobs
+from firm.alignment.sequences import forward, response_logprobs, set_preferences
 from firm.federation import LocalEngine, RandomStream, ServerState
 from firm.federation.engines.stacked import StackedEngine
 from firm.federation.strategies.firm import FirmConfig, firm_round

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from firm.alignment.rows import BY_OBJECTIVE, Rows, by_chunks
+from firm.alignment.sequences import ALONE, BY_OBJECTIVE, Rows, by_chunks
 from firm.federation import Team
 
 
@@ -58,7 +58,7 @@ def test_a_split_has_every_row_once_in_order(record, size, sizes):
     assert torch.cat([part.numbers for part in parts]).equal(record.numbers)
 
 
-class Alone(Team):
+class WithIdle(Team):
     """A team whose other members have nothing to do."""
 
     def share(self, num_rows):
@@ -71,7 +71,7 @@ class Alone(Team):
         return [content, None]
 
 
-@pytest.mark.parametrize("team", [Team(), Alone(0, 2)])
+@pytest.mark.parametrize("team", [ALONE, WithIdle(0, 2)])
 def test_chunks_give_what_the_whole_gives(record, team):
     sizes = []
 
