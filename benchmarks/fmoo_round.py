@@ -42,7 +42,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from firm.federation import LocalEngine, ServerState
 from firm.federation.partition import balanced_dirichlet_partition
-from firm.federation.sampling import sample_clients
+from firm.federation.rounds import sample_clients
 from firm.federation.strategies import STRATEGIES
 from firm.federation.strategies.fedcmoo import FedCmooConfig
 from firm.federation.strategies.fedcmoo_pref import FedCmooPrefConfig

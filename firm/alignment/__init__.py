@@ -16,6 +16,7 @@ from firm.alignment.adapter_files import (
 )
 from firm.alignment.adapters import LoraSettings
 from firm.alignment.adapters.target_modules import default_target_modules
+from firm.alignment.advantages import KLConfig
 from firm.alignment.build import build_trainer
 from firm.alignment.client import AlignmentClient
 from firm.alignment.estimators import EstimatorConfig, PPOConfig
@@ -28,7 +29,7 @@ from firm.alignment.evaluation import (
     sample_replies,
 )
 from firm.alignment.generation import RolloutConfig
-from firm.alignment.kl import KLConfig, kl_alarm, mismatch_alarm, ratio_alarm
+from firm.alignment.kl_alarms import kl_alarm, mismatch_alarm, ratio_alarm
 from firm.alignment.policy import (
     PolicyConfig,
     borrowed,

@@ -17,8 +17,8 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from firm.alignment.adapter_files import Reference
+from firm.alignment.advantages import kl_penalty
 from firm.alignment.generation import RolloutConfig
-from firm.alignment.kl import kl_penalty
 from firm.alignment.prompt_data import loose_text
 from firm.alignment.prompts import Prompt, PromptFormat
 from firm.alignment.rewards import Calibration, RewardFn, score, values_or_none

@@ -23,13 +23,13 @@ from transformers import PreTrainedTokenizerBase, TrainerState
 
 from firm.alignment.adapters import forward_of
 from firm.alignment.estimators import (
+    Estimator,
     EstimatorConfig,
     Experience,
     Policy,
 )
 from firm.alignment.evaluation import Replies, sample_replies
 from firm.alignment.generation import RolloutConfig
-from firm.alignment.learner import Learner
 from firm.alignment.policy import adapter_parameters, set_mode
 from firm.alignment.prompts import Prompt, PromptFormat
 from firm.alignment.rewards import Judges, RewardFn, ScoringRequest, filled, scored
@@ -54,6 +54,32 @@ class ScoredReplies:
     """Calibrated, less the penalty of replies without an end, [M, B]."""
     truncated: dict[str, list[bool]]
     """Which of this process's replies were cut for whom, by objective."""
+
+
+@dataclass(eq=False)
+class Learner:
+    """An estimator with its parameters, and the adapter's optimizer.
+
+    The optimizer is bound to the one adapter in the model but has its own moments: clients take
+    turns by copying their adapters in, and each passes its learner to the trainer's stages.
+    """
+
+    estimator: Estimator
+    actor_optimizer: torch.optim.Optimizer
+    num_steps: int = 0
+    """Optimizer steps since it was made or restored."""
+
+    def state(self) -> dict[str, Any]:
+        """Returns a deep copy of everything that training changes."""
+        optimizer = self.actor_optimizer.state_dict()
+        return copy.deepcopy({"estimator": self.estimator.state(), "actor_optimizer": optimizer})
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Restores a state that `state()` returned; the given state is not modified."""
+        state = copy.deepcopy(state)
+        self.actor_optimizer.load_state_dict(state["actor_optimizer"])
+        self.estimator.restore(state["estimator"])
+        self.num_steps = 0
 
 
 class MultiObjectiveTrainer:

@@ -12,8 +12,7 @@ import torch
 
 from firm.federation.client import Reply, State
 from firm.federation.messages import DECIDED_BY_SERVER, Request
-from firm.federation.rounds import Round, losses_problem
-from firm.federation.sampling import sample_clients
+from firm.federation.rounds import Round, losses_problem, sample_clients
 from firm.federation.server import ServerState
 from firm.federation.sharing import CorrectionRequest, JacobianRequest, JacobianShare
 from firm.federation.strategy import StrategyConfig

@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Self, TypeVar
 import torch
 from pydantic import PlainValidator, ValidationInfo
 
+from firm.federation.aggregation import Transform
 from firm.federation.client import Adapter, Client, Reply
 from firm.federation.messages import Request, Update
 from firm.federation.schema import Invalid, context, invalid, read_record, shown
-from firm.federation.transforms import Transform
 
 if TYPE_CHECKING:
     from firm.federation.engines.engine import Engine

@@ -6,12 +6,11 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 from annotated_types import Ge
 
-from firm.federation.aggregation import Aggregation
+from firm.federation.aggregation import Aggregation, Count, Mean, ServerStep, Transform, chain
 from firm.federation.client import Capability, Client, missing
 from firm.federation.messages import Request
 from firm.federation.option import Option
 from firm.federation.training import LocalTraining
-from firm.federation.transforms import Count, Mean, ServerStep, Transform, chain
 from firm.fields import (
     NOT_IN_PAPER,
     BoundedInt,

@@ -24,8 +24,7 @@ from firm.gradients.compression import (
     RandomMaskCompressor,
     TopKCompressor,
 )
-from firm.gradients.gram import combine, gram_matrix
-from firm.gradients.jacobian import jacobian
+from firm.gradients.jacobian import combine, gram_matrix, jacobian
 from firm.gradients.messages import COMPRESSORS, message_from_dict, message_to_dict
 from firm.gradients.per_sequence import BackwardPasses, PerSequenceGradients
 from firm.gradients.quantization import QuantizingCompressor

@@ -16,7 +16,7 @@ from typing import Literal
 import torch
 
 from firm.gradients.compression import Compressor, JacobianMessage, checked_jacobian
-from firm.gradients.gram import CHUNK, gram_matrix
+from firm.gradients.jacobian import CHUNK, gram_matrix
 
 
 @dataclass(frozen=True)

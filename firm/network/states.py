@@ -5,7 +5,7 @@ import shutil
 from pathlib import Path
 
 from firm.federation.client import State
-from firm.federation.engines.states import StateMissing
+from firm.federation.engines.local import StateMissing
 from firm.federation.outside import check_name
 from firm.run.checkpoint import load_state, save_state
 

@@ -1,16 +1,28 @@
+import dataclasses
+
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from firm.alignment.advantages import gae, masked_mean, shaped_rewards, whiten, whiten_together
-from firm.alignment.kl import kl_penalty
+from firm.alignment import KLConfig
+from firm.alignment.advantages import (
+    adapted_kl_coefficient,
+    gae,
+    kl_penalty,
+    masked_mean,
+    shaped_rewards,
+    whiten,
+    whiten_together,
+)
 from tests.draws import draw_mask, draw_normal
 
 seeds = st.integers(0, 2**32)
 sizes = st.tuples(st.integers(1, 4), st.integers(2, 7))  # B, T
 fractions = st.floats(0, 1)
 examples = settings(max_examples=30, derandomize=True)
+
+ADAPTIVE = KLConfig(controller="adaptive", target=0.03, horizon=10_000)
 
 
 @examples
@@ -244,3 +256,29 @@ def test_a_sum_on_a_shared_scale_is_the_advantage_of_the_summed_reward():
     # where each is whitened by itself, the sum is another one
     apart = (weights * torch.stack([whiten(row, mask) for row in values])).sum(0)
     assert not torch.allclose(apart / of_sum, (apart / of_sum)[0, 0].expand(8, 6), rtol=1e-2)
+
+
+def test_an_adapted_coefficient_by_hand():
+    # error 0.033 / 0.03 - 1 = 0.1; 0.2 * (1 + 0.1 * 16 / 10_000)
+    adapted = adapted_kl_coefficient(0.2, 0.033, num_responses=16, config=ADAPTIVE)
+    assert adapted == pytest.approx(0.200032, rel=1e-12)
+
+
+@pytest.mark.parametrize("kl", [0.0, 0.03, 5.0])
+def test_a_fixed_coefficient_stays(kl):
+    config = KLConfig(controller="fixed", target=0.03)
+    assert adapted_kl_coefficient(0.2, kl, num_responses=16, config=config) == 0.2
+
+
+def test_an_adaptive_coefficient_rises_above_the_target_falls_below_it_and_rests_on_it():
+    def adapted(kl):
+        return adapted_kl_coefficient(0.2, kl, num_responses=16, config=ADAPTIVE)
+
+    assert adapted(0.029) < adapted(0.03) == 0.2 < adapted(0.031) < adapted(0.032)
+
+
+@pytest.mark.parametrize(("kl", "factor"), [(0.036, 1.2), (3.0, 1.2), (0.024, 0.8), (-3.0, 0.8)])
+def test_the_deviation_counts_for_at_most_a_fifth(kl, factor):
+    config = dataclasses.replace(ADAPTIVE, horizon=16)
+    adapted = adapted_kl_coefficient(0.2, kl, num_responses=16, config=config)
+    assert adapted == pytest.approx(0.2 * factor)

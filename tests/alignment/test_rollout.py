@@ -8,8 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import GenerationConfig
 
+from firm.alignment.advantages import kl_penalty
 from firm.alignment.generation import RolloutConfig, end_token_ids, find_ends, generate
-from firm.alignment.kl import kl_penalty
 from firm.alignment.prompts import Prompt, PromptFormat
 from firm.alignment.rollout import Sampler, encode_prompts, rollout
 from firm.alignment.sequences import (

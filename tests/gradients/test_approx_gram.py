@@ -19,7 +19,7 @@ from firm.gradients.compression import (
     RandomMaskCompressor,
     TopKCompressor,
 )
-from firm.gradients.gram import CHUNK
+from firm.gradients.jacobian import CHUNK
 from firm.gradients.messages import COMPRESSORS
 from firm.gradients.quantization import QuantizingCompressor
 from firm.gradients.sketch import CountSketchCompressor, HybridCompressor

@@ -10,7 +10,7 @@ from firm.federation.attackers import Attacker, UpdateAttack
 from firm.federation.engines import check_engine
 from firm.federation.engines.engine import ENGINES
 from firm.federation.options.robust import RULES, RobustConfig
-from firm.federation.sampling import sample_clients
+from firm.federation.rounds import sample_clients
 from firm.federation.tasks import TASKS
 from firm.fmoo.config import by_name
 from firm.fmoo.data import DATASETS

@@ -13,7 +13,7 @@ import torch
 from annotated_types import Ge, Interval
 
 from firm.alignment.adapters.conditioned import weighted_by_preference
-from firm.alignment.advantages import masked_mean
+from firm.alignment.advantages import KLPenalty, masked_mean
 from firm.alignment.estimators.estimator import (
     LOG_RATIO,
     EstimatorConfig,
@@ -23,7 +23,6 @@ from firm.alignment.estimators.estimator import (
     mean_square_log_ratio,
     register_estimator,
 )
-from firm.alignment.kl import KLPenalty
 from firm.alignment.policy import set_mode
 from firm.alignment.sequences import (
     BY_OBJECTIVE,

@@ -12,9 +12,8 @@ from typing import Annotated, Any, Literal, Protocol, TypeVar
 
 import torch
 
-from firm.alignment.advantages import masked_mean
+from firm.alignment.advantages import MAX_KL_ERROR, KLConfig, masked_mean
 from firm.alignment.generation import RolloutConfig
-from firm.alignment.kl import MAX_KL_ERROR, KLConfig
 from firm.alignment.sequences import (
     ALONE,
     BY_OBJECTIVE,

@@ -15,7 +15,14 @@ from transformers import (
     AutoModelForSequenceClassification,
 )
 
-from firm.alignment.advantages import gae, masked_mean, shaped_rewards, whiten, whiten_together
+from firm.alignment.advantages import (
+    KLPenalty,
+    gae,
+    masked_mean,
+    shaped_rewards,
+    whiten,
+    whiten_together,
+)
 from firm.alignment.estimators.estimator import (
     LOG_RATIO,
     EstimatorConfig,
@@ -25,7 +32,6 @@ from firm.alignment.estimators.estimator import (
     mean_square_log_ratio,
     register_estimator,
 )
-from firm.alignment.kl import KLPenalty
 from firm.alignment.policy import set_mode
 from firm.alignment.sequences import (
     BY_OBJECTIVE,

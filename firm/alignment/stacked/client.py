@@ -7,7 +7,7 @@ from typing import Any, Self
 import torch
 
 from firm.alignment.estimators.estimator import Policy
-from firm.alignment.rewards import ScoringRequest, Scored, scores_together
+from firm.alignment.rewards import Scored, ScoringRequest, scores_together
 from firm.alignment.rollout import Sampler
 from firm.alignment.sequences import Queries, Sequences
 from firm.alignment.stacked.model import Losses, StackedModel, Weighted

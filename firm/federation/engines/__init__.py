@@ -1,10 +1,9 @@
 """Engines run clients: they deliver a strategy's requests and count the bytes."""
 
 from firm.federation.engines.engine import ENGINES, Engine, check_engine, engine
-from firm.federation.engines.local import LocalEngine
+from firm.federation.engines.local import ClientStates, LocalEngine, MemoryStates
 from firm.federation.engines.processes import Processes, ProcessesEngine, Team
 from firm.federation.engines.stacked import StackedEngine
-from firm.federation.engines.states import ClientStates, MemoryStates
 
 __all__ = [
     "ENGINES",

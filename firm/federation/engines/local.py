@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -25,7 +25,6 @@ from firm.federation.engines.engine import (
     request_sizes,
     tell_finished,
 )
-from firm.federation.engines.states import ClientStates, MemoryStates
 from firm.federation.engines.time_limit import GRACE, time_limit
 from firm.federation.messages import Request
 from firm.federation.serialization import pack
@@ -36,6 +35,54 @@ logger = logging.getLogger(__name__)
 
 MACHINE_ERRORS = (OSError, MemoryError, torch.OutOfMemoryError)
 """Errors of the machine, and not of the batch that met them; a passed time limit aside."""
+
+
+class StateMissing(RuntimeError):
+    """Raised when a client's state is missing; the message names rounds, and quotes no data."""
+
+    def __init__(self, client: str, round: int, kept: list[int]) -> None:
+        super().__init__(
+            f"{client} has states of rounds {kept}, not of round {round}; restore its state from "
+            "the checkpoint of the server's state."
+        )
+
+
+class ClientStates(Protocol):
+    """Stores each client's states by the round after which they were taken."""
+
+    def read(self, client: str, round: int) -> State:
+        """Returns a client's state after a round; raises ``StateMissing`` if there is none."""
+        ...
+
+    def write(self, client: str, round: int, state: State) -> None:
+        """Stores a state, replacing one of the same client and round; may raise ``OSError``."""
+        ...
+
+    def forget(self, client: str, accepted: int) -> None:
+        """Drops all states of a client except the one after the accepted round."""
+        ...
+
+
+class MemoryStates:
+    """Stores states in memory; implements ``ClientStates``."""
+
+    def __init__(self) -> None:
+        self._states: dict[str, dict[int, State]] = {}
+
+    def read(self, client: str, round: int) -> State:
+        """Returns a client's state after a round."""
+        states = self._states.get(client, {})
+        if round not in states:
+            raise StateMissing(client, round, sorted(states))
+        return states[round]
+
+    def write(self, client: str, round: int, state: State) -> None:
+        """Stores a state."""
+        self._states.setdefault(client, {})[round] = state
+
+    def forget(self, client: str, accepted: int) -> None:
+        """Drops all states but the accepted one."""
+        self._states[client] = {accepted: self._states[client][accepted]}
 
 
 @engine("local")

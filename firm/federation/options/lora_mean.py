@@ -10,10 +10,10 @@ from typing import ClassVar, Literal
 
 import torch
 
+from firm.federation.aggregation import Mean, ServerStep, Transform
 from firm.federation.client import Adapter
 from firm.federation.option import Need, Option
 from firm.federation.round_config import RoundConfig
-from firm.federation.transforms import Mean, ServerStep, Transform
 
 LoraMean = Literal["factors", "products"]
 

@@ -29,7 +29,7 @@ import torch
 from annotated_types import Interval
 from scipy.special import ndtri
 
-from firm.federation.aggregation import update_length
+from firm.federation.aggregation import ServerStep, Transform, update_length
 from firm.federation.client import Adapter, Client
 from firm.federation.messages import Update
 from firm.federation.option import Need, Option, Train, option
@@ -37,7 +37,6 @@ from firm.federation.options.accounting import message_epsilon, require_accounta
 from firm.federation.randomness import derive_seed
 from firm.federation.round_config import RoundConfig
 from firm.federation.schema import Invalid
-from firm.federation.transforms import ServerStep, Transform
 from firm.federation.user_code import ENDS
 from firm.fields import NOT_IN_PAPER, Hint, NonNegativeFloat, PositiveFloat, Seed, configuration
 from firm.quantities import Quantity, register

@@ -9,13 +9,12 @@ import torch
 from annotated_types import Interval, Len
 from pydantic import PlainValidator, ValidationInfo
 
-from firm.federation.aggregation import flat, unflattened
+from firm.federation.aggregation import Mean, ServerStep, Transform, flat, unflattened
 from firm.federation.client import Adapter, Client, Gradients
 from firm.federation.messages import MAX_CLIENTS, Update, sent_form
 from firm.federation.option import Need, Option, Train, option
 from firm.federation.round_config import RoundConfig
 from firm.federation.schema import Invalid, Text, context, finite, invalid, shown
-from firm.federation.transforms import Mean, ServerStep, Transform
 
 _FACTOR = re.compile(r".*\blora_(A|B\d*)(?:\.[^.]+)?\.weight")
 Rank = Annotated[int, Interval(ge=1, le=2**20)]

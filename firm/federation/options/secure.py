@@ -17,7 +17,7 @@ import torch
 from annotated_types import Len
 from pydantic import PlainValidator, Strict, StringConstraints, ValidationInfo
 
-from firm.federation.aggregation import flat, unflattened
+from firm.federation.aggregation import ServerStep, Transform, flat, unflattened
 from firm.federation.client import Adapter, Client, Failure, Reply, State
 from firm.federation.engines.engine import Engine, checked_reply, divided, request_sizes
 from firm.federation.messages import (
@@ -43,7 +43,6 @@ from firm.federation.serialization import pack
 from firm.federation.server import RoundFailed, too_long
 from firm.federation.tasks import task
 from firm.federation.training import LocalTraining
-from firm.federation.transforms import ServerStep, Transform
 from firm.quantities import Quantity, register
 from firm.schema import Count, NonNegative
 

@@ -11,12 +11,12 @@ from typing import Annotated, Any, ClassVar, Literal
 import numpy as np
 from annotated_types import Interval
 
+from firm.federation.aggregation import Count, Mean, Transform, UnitLengths
 from firm.federation.engines.engine import Engine
 from firm.federation.messages import Request
 from firm.federation.rounds import Round
 from firm.federation.server import ServerState
 from firm.federation.strategy import StrategyConfig, strategy
-from firm.federation.transforms import Count, Mean, Transform, UnitLengths
 from firm.fields import Hint, NonNegativeFloat, configuration
 from firm.solvers import fixed_weights
 

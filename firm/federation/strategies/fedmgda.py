@@ -16,13 +16,13 @@ from firm.federation.aggregation import (
     shares,
     update_lengths,
     update_matrix,
+    zero_updates,
 )
 from firm.federation.engines.engine import Engine
 from firm.federation.rounds import Round
 from firm.federation.server import ServerState
 from firm.federation.strategies.fedavg import ScalarConfig
 from firm.federation.strategy import strategy
-from firm.federation.transforms import zero_updates
 from firm.fields import Fraction, configuration
 from firm.gradients import gram_matrix
 from firm.solvers import min_norm_weights

@@ -10,6 +10,7 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 import numpy as np
 import torch
 
+from firm.federation.aggregation import Count, Mean, Rate, Transform
 from firm.federation.diagnostics import beta_alarm
 from firm.federation.engines.engine import Engine
 from firm.federation.messages import Request
@@ -17,7 +18,6 @@ from firm.federation.rounds import Round
 from firm.federation.server import ServerState
 from firm.federation.strategy import StrategyConfig, strategy
 from firm.federation.training import weighting
-from firm.federation.transforms import Count, Mean, Rate, Transform
 from firm.fields import NOT_IN_PAPER, Paper, configuration
 from firm.schema import Finite, Items, NonNegative
 from firm.solvers import firm_weights, linear_constraints
@@ -99,9 +99,9 @@ class FirmConfig(StrategyConfig):
             "normalize": self.normalize,
             "norm_power": self.norm_power,
             "solver": self.solver,
-            "constraints": []
-            if objectives is None
-            else linear_constraints(self.constraints, objectives),
+            "constraints": linear_constraints(self.constraints, objectives)
+            if self.constraints and objectives is not None
+            else [],
         }
 
     def local_training(self, objectives: Sequence[str]) -> dict[str, Any]:

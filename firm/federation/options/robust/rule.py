@@ -10,12 +10,11 @@ from typing import Annotated, ClassVar, TypeVar
 
 import torch
 
-from firm.federation.aggregation import moved
+from firm.federation.aggregation import ServerStep, Transform, moved
 from firm.federation.client import Adapter, State
 from firm.federation.messages import Update
 from firm.federation.option import Need, Option
 from firm.federation.round_config import RoundConfig
-from firm.federation.transforms import ServerStep, Transform
 from firm.fields import (
     NOT_IN_PAPER,
     Hint,

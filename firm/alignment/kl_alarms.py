@@ -1,115 +1,14 @@
-"""KL from the reference policy: estimates per token, the penalty coefficient, and alarms."""
+"""Alarms about the KL controller, and about rounding in the log-probabilities behind the KL."""
 
 import math
 from collections.abc import Mapping, Sequence
 from statistics import fmean
-from typing import Annotated, Any, Literal
+from typing import Any
 
-import torch
+from firm.alignment.advantages import MAX_KL_ERROR, KLConfig
 
-from firm.alignment.sequences import Rollouts
-from firm.fields import NOT_IN_PAPER, NonNegativeFloat, Paper, PositiveFloat, configuration
-from firm.quantities import Quantity, register
-
-register(
-    Quantity(
-        "kl",
-        "KL from the base model",
-        "nats per reply",
-        "A KL that runs away, an entropy that collapses or replies that grow without end are signs "
-        "of over-optimisation.",
-        section="training",
-        evaluated="kl",
-    ),
-    Quantity("kl_coefficient", "KL coefficient", "coefficient", section="training"),
-)
-
-MAX_KL_ERROR = 0.2
-"""Largest relative deviation of the KL from its target that the adaptive controller counts."""
 INERT_KL_CHANGE = 0.05
 """A controller that cannot change the KL coefficient by this share of it is said to do nothing."""
-
-
-@configuration
-class KLConfig:
-    """How far the policy may move from the reference."""
-
-    controller: Annotated[Literal["fixed", "adaptive"], Paper("A.1")] = "adaptive"
-    """Fixed coefficient, or the proportional controller of Ziegler et al. (2019), section 2.2."""
-    coefficient: Annotated[NonNegativeFloat, NOT_IN_PAPER] = 0.2
-    """Coefficient of the KL penalty, at the start when adaptive."""
-    target: Annotated[PositiveFloat, Paper("A.1"), NOT_IN_PAPER] = 0.03
-    """KL per response (nats, summed over tokens) that the adaptive controller aims at; that it
-    is counted per response is not in the paper."""
-    horizon: Annotated[PositiveFloat, NOT_IN_PAPER] = 10_000
-    """Responses over which the adaptive controller corrects a deviation: a step changes the
-    coefficient by at most a fifth of batch size / horizon. 10,000, as TRL had it, is more than the
-    paper's run has: 16 rounds of 16 responses, with four local steps each, change it by 2 % at
-    most."""
-    form: Annotated[Literal["k1", "k3"], NOT_IN_PAPER] = "k1"
-    """k1: log ratio; k3: lower variance, never negative."""
-
-
-def kl_penalty(
-    logprobs: torch.Tensor, reference_logprobs: torch.Tensor, *, form: str = "k1"
-) -> torch.Tensor:
-    """Returns the estimate per token of the KL divergence from the reference, shape [B, T].
-
-    Args:
-        logprobs: Log-probabilities of the sampled tokens under the policy, shape [B, T].
-        reference_logprobs: The same under the reference, shape [B, T].
-        form: "k1" (log ratio: unbiased, may be negative) or "k3" (lower variance, never
-            negative). The sampling distribution is the policy's.
-
-    Raises:
-        ValueError: The form is unknown.
-    """
-    log_ratio = reference_logprobs - logprobs
-    if form == "k1":
-        return -log_ratio
-    if form == "k3":
-        return (log_ratio.exp() - 1) - log_ratio
-    raise ValueError(f"no KL form {form!r}: choose k1 or k3.")
-
-
-def adapted_kl_coefficient(
-    coefficient: float, kl: float, *, num_responses: int, config: KLConfig
-) -> float:
-    """Returns the KL coefficient of the next local step (Ziegler et al., 2019, section 2.2).
-
-    The relative deviation of the KL (nats per response) from its target counts up to 20 %, so that
-    a horizon's worth of responses changes the coefficient by a fifth or so at most.
-    """
-    if config.controller == "fixed":
-        return coefficient
-    error = min(max(kl / config.target - 1.0, -MAX_KL_ERROR), MAX_KL_ERROR)
-    return coefficient * (1.0 + error * num_responses / config.horizon)
-
-
-class KLPenalty:
-    """The KL penalty of one learner; its ``coefficient`` follows the controller."""
-
-    def __init__(self, config: KLConfig) -> None:
-        self._config = config
-        self.coefficient = config.coefficient
-
-    def per_token(self, rollouts: Rollouts) -> torch.Tensor:
-        """Returns the estimate of the KL from the reference, shape [B, T]."""
-        return kl_penalty(rollouts.logprobs, rollouts.reference_logprobs, form=self._config.form)
-
-    def adapt(self, kl: torch.Tensor) -> None:
-        """Ends a local step with this KL per token, shape [B, T]: adapts the coefficient."""
-        self.coefficient = adapted_kl_coefficient(
-            self.coefficient, _per_response(kl), num_responses=len(kl), config=self._config
-        )
-
-    def metrics(self, kl: torch.Tensor) -> dict[str, float]:
-        """Returns the figures of a batch: the mean KL per response in nats, and the coefficient."""
-        return {"kl": _per_response(kl), "kl_coefficient": self.coefficient}
-
-
-def _per_response(kl: torch.Tensor) -> float:
-    return kl.sum(1).mean().item()
 
 
 def kl_alarm(config: KLConfig, *, batch_size: int, num_steps: int) -> str | None:

@@ -2,7 +2,7 @@ from collections import Counter
 
 import pytest
 
-from firm.federation.sampling import sample_clients
+from firm.federation.rounds import sample_clients
 
 CLIENTS = [f"client_{index}" for index in range(8)]
 
