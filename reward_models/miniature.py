@@ -3,7 +3,7 @@
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from firm.miniature import World
+from firm.miniature.world import World
 from reward_models.registry import reward_model
 from reward_models.scripted import Given, as_texts
 

@@ -19,8 +19,8 @@ from peft.utils.save_and_load import load_peft_weights
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 
-from firm.alignment.adapters import forward_of
 from firm.alignment.adapters.conditioned import fold, is_conditioned
+from firm.alignment.adapters.forward import forward_of
 from firm.alignment.policy import (
     PolicyConfig,
     check_fits,
@@ -28,7 +28,7 @@ from firm.alignment.policy import (
     without_needless_warnings,
 )
 from firm.alignment.self_check import check_passes
-from firm.federation import Adapter
+from firm.federation.client import Adapter
 
 _WEIGHTS = "adapter_model.safetensors"
 _CONDITIONED = "conditioned.safetensors"

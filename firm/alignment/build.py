@@ -3,7 +3,8 @@
 from importlib.util import find_spec
 from typing import Any
 
-from firm.alignment.estimators import EstimatorConfig, PPOConfig
+from firm.alignment.estimators.estimator import EstimatorConfig
+from firm.alignment.estimators.ppo import PPOConfig
 from firm.alignment.trainer import MultiObjectiveTrainer
 
 

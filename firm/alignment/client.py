@@ -13,15 +13,15 @@ import torch
 
 from firm.alignment.adapters.conditioned import PreferenceStream, check_estimator
 from firm.alignment.advantages import masked_mean
-from firm.alignment.estimators import Experience
-from firm.alignment.estimators.estimator import LOG_RATIO
+from firm.alignment.estimators.estimator import LOG_RATIO, Experience
 from firm.alignment.policy import copy_adapter, load_adapter_
 from firm.alignment.prompt_stream import PromptStream
 from firm.alignment.prompts import Prompt
 from firm.alignment.rewards import Judges, reward_diagnostics
 from firm.alignment.sequences import Rollouts
 from firm.alignment.trainer import Learner, MultiObjectiveTrainer
-from firm.federation import Adapter, Client, Gradients, RandomStream
+from firm.federation.client import Adapter, Client, Gradients
+from firm.federation.randomness import RandomStream
 from firm.federation.serialization import pack
 from firm.quantities import CENTERED, PERCENT, Quantity, register
 from firm.schema import ByObjective, ByPair, Correlation, Finite, Named, NonNegative, Share

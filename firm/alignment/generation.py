@@ -24,7 +24,7 @@ from firm.alignment.sequences import (
     set_preferences,
     token_logprobs,
 )
-from firm.federation import Team
+from firm.federation.engines.processes import Team
 from firm.fields import NOT_IN_PAPER, Hint, NumTokens, PositiveFloat, PositiveInt, configuration
 
 

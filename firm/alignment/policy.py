@@ -25,8 +25,9 @@ from transformers import (
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.pytorch_utils import Conv1D
 
-from firm.alignment.adapters import ADAPTERS, Lora, LoraSettings, adapt_, adapted_modules
 from firm.alignment.adapters.conditioned import ConditioningConfig
+from firm.alignment.adapters.forward import adapt_
+from firm.alignment.adapters.lora import ADAPTERS, Lora, LoraSettings, adapted_modules
 from firm.alignment.adapters.target_modules import (
     adapted_layers,
     check_layers,
@@ -34,9 +35,10 @@ from firm.alignment.adapters.target_modules import (
     usual_names,
 )
 from firm.alignment.prompts import PromptFormat, check_template
-from firm.federation import Adapter, RandomStream
+from firm.federation.client import Adapter
 from firm.federation.devices import named_device
 from firm.federation.outside import first_line
+from firm.federation.randomness import RandomStream
 from firm.fields import NOT_IN_PAPER, Paper, configuration
 
 CHECKPOINT_ERRORS = (

@@ -34,7 +34,7 @@ from firm.alignment.sequences import (
     left_padded,
     response_logprobs,
 )
-from firm.federation import Team
+from firm.federation.engines.processes import Team
 
 
 def encode_prompts(

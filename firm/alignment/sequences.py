@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from firm.alignment.prompts import Prompt
-from firm.federation import Team
+from firm.federation.engines.processes import Team
 
 INVALID_LOGPROB = 1.0
 """Log-probability at padding: equal in policy and reference, so that ratio and KL are neutral."""

@@ -21,13 +21,8 @@ from accelerate import Accelerator
 from peft import PeftModel
 from transformers import PreTrainedTokenizerBase, TrainerState
 
-from firm.alignment.adapters import forward_of
-from firm.alignment.estimators import (
-    Estimator,
-    EstimatorConfig,
-    Experience,
-    Policy,
-)
+from firm.alignment.adapters.forward import forward_of
+from firm.alignment.estimators.estimator import Estimator, EstimatorConfig, Experience, Policy
 from firm.alignment.evaluation import Replies, sample_replies
 from firm.alignment.generation import RolloutConfig
 from firm.alignment.policy import adapter_parameters, set_mode
@@ -35,10 +30,12 @@ from firm.alignment.prompts import Prompt, PromptFormat
 from firm.alignment.rewards import Judges, RewardFn, ScoringRequest, filled, scored
 from firm.alignment.rollout import Sampler, encode_prompts, rollout
 from firm.alignment.sequences import ALONE, Alone, Queries, Rollouts
-from firm.alignment.stacked import StackedModel, StackedPolicy, StackedSampler, scored_in_lockstep
-from firm.federation import Gradients, Team
+from firm.alignment.stacked.client import StackedPolicy, StackedSampler, scored_in_lockstep
+from firm.alignment.stacked.model import StackedModel
+from firm.federation.client import Gradients
+from firm.federation.engines.processes import Team
 from firm.federation.lockstep import clock
-from firm.gradients import combine
+from firm.gradients.jacobian import combine
 
 ADAM = partial(torch.optim.AdamW, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.0, fused=True)
 """TRL's default optimizer."""

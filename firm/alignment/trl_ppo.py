@@ -28,14 +28,15 @@ from transformers import PreTrainedTokenizerBase
 from trl.experimental.ppo import PPOConfig as TrlPPOConfig
 from trl.experimental.ppo import PPOTrainer
 
-from firm.alignment.estimators import Experience, PPOConfig
+from firm.alignment.estimators.estimator import Experience
+from firm.alignment.estimators.ppo import PPOConfig
 from firm.alignment.generation import RolloutConfig
 from firm.alignment.policy import without_needless_warnings
 from firm.alignment.prompts import Prompt
 from firm.alignment.sequences import Queries
 from firm.alignment.trainer import MultiObjectiveTrainer
-from firm.gradients import gram_matrix
-from firm.solvers import firm_weights
+from firm.gradients.jacobian import gram_matrix
+from firm.solvers.regularised import firm_weights
 
 
 class MultiObjectivePPOTrainer(PPOTrainer):

@@ -55,7 +55,9 @@ class Command:
             from firm.jobs.finished_runs import parse_over_run
 
             return parse_over_run(config, arguments, key=self.over, description=description)
-        from firm.run import parse, run_to_resume, study_to_resume
+        from firm.run.command_line import parse
+        from firm.run.directory import run_to_resume
+        from firm.run.resuming import study_to_resume
 
         return parse(
             config,
@@ -69,7 +71,7 @@ class Command:
     def run(self, argv: Sequence[str] | None = None, *, description: str = "") -> None:
         """Runs the job on a command line; invalid input exits with a one-line message."""
         job = _load(self.job)
-        from firm.run import exit_on_user_error
+        from firm.run.errors import exit_on_user_error
 
         with exit_on_user_error():
             job(self.parse(argv, description=description))

@@ -12,7 +12,7 @@ from typing import Any, ClassVar, Literal, Protocol
 
 import torch
 
-from firm.gradients import combine
+from firm.gradients.jacobian import combine
 
 Adapter = dict[str, torch.Tensor]
 """The trained parameters by name: detached CPU float tensors, always in the same order."""
@@ -223,18 +223,3 @@ class Failure:
     no error."""
     cause: BaseException | None = field(default=None, compare=False)
     """The exception, where it was raised in this process."""
-
-
-class ProcessLost(RuntimeError):
-    """Raised when another process of the run is gone; the last checkpoint is still valid.
-
-    It does not count as a failure of a client.
-    """
-
-
-class TimeLimitError(TimeoutError):
-    """Raised when a client's time limit has passed, to interrupt the work in progress."""
-
-
-class TeamLost(ProcessLost):
-    """Raised when the lost process worked on the same client as this process."""

@@ -23,7 +23,7 @@ from firm.schema import (
     Series,
     Share,
 )
-from firm.solvers import firm_weights
+from firm.solvers.regularised import firm_weights
 
 INERT_EFFECT = 0.05
 """Below this β-effect a regulariser is said to do nothing."""

@@ -18,19 +18,17 @@ from firm.federation.sharing import CorrectionRequest, JacobianRequest, Jacobian
 from firm.federation.strategy import StrategyConfig
 from firm.federation.training import LocalTraining
 from firm.fields import Hint, PositiveFloat, configuration
-from firm.gradients import (
-    COMPRESSORS,
-    JacobianMessage,
+from firm.gradients.approx_gram import (
     TwoWayReply,
     broadcast,
-    gram_matrix,
-    message_from_dict,
-    message_to_dict,
+    inner_products,
     one_way_gram,
     two_sample_gram,
     two_way_gram,
 )
-from firm.gradients.approx_gram import inner_products
+from firm.gradients.compression import JacobianMessage
+from firm.gradients.jacobian import gram_matrix
+from firm.gradients.messages import COMPRESSORS, message_from_dict, message_to_dict
 
 CompressorName = Literal[
     "none", "low_rank", "top_k", "random_mask", "count_sketch", "hybrid", "quantizing"

@@ -22,7 +22,7 @@ from firm.federation.server import (
     round_metrics,
 )
 from firm.fields import did_you_mean
-from firm.solvers import fixed_weights
+from firm.solvers.fixed import fixed_weights
 
 RequestType = TypeVar("RequestType", bound=Request)
 

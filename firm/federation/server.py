@@ -18,6 +18,7 @@ from firm.federation.diagnostics import (
     stationarity,
     weights_spread,
 )
+from firm.federation.errors import RoundFailed
 from firm.federation.messages import Request, Update
 from firm.federation.outside import by_reason, printable
 from firm.federation.round_config import RoundConfig
@@ -71,10 +72,6 @@ class ServerState:
     def from_state(cls, state: State) -> Self:
         """Returns the server's state from the result of ``to_state``."""
         return cls(**{**state, "objectives": tuple(state["objectives"])})
-
-
-class RoundFailed(RuntimeError):
-    """Raised when too few clients finish a round; the last checkpoint is still valid."""
 
 
 Check = Callable[[Any], str | None]

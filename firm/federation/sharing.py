@@ -32,13 +32,9 @@ from firm.federation.training import (
     served_objectives,
     start_losses,
 )
-from firm.gradients import (
-    COMPRESSORS,
-    JacobianMessage,
-    message_from_dict,
-    message_to_dict,
-    two_way_reply,
-)
+from firm.gradients.approx_gram import two_way_reply
+from firm.gradients.compression import JacobianMessage
+from firm.gradients.messages import COMPRESSORS, message_from_dict, message_to_dict
 from firm.schema import Finite, PerObjective
 
 Objective = Annotated[int, Interval(ge=0, le=99)]

@@ -8,7 +8,7 @@ from firm.federation.option import Option
 from firm.federation.options.lora_mean import LoraMean, LoraProducts
 from firm.federation.options.privacy import PrivacyConfig
 from firm.federation.options.ranks import Ranks
-from firm.federation.options.robust import RobustConfig
+from firm.federation.options.robust.rule import RobustConfig
 from firm.federation.options.secure import Secure, SecureSums
 from firm.federation.options.uploads import UploadConfig
 from firm.federation.round_config import RoundConfig

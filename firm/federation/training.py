@@ -36,10 +36,10 @@ from firm.federation.schema import (
     read_fields,
 )
 from firm.federation.tasks import task
-from firm.gradients import gram_matrix
+from firm.gradients.jacobian import gram_matrix
 from firm.quantities import Quantity, register
 from firm.schema import Finite, Named, NonNegative, PerObjective
-from firm.solvers import fixed_weights
+from firm.solvers.fixed import fixed_weights
 
 SkippedBatches = Annotated[int, Interval(ge=0, le=100)]
 MAX_STAGES = 50

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import greenlet
 
-from firm.federation.client import ProcessLost, TimeLimitError
+from firm.federation.errors import ProcessLost, TimeLimitError
 from firm.federation.outside import printable
 
 ENDS = (KeyboardInterrupt, ProcessLost, greenlet.GreenletExit)

@@ -6,7 +6,8 @@ from typing import Any
 
 import torch
 
-from firm.federation import Adapter, Client, Gradients, State, derive_seed
+from firm.federation.client import Adapter, Client, Gradients, State
+from firm.federation.randomness import derive_seed
 from firm.fmoo import linear
 from firm.fmoo.attacks import LossAttackConfig, attacked_gradients, attacked_losses
 from firm.fmoo.workspace import Workspace, rotated

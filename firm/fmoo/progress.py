@@ -7,9 +7,11 @@ are kept.
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from firm.federation import Adapter, Engine, Failure, Reply, ServerState, Update
 from firm.federation.aggregation import moved
-from firm.federation.messages import Request
+from firm.federation.client import Adapter, Failure, Reply
+from firm.federation.engines.engine import Engine
+from firm.federation.messages import Request, Update
+from firm.federation.server import ServerState
 
 Strategy = Callable[..., tuple[ServerState, dict[str, Any]]]
 """A strategy of ``firm.federation.strategies.STRATEGIES``."""

@@ -9,8 +9,8 @@ from scipy.spatial import Delaunay, QhullError
 
 from firm.fronts.front import Front, Point
 from firm.fronts.nearest import sound
-from firm.solvers import min_norm_weights
 from firm.solvers.checks import as_shares
+from firm.solvers.min_norm import min_norm_weights
 
 _SAME = 1e-6
 """Misses below this, relative to the front's ranges, count as equal."""

@@ -1,7 +1,8 @@
 """Warnings about an alignment run's configuration and its rounds."""
 
-from firm.alignment import kl_alarm, logprobs_from, mismatch_alarm, ratio_alarm
-from firm.federation import failure_alarms
+from firm.alignment.kl_alarms import kl_alarm, mismatch_alarm, ratio_alarm
+from firm.alignment.rollout import logprobs_from
+from firm.federation.diagnostics import failure_alarms
 from firm.jobs.alignment_config import DEFAULT_SPLITS, AlignmentConfig, solves_at_preferences
 from firm.run.guard import drawn
 from firm.run.rows import Row

@@ -16,27 +16,19 @@ from huggingface_hub import ModelCard
 from rich.console import Console
 from safetensors.torch import save_file
 
-from firm.alignment import (
-    Calibration,
-    Evaluation,
-    MetricComparison,
-    Prompt,
-    comparison_table,
-    evaluate,
-    load_adapter_,
-    save_adapter,
-    save_folded,
-)
-from firm.federation import (
-    Adapter,
-    Engine,
-    Processes,
-    RandomStream,
-    ServerState,
-    State,
-)
+from firm.alignment.adapter_files import save_adapter, save_folded
+from firm.alignment.evaluation import Evaluation, MetricComparison, comparison_table, evaluate
+from firm.alignment.policy import load_adapter_
+from firm.alignment.prompts import Prompt
+from firm.alignment.rewards import Calibration
+from firm.federation.client import Adapter, State
+from firm.federation.engines.engine import Engine
+from firm.federation.engines.processes import Processes
 from firm.federation.outside import legible, printable
-from firm.fronts import preference_folder, widest_gap
+from firm.federation.randomness import RandomStream
+from firm.federation.server import ServerState
+from firm.fronts.preferences import preference_folder
+from firm.fronts.reach import widest_gap
 from firm.jobs.alarms import alarms_at_start, alarms_of_rounds
 from firm.jobs.alignment_config import (
     AlignmentConfig,
@@ -57,25 +49,24 @@ from firm.jobs.alignment_loading import (
 from firm.jobs.hub import push
 from firm.jobs.loop import Logbook, RoundResult, Wing, train
 from firm.jobs.model_card import markdown_table, model_card, model_name
-from firm.jobs.plan import print_plan
+from firm.jobs.plan.printing import print_plan
 from firm.jobs.sources import check_sources
-from firm.report import alarms, read_record, update_report
+from firm.report.page import alarms
+from firm.report.record import read_record
 from firm.report.run_front import front_of_run, split_at
+from firm.report.run_page import update_report
 from firm.report.tables import Frame, Setting
-from firm.run import (
-    Progress,
-    Run,
-    Tracker,
-    UserError,
-    continued_by,
-    dated_folder,
-    print_table,
-    to_dict,
-)
 from firm.run.comparison import prompts_text
+from firm.run.config import to_dict
+from firm.run.directory import Run
+from firm.run.errors import UserError
 from firm.run.guard import drawing
+from firm.run.names import dated_folder
+from firm.run.progress import Progress, print_table
+from firm.run.resuming import continued_by
 from firm.run.rows import Row
 from firm.run.shipped import with_shipped_paths
+from firm.run.tracking import Tracker
 
 SCORES_NAME = "test_scores.safetensors"
 """Scores and rewards of the final model by row of the test data, in the run's directory."""

@@ -6,21 +6,19 @@ from typing import Annotated, Literal
 
 from annotated_types import Ge, Le
 
-from firm.alignment import (
-    AlignmentClient,
-    Calibration,
-    EstimatorConfig,
-    PolicyConfig,
-    PPOConfig,
-    PromptsConfig,
-    RolloutConfig,
-)
 from firm.alignment.adapters.conditioned import check_estimator
 from firm.alignment.attacks import AttackConfig
-from firm.federation.engines import check_engine
+from firm.alignment.client import AlignmentClient
+from firm.alignment.estimators.estimator import EstimatorConfig
+from firm.alignment.estimators.ppo import PPOConfig
+from firm.alignment.generation import RolloutConfig
+from firm.alignment.policy import PolicyConfig
+from firm.alignment.prompt_data import PromptsConfig
+from firm.alignment.rewards import Calibration
+from firm.federation.engines.engine import check_engine
 from firm.federation.outside import check_name
-from firm.federation.strategies import StrategyConfig
 from firm.federation.strategies.firm import FirmConfig
+from firm.federation.strategy import StrategyConfig
 from firm.fields import (
     NOT_IN_PAPER,
     BoundedInt,
@@ -37,11 +35,12 @@ from firm.fields import (
     configuration,
     did_you_mean,
 )
-from firm.fronts import grid
+from firm.fronts.preferences import grid
 from firm.jobs.hub import HubConfig
-from firm.run import CheckpointConfig, Resume, TrackingConfig
-from firm.run.resuming import check_out
-from reward_models import RewardModelConfig
+from firm.run.directory import CheckpointConfig
+from firm.run.resuming import Resume, check_out
+from firm.run.tracking import TrackingConfig
+from reward_models.registry import RewardModelConfig
 
 
 @dataclass(frozen=True)

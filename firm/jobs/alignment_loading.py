@@ -8,47 +8,33 @@ from typing import Any
 import torch
 import transformers
 
-from firm.alignment import (
-    AlignmentClient,
-    Calibration,
-    Judges,
-    MultiObjectiveTrainer,
-    Prompt,
-    RewardFn,
-    build_trainer,
-    calibrate,
+from firm.alignment.adapter_files import check_settings, fill_adapter_
+from firm.alignment.attacks import as_attacker, attacked_judges
+from firm.alignment.build import build_trainer
+from firm.alignment.client import AlignmentClient
+from firm.alignment.policy import (
     check_context,
-    check_passes,
-    check_prompts,
-    check_same,
-    check_settings,
     check_vocabulary,
     copy_adapter,
-    fill_adapter_,
     load_adapter_,
     load_policy,
-    load_prompts,
     load_tokenizer,
-    overlap_notes,
     read_tokenizer,
-    score,
     take_device,
 )
-from firm.alignment.attacks import as_attacker, attacked_judges
+from firm.alignment.prompt_data import load_prompts, overlap_notes
+from firm.alignment.prompts import Prompt, check_prompts
+from firm.alignment.rewards import Calibration, Judges, RewardFn, calibrate, check_same, score
+from firm.alignment.self_check import check_passes
 from firm.alignment.sequences import ALONE
-from firm.federation import (
-    Adapter,
-    Client,
-    Engine,
-    LocalEngine,
-    Processes,
-    ProcessesEngine,
-    RandomStream,
-    dirichlet_partition,
-    iid_partition,
-)
+from firm.alignment.trainer import MultiObjectiveTrainer
 from firm.federation.aggregation import weighted_mean
-from firm.federation.engines import ENGINES
+from firm.federation.client import Adapter, Client
+from firm.federation.engines.engine import ENGINES, Engine
+from firm.federation.engines.local import LocalEngine
+from firm.federation.engines.processes import Processes, ProcessesEngine
+from firm.federation.partition import dirichlet_partition, iid_partition
+from firm.federation.randomness import RandomStream
 from firm.jobs.alignment_config import (
     DEFAULT_SPLITS,
     GIVEN,
@@ -58,9 +44,10 @@ from firm.jobs.alignment_config import (
     client_names,
     reward_configs,
 )
-from firm.run import Run, UserError
+from firm.run.directory import Run
+from firm.run.errors import UserError
 from firm.run.shipped import with_shipped_paths
-from reward_models import load_reward_models
+from reward_models.registry import load_reward_models
 
 
 @dataclass(frozen=True)

@@ -11,14 +11,14 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from firm.alignment import Calibration, score
 from firm.alignment.prompts import ChatMessage, Prompt, hh_text
-from firm.federation import RandomStream
+from firm.alignment.rewards import Calibration, score
 from firm.federation.outside import legible
+from firm.federation.randomness import RandomStream
 from firm.fields import configuration
 from firm.jobs.finished_runs import adapter_folder, check_code, checked_record, frozen_calibrations
 from firm.jobs.speakers import Speakers, SpeakersConfig
-from firm.run import Run
+from firm.run.directory import Run
 from firm.run.shipped import with_shipped_paths
 
 SIDES = {"base": None, "aligned": 0}

@@ -10,31 +10,28 @@ from typing import Annotated, Any
 
 from annotated_types import Ge
 
-from firm.alignment import (
-    Calibration,
-    Evaluation,
-    MetricComparison,
-    PromptsConfig,
-    comparison_table,
-    evaluate,
-    load_prompts,
-)
-from firm.federation import RandomStream
+from firm.alignment.evaluation import Evaluation, MetricComparison, comparison_table, evaluate
+from firm.alignment.prompt_data import PromptsConfig, load_prompts
+from firm.alignment.rewards import Calibration
 from firm.federation.outside import legible, printable
+from firm.federation.randomness import RandomStream
 from firm.fields import BoundedInt, Hint, NonNegativeInt, PositiveInt, configuration
 from firm.jobs.alignment_config import DEFAULT_SPLITS, GIVEN
 from firm.jobs.finished_runs import adapter_folder, check_code, checked_record, frozen_calibrations
 from firm.jobs.speakers import Speakers, SpeakersConfig
-from firm.report import Record
 from firm.report.comparison import write_comparison
+from firm.report.record import Record
 from firm.report.samples import Sample, ScoredReply, Turn, turns_of
-from firm.run import UserError, dated_folder, leaves, print_table, to_yaml
 from firm.run.comparison import Line, Measure, prompts_text
+from firm.run.config import to_yaml
+from firm.run.differences import leaves
+from firm.run.errors import UserError
 from firm.run.files import whole_folder, write_csv
 from firm.run.guard import drawing
-from firm.run.progress import SamplingLines, say
+from firm.run.names import dated_folder
+from firm.run.progress import SamplingLines, print_table, say
 from firm.run.shipped import with_shipped_paths
-from reward_models import RewardModelConfig
+from reward_models.registry import RewardModelConfig
 
 PAGE_NAME = "evaluation.html"
 BASE = "base"

@@ -5,9 +5,10 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Annotated, Any
 
-from firm.alignment import ChatMessage
+from firm.alignment.prompts import ChatMessage
 from firm.fields import Hint, Port, configuration
-from firm.fronts import Expectation, expected_rewards, mean_preference, reaching
+from firm.fronts.nearest import Expectation, expected_rewards
+from firm.fronts.reach import mean_preference, reaching
 from firm.jobs.alignment import FRONT_NAME
 from firm.jobs.chat import ChatConfig, ChatReply, Conversation
 from firm.jobs.pick import load_front
@@ -16,7 +17,7 @@ from firm.report.drawing import LegendEntry
 from firm.report.front_page import front_clouds
 from firm.report.plane import KL, Cloud, Spot, planes
 from firm.report.static import light_color
-from firm.run import UserError
+from firm.run.errors import UserError
 
 CLEAR, GRAY = "rgba(0, 0, 0, 0)", "#808890"
 """Colours that do on a light page and on a dark one."""

@@ -8,7 +8,7 @@ from urllib.parse import urlsplit
 
 from firm.jobs.chat import SIDES, ChatReply
 from firm.jobs.explore import ExploreConfig, Explorer, TargetPoint
-from firm.run import UserError
+from firm.run.errors import UserError
 
 HELP = (
     "Move the sliders to a trade-off: the model gains in each objective, of what this front has to "

@@ -9,11 +9,16 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any, TypeVar, get_origin, get_type_hints
 
-from firm.alignment import Calibration, Prompt
+from firm.alignment.prompts import Prompt
+from firm.alignment.rewards import Calibration
 from firm.jobs.alignment_config import GIVEN
-from firm.report import Record, read_record
-from firm.run import Run, UserError, parse, read_yaml, to_dict
-from reward_models import RewardModelConfig
+from firm.report.record import Record, read_record
+from firm.run.command_line import parse
+from firm.run.config import to_dict
+from firm.run.directory import Run
+from firm.run.errors import UserError
+from firm.run.yaml_text import read_yaml
+from reward_models.registry import RewardModelConfig
 
 TEST_PROMPTS_NAME = "test_prompts.jsonl"
 """Held-out prompts that were given as objects, in the run's directory."""

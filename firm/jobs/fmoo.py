@@ -14,33 +14,32 @@ import torch
 from torch import nn
 
 from firm.console import accept_any_text
-from firm.federation import ServerState, State, failure_alarms
+from firm.federation.client import State
+from firm.federation.diagnostics import failure_alarms
 from firm.federation.outside import legible, printable
-from firm.fmoo import Splits, build_model, load_data, num_parameters
+from firm.federation.server import ServerState
+from firm.fmoo.data import Splits, load_data
+from firm.fmoo.models import build_model, num_parameters
 from firm.jobs.fmoo_config import FREE_KEYS, ClassicConfig
 from firm.jobs.fmoo_loading import SupervisedFederation, federate, partition
 from firm.jobs.fmoo_measures import evaluation, improved, progress
 from firm.jobs.loop import Logbook, RoundResult, Wing, train
-from firm.report import read_record
 from firm.report.criteria import comparable, criteria_of
 from firm.report.page import write_page
+from firm.report.record import read_record
 from firm.report.settings_page import alarms_of, settings_page
 from firm.report.settings_tables import NUM_TABLE_USERS, further_texts, summary_table
 from firm.report.tables import Frame, Setting
-from firm.run import (
-    Run,
-    Tracker,
-    UserError,
-    dated_folder,
-    make_private_folder,
-    print_table,
-    to_dict,
-    to_yaml,
-)
-from firm.run.files import file_errors, replace_text
+from firm.run.config import to_dict, to_yaml
+from firm.run.directory import Run
+from firm.run.errors import UserError
+from firm.run.files import file_errors, make_private_folder, replace_text
 from firm.run.guard import drawing
+from firm.run.names import dated_folder
+from firm.run.progress import print_table
 from firm.run.resuming import STUDY_NAME, continued_by, is_resumed
 from firm.run.rows import Row
+from firm.run.tracking import Tracker
 
 PAGE_NAME, TABLE_NAME = "comparison.html", "summary.csv"
 METHOD = (

@@ -6,8 +6,8 @@ from typing import Annotated, Literal
 
 from annotated_types import Ge, Interval, Le
 
-from firm.federation.engines import check_engine
-from firm.federation.strategies import StrategyConfig
+from firm.federation.engines.engine import check_engine
+from firm.federation.strategy import StrategyConfig
 from firm.fields import (
     LARGEST,
     BoundedInt,
@@ -21,9 +21,13 @@ from firm.fields import (
     configuration,
     did_you_mean,
 )
-from firm.fmoo import DatasetConfig, LocalConfig, LossAttackConfig, ModelConfig
-from firm.run import Resume, TrackingConfig, check_folder_name
-from firm.run.resuming import check_out
+from firm.fmoo.attacks import LossAttackConfig
+from firm.fmoo.data import DatasetConfig
+from firm.fmoo.models import ModelConfig
+from firm.fmoo.workspace import LocalConfig
+from firm.run.names import check_folder_name
+from firm.run.resuming import Resume, check_out
+from firm.run.tracking import TrackingConfig
 
 FREE_KEYS = ("engine", "resume", "plugins", "out", "algorithms", "seeds", "num_workers", "tracking")
 """What may differ when a study is taken up again: algorithms and seeds may join."""

@@ -6,8 +6,8 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from firm.federation import Engine
-from firm.federation.engines import ENGINES, StackedEngine
+from firm.federation.engines.engine import ENGINES, Engine
+from firm.federation.engines.stacked import StackedEngine
 from firm.federation.partition import (
     balanced_dirichlet_partition,
     dirichlet_partition,
@@ -16,9 +16,12 @@ from firm.federation.partition import (
     shard_partition,
     split_shard,
 )
-from firm.federation.strategies import StrategyConfig
 from firm.federation.strategies.fedavg import ScalarConfig
-from firm.fmoo import Splits, SupervisedClient, TaskData, Workspace, build_model
+from firm.federation.strategy import StrategyConfig
+from firm.fmoo.client import SupervisedClient
+from firm.fmoo.data import Splits, TaskData
+from firm.fmoo.models import build_model
+from firm.fmoo.workspace import Workspace
 from firm.jobs.fmoo_config import AlgorithmConfig, ClassicConfig, attack_on
 
 

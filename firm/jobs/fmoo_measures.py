@@ -4,10 +4,12 @@ from typing import Any
 
 import torch
 
-from firm.federation import ServerState, State
-from firm.federation.strategies import STRATEGIES
-from firm.fmoo import ObjectiveMetrics, Splits, TaskData
+from firm.federation.client import State
+from firm.federation.server import ServerState
+from firm.federation.strategy import STRATEGIES
+from firm.fmoo.data import Splits, TaskData
 from firm.fmoo.progress import local_models
+from firm.fmoo.workspace import ObjectiveMetrics
 from firm.fronts.measures import improved_share, local_progress
 from firm.jobs.fmoo_config import ClassicConfig
 from firm.jobs.fmoo_loading import SupervisedFederation

@@ -8,9 +8,9 @@ from typing import Literal
 import torch
 from transformers import AutoConfig, GenerationConfig, PretrainedConfig
 
-from firm.alignment import RolloutConfig, default_target_modules, read_tokenizer
-from firm.alignment.generation import end_token_ids, stop_strings
-from firm.alignment.policy import checkpoint_errors
+from firm.alignment.adapters.target_modules import default_target_modules
+from firm.alignment.generation import RolloutConfig, end_token_ids, stop_strings
+from firm.alignment.policy import checkpoint_errors, read_tokenizer
 from firm.alignment.prompts import PromptFormat
 
 

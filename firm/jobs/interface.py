@@ -11,23 +11,19 @@ import datasets
 import transformers
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from firm.alignment import (
-    Prompt,
-    borrowed,
-    is_stored_at,
-    loose_text,
-    read_prompts,
-    read_tokenizer,
-)
+from firm.alignment.policy import borrowed, is_stored_at, read_tokenizer
+from firm.alignment.prompt_data import loose_text, read_prompts
+from firm.alignment.prompts import Prompt
 from firm.jobs.alignment import Result, run_folder
 from firm.jobs.alignment import align as run_alignment
 from firm.jobs.alignment_config import DEFAULT_SPLITS, GIVEN, AlignmentConfig
 from firm.jobs.alignment_loading import Given
 from firm.jobs.finished_runs import keep_test_prompts
-from firm.run import Resume, UserError, compose, to_dict
+from firm.run.config import compose, to_dict
+from firm.run.errors import UserError
+from firm.run.resuming import Resume
 from firm.run.shipped import with_shipped_paths
-from reward_models import RewardModelConfig
-from reward_models.registry import as_reward, reward_settings
+from reward_models.registry import RewardModelConfig, as_reward, reward_settings
 
 Reward = Callable[..., Any] | str | Mapping[str, Any] | RewardModelConfig
 """A reward function; a text as `reward_settings` reads it; or the settings of a reward model."""

@@ -5,11 +5,14 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from firm.federation import Engine, ServerState, State
-from firm.federation.strategies import STRATEGIES, StrategyConfig
+from firm.federation.client import State
+from firm.federation.engines.engine import Engine
+from firm.federation.server import ServerState
+from firm.federation.strategy import STRATEGIES, StrategyConfig
 from firm.federation.user_code import user_code
-from firm.run import Run, Tracker
+from firm.run.directory import Run
 from firm.run.rows import Row, valid_rows
+from firm.run.tracking import Tracker
 
 
 class Logbook:

@@ -16,7 +16,9 @@ import torch
 from rich.console import Console
 from transformers import PreTrainedTokenizerBase
 
-from firm.federation import Engine, LocalEngine, Processes, ProcessesEngine
+from firm.federation.engines.engine import Engine
+from firm.federation.engines.local import LocalEngine
+from firm.federation.engines.processes import Processes, ProcessesEngine
 from firm.federation.options.secure import SecureEngine
 from firm.federation.outside import check_name
 from firm.jobs.alignment import FREE_KEYS, progress_of, run_rounds
@@ -47,8 +49,10 @@ from firm.network.controller import FlareChannel, SitesController
 from firm.network.site import Site
 from firm.network.sites import SitesEngine
 from firm.network.states import DiskStates
-from firm.run import Run, UserError, compose, to_dict
+from firm.run.config import compose, to_dict
 from firm.run.differences import leaves
+from firm.run.directory import Run
+from firm.run.errors import UserError
 from firm.run.lock import check_not_held
 
 CONTROLLER = "firm.jobs.network.AlignmentController"

@@ -19,7 +19,8 @@ from firm.fields import (
 from firm.jobs.alignment_config import AlignmentConfig
 from firm.network import certificates, kits
 from firm.network.site import SitePolicy
-from firm.run import UserError, compose
+from firm.run.config import compose
+from firm.run.errors import UserError
 from firm.run.shipped import CONFIGS
 
 OUTPUT = "output.txt"

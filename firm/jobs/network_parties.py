@@ -31,8 +31,10 @@ from firm.jobs.network_config import (
 from firm.network import certificates, console, kits
 from firm.network.daemons import Daemons, flare_command, free_port, search_path, wait_for_port
 from firm.network.jobs import NAME
-from firm.run import UserError, print_table, to_yaml
+from firm.run.config import to_yaml
+from firm.run.errors import UserError
 from firm.run.lock import check_not_held
+from firm.run.progress import print_table
 
 SITE_PROCESS = "firm.jobs.network"
 """The module that a site's process runs, with the kit as its argument."""

@@ -13,23 +13,18 @@ from huggingface_hub import ModelCard
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
-from firm.federation import Adapter
 from firm.federation.aggregation import weighted_mean
+from firm.federation.client import Adapter
 from firm.federation.outside import legible
 from firm.fields import did_you_mean
-from firm.fronts import (
-    Expectation,
-    Front,
-    Point,
-    expected_rewards,
-    mean_preference,
-    nearest,
-    neighbours,
-    reaching,
-)
+from firm.fronts.front import Front, Point
+from firm.fronts.nearest import Expectation, expected_rewards, nearest, neighbours
+from firm.fronts.reach import mean_preference, reaching
 from firm.jobs.model_card import markdown_table, markdown_text, model_card
-from firm.run import UserError, dated_folder, print_table
+from firm.run.errors import UserError
 from firm.run.files import whole_folder
+from firm.run.names import dated_folder
+from firm.run.progress import print_table
 
 SETTINGS_NAME = "adapter_config.json"
 WEIGHTS_NAME = "adapter_model.safetensors"

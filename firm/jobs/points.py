@@ -9,9 +9,11 @@ from firm.federation.outside import check_name, printable
 from firm.fields import NumWorkers, Seed, configuration
 from firm.jobs.alignment import align
 from firm.jobs.alignment_config import AlignmentConfig
-from firm.run import Outcome, Resume, Sweep, UserError, compose, summarise, to_dict, to_yaml
+from firm.run.config import compose, to_dict, to_yaml
+from firm.run.errors import UserError
 from firm.run.files import replace_text
-from firm.run.resuming import STUDY_NAME, check_out, continued_by
+from firm.run.resuming import STUDY_NAME, Resume, check_out, continued_by
+from firm.run.sweep import Outcome, Sweep, summarise
 
 FREE_KEYS = ("out", "resume", "num_workers", "plan")
 """What may differ from the folder's own configuration when it is resumed."""

@@ -5,7 +5,7 @@ import re
 from pathlib import Path
 
 from firm.jobs.alignment_config import AlignmentConfig
-from firm.run import UserError
+from firm.run.errors import UserError
 from reward_models.registry import check_name
 
 

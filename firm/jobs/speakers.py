@@ -10,19 +10,12 @@ from typing import Annotated
 import torch
 import transformers
 
-from firm.alignment import (
-    PolicyConfig,
-    Replies,
-    RolloutConfig,
-    check_vocabulary,
-    load_adapters,
-    load_tokenizer,
-    refold_adapter_,
-    sample_replies,
-    select_adapter,
-)
+from firm.alignment.adapter_files import load_adapters, refold_adapter_, select_adapter
+from firm.alignment.evaluation import Replies, sample_replies
+from firm.alignment.generation import RolloutConfig
+from firm.alignment.policy import PolicyConfig, check_vocabulary, load_tokenizer
 from firm.fields import Hint, NumWorkers, Seed, configuration
-from reward_models import RewardModelConfig, load_reward_models
+from reward_models.registry import RewardModelConfig, load_reward_models
 
 _TOKENIZER = "tokenizer_config.json"
 """In every folder of a tokenizer."""

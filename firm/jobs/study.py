@@ -7,7 +7,7 @@ from typing import Any
 from firm.federation.outside import legible
 from firm.fields import PositiveFloat, Seed, configuration
 from firm.jobs.alignment_config import AlignmentConfig
-from firm.jobs.plan import print_plans
+from firm.jobs.plan.printing import print_plans
 from firm.jobs.points import PointsConfig, point_config, run_points
 from firm.report.criteria import criteria_of
 from firm.report.page import PAGE_NAME, Table
@@ -16,8 +16,11 @@ from firm.report.settings_page import study_figures, write_settings_page
 from firm.report.settings_tables import difference_table, summary_table
 from firm.report.static import save_figure
 from firm.report.tables import scales, settings_of
-from firm.run import Sweep, check_slugs, compose, dated_folder, print_table, slug, to_yaml
+from firm.run.config import compose, to_yaml
 from firm.run.guard import drawing
+from firm.run.names import check_slugs, dated_folder, slug
+from firm.run.progress import print_table
+from firm.run.sweep import Sweep
 
 FREE_KEYS = ("figures", "half_life")
 """What may differ, beside what may in every folder of runs, when a study is resumed."""

@@ -14,30 +14,26 @@ from annotated_types import Interval
 from safetensors.numpy import load_file
 
 from firm.federation.outside import legible
-from firm.federation.strategies import StrategyConfig
+from firm.federation.strategy import StrategyConfig
 from firm.fields import Hint, configuration
-from firm.fronts import Front, grid, preference_folder, seed_hypervolumes
+from firm.fronts.front import Front, seed_hypervolumes
+from firm.fronts.preferences import grid, preference_folder
 from firm.jobs.alignment import SCORES_NAME
 from firm.jobs.alignment_config import AlignmentConfig
-from firm.jobs.plan import print_plans
+from firm.jobs.plan.printing import print_plans
 from firm.jobs.points import PointsConfig, point_config, run_points, tracking_group
-from firm.report import read_record
 from firm.report.front_page import front_figure, write_front_page
 from firm.report.page import PAGE_NAME
+from firm.report.record import read_record
 from firm.report.run_front import num_scored, point_of
 from firm.report.static import save_figure
-from firm.run import (
-    Sweep,
-    Tracker,
-    UserError,
-    check_slugs,
-    compose,
-    dated_folder,
-    print_table,
-    slug,
-    to_yaml,
-)
+from firm.run.config import compose, to_yaml
+from firm.run.errors import UserError
 from firm.run.guard import drawing
+from firm.run.names import check_slugs, dated_folder, slug
+from firm.run.progress import print_table
+from firm.run.sweep import Sweep
+from firm.run.tracking import Tracker
 
 
 @dataclass(frozen=True)

@@ -16,13 +16,13 @@ from typing import Any
 from firm.federation.outside import printable
 from firm.fields import configuration
 from firm.quantities import Quantity, shown
-from firm.report import Record, read_record
+from firm.report.record import Record, read_record
 from firm.report.run_figures import NEED_TWO, quantity_title
 from firm.report.run_page import TEXTS
 from firm.report.tables import drawn_objectives
-from firm.run import Sweep, TrackingConfig, UserError
-from firm.run.sweep import SWEEP_NAME
-from firm.run.tracking import SENT, flatten, mean_name, means
+from firm.run.errors import UserError
+from firm.run.sweep import SWEEP_NAME, Sweep
+from firm.run.tracking import SENT, TrackingConfig, flatten, mean_name, means
 
 REWARDS = Quantity("rewards", "{}", "mean reward in [0, 1]", by="objective", evaluated="rewards")
 MEAN_AND_ERROR = {"groupby_aggfunc": "mean", "groupby_rangefunc": "stderr"}

@@ -13,7 +13,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import IO, Literal, Self
 
-from firm.run import UserError
+from firm.run.errors import UserError
 from firm.run.lock import hold, name_holders
 
 SOON, MANY = 20.0, 5

@@ -8,9 +8,10 @@ from typing import Annotated, Any
 
 from annotated_types import Interval, Len
 
-from firm.federation.client import Failure, ProcessLost, Reply, State
+from firm.federation.client import Failure, Reply, State
 from firm.federation.engines.engine import Engine, error_kind
 from firm.federation.engines.local import StateMissing
+from firm.federation.errors import ProcessLost
 from firm.federation.messages import Answer
 from firm.federation.options.secure import FEWEST
 from firm.federation.outside import printable

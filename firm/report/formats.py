@@ -4,7 +4,7 @@ import math
 from collections.abc import Sequence
 from datetime import UTC, datetime
 
-from firm.fronts import correlation_interval
+from firm.fronts.correlation import correlation_interval
 from firm.run.comparison import Measure
 
 MISSING = "–"

@@ -11,13 +11,8 @@ import numpy as np
 import pandas as pd
 from numpy.typing import ArrayLike
 
-from firm.fronts import (
-    Front,
-    Point,
-    by_preference,
-    check_comparable,
-    non_dominated,
-)
+from firm.fronts.dominance import non_dominated
+from firm.fronts.front import Front, Point, by_preference, check_comparable
 from firm.report import formats
 from firm.report import front_tables as tables
 from firm.report import settings_sections as sections

@@ -6,16 +6,11 @@ from functools import partial
 import numpy as np
 from numpy.typing import ArrayLike
 
-from firm.fronts import (
-    Front,
-    bootstrap_hypervolume,
-    dominators,
-    monotone_violations,
-    non_dominated,
-    preference_correlations,
-    seed_hypervolumes,
-)
+from firm.fronts.correlation import monotone_violations, preference_correlations
+from firm.fronts.dominance import dominators, non_dominated
+from firm.fronts.front import Front, seed_hypervolumes
 from firm.fronts.hypervolume import volumes
+from firm.fronts.uncertainty import bootstrap_hypervolume
 from firm.report import formats
 from firm.report.ledger import total_bytes
 from firm.report.page import Table

@@ -8,7 +8,7 @@ from math import isfinite
 from statistics import fmean, stdev
 from typing import Any
 
-from firm.fronts import non_dominated
+from firm.fronts.dominance import non_dominated
 from firm.report import formats
 from firm.report.drawing import (
     INK,

@@ -5,7 +5,10 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from firm.federation.outside import printable
-from firm.fronts import Front, Point, collapse_reason, hypervolume, preference_folder
+from firm.fronts.collapse import collapse_reason
+from firm.fronts.front import Front, Point
+from firm.fronts.hypervolume import hypervolume
+from firm.fronts.preferences import preference_folder
 from firm.report import formats
 from firm.report.drawing import Series, nonempty, series_panel
 from firm.report.page import Section

@@ -23,7 +23,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
 from firm.federation.outside import legible_data
-from firm.fronts import exponential_average
+from firm.fronts.smoothing import exponential_average
 from firm.report.drawing import LegendEntry, Panel, Trace, series_panel
 from firm.report.page import replace_file
 from firm.report.plane import Cloud, PlanePoint, planes

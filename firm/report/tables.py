@@ -11,7 +11,7 @@ import numpy as np
 import pandas as pd
 from numpy.typing import ArrayLike
 
-from firm.fronts import differing_figure
+from firm.fronts.front import differing_figure
 from firm.quantities import Quantity
 from firm.report.drawing import LegendEntry, Over, Panel, Series, series_panel
 from firm.report.record import Record

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
 
-from firm.federation import ProcessLost, RoundFailed
+from firm.federation.errors import ProcessLost, RoundFailed
 from firm.federation.outside import printable
 from firm.federation.user_code import described, is_raised_by_user
 

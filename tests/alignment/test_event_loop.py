@@ -8,8 +8,8 @@ import torch
 
 from firm.alignment import event_loop
 from firm.alignment.event_loop import gathered
-from firm.federation.client import TimeLimitError
 from firm.federation.engines.time_limit import time_limit
+from firm.federation.errors import TimeLimitError
 
 
 async def doubled(value):

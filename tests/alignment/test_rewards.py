@@ -25,7 +25,7 @@ from firm.alignment.rewards import (
     values_or_none,
 )
 from firm.federation import ProcessLost
-from firm.federation.client import TimeLimitError
+from firm.federation.errors import TimeLimitError
 
 PROMPTS = ["secret one", "secret two", "secret three"]
 REPLIES = ["a", "bb", "ccc"]

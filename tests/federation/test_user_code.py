@@ -7,7 +7,7 @@ import greenlet
 import pytest
 
 from firm.federation import ProcessLost
-from firm.federation.client import TimeLimitError
+from firm.federation.errors import TimeLimitError
 from firm.federation.user_code import described, user_code
 from reward_models import brevity
 

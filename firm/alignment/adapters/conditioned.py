@@ -16,7 +16,8 @@ from annotated_types import Interval
 from torch import nn
 
 from firm.alignment.adapters.lora import Lora, PassRows, adapted_modules
-from firm.federation import Adapter, RandomStream
+from firm.federation.client import Adapter
+from firm.federation.randomness import RandomStream
 from firm.fields import NOT_IN_PAPER, PositiveFloat, configuration
 
 

@@ -14,7 +14,7 @@ from annotated_types import Interval, MinLen
 from peft.tuners.lora import LoraLayer
 
 from firm.alignment.adapters.target_modules import ATTENTION
-from firm.federation import Adapter
+from firm.federation.client import Adapter
 from firm.fields import NOT_IN_PAPER, BoundedInt, Paper, PositiveFloat, configuration
 
 

@@ -29,7 +29,7 @@ from firm.alignment.adapters.lora import (
     freeze_a_,
     register_adapter,
 )
-from firm.federation import Adapter
+from firm.federation.client import Adapter
 
 CACHED_SIZE = 512
 """Singular vectors of matrices from this side on take seconds, and are kept in a file."""

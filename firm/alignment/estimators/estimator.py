@@ -26,7 +26,7 @@ from firm.alignment.sequences import (
     response_logits,
     set_preferences,
 )
-from firm.federation import Team
+from firm.federation.engines.processes import Team
 from firm.fields import (
     NOT_IN_PAPER,
     BoundedInt,
@@ -36,7 +36,8 @@ from firm.fields import (
     PositiveInt,
     configuration,
 )
-from firm.gradients import BackwardPasses, PerSequenceGradients, jacobian
+from firm.gradients.jacobian import jacobian
+from firm.gradients.per_sequence import BackwardPasses, PerSequenceGradients
 
 
 @dataclass(frozen=True)

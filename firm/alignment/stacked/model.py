@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from firm.alignment.adapters import forward_of
+from firm.alignment.adapters.forward import forward_of
 from firm.alignment.policy import adapter_parameters, set_mode
 from firm.alignment.sequences import forward, token_logprobs
 from firm.alignment.stacked.passes import Output, Part, Pass, PassPosition

@@ -15,7 +15,7 @@ from typing import Any, Protocol
 
 import torch
 
-from firm.federation.client import Client, Failure, Reply, State, TeamLost
+from firm.federation.client import Client, Failure, Reply, State
 from firm.federation.engines.engine import (
     check_states,
     checked_reply,
@@ -26,6 +26,7 @@ from firm.federation.engines.engine import (
     tell_finished,
 )
 from firm.federation.engines.time_limit import GRACE, time_limit
+from firm.federation.errors import TeamLost
 from firm.federation.messages import Request
 from firm.federation.serialization import pack
 from firm.federation.tasks import TASKS

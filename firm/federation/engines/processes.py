@@ -19,10 +19,11 @@ from typing import Any, NoReturn, TypeVar
 import torch
 import torch.distributed as dist
 
-from firm.federation.client import Failure, ProcessLost, Reply, State, TeamLost
+from firm.federation.client import Failure, Reply, State
 from firm.federation.engines.engine import check_states, checked_reply, divided, tell_finished
 from firm.federation.engines.local import LocalEngine
 from firm.federation.engines.time_limit import GRACE
+from firm.federation.errors import ProcessLost, TeamLost
 from firm.federation.messages import Request
 from firm.federation.schema import Reading
 from firm.federation.serialization import pack, unpack

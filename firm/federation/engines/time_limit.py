@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from types import FrameType
 from typing import NoReturn
 
-from firm.federation.client import TimeLimitError
+from firm.federation.errors import TimeLimitError
 
 GRACE = 10.0
 """Seconds beyond its limit that work has to end in, once it is interrupted."""

@@ -20,6 +20,7 @@ from pydantic import PlainValidator, Strict, StringConstraints, ValidationInfo
 from firm.federation.aggregation import ServerStep, Transform, flat, unflattened
 from firm.federation.client import Adapter, Client, Failure, Reply, State
 from firm.federation.engines.engine import Engine, checked_reply, divided, request_sizes
+from firm.federation.errors import RoundFailed
 from firm.federation.messages import (
     DECIDED_BY_SERVER,
     Answer,
@@ -40,7 +41,7 @@ from firm.federation.schema import (
     invalid,
 )
 from firm.federation.serialization import pack
-from firm.federation.server import RoundFailed, too_long
+from firm.federation.server import too_long
 from firm.federation.tasks import task
 from firm.federation.training import LocalTraining
 from firm.quantities import Quantity, register

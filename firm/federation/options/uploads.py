@@ -24,9 +24,9 @@ from firm.federation.randomness import derive_seed
 from firm.federation.schema import LARGEST_ENTRY, Invalid, context, invalid, shown
 from firm.federation.serialization import pack
 from firm.fields import NOT_IN_PAPER, configuration
-from firm.gradients import QuantizingCompressor, message_from_dict, message_to_dict
 from firm.gradients.compression import FLOAT_BYTES
-from firm.gradients.quantization import MAX_BITS
+from firm.gradients.messages import message_from_dict, message_to_dict
+from firm.gradients.quantization import MAX_BITS, QuantizingCompressor
 
 CARRIED = "upload_error"
 """Name under which a client carries what rounding took of its last update, [d], to the next."""

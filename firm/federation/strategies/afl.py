@@ -17,7 +17,7 @@ from firm.federation.server import ServerState
 from firm.federation.strategies.fedavg import ScalarConfig
 from firm.federation.strategy import strategy
 from firm.fields import Hint, NonNegativeFloat, configuration
-from firm.solvers import project_to_simplex
+from firm.solvers.projections import project_to_simplex
 
 
 @configuration

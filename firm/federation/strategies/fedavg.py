@@ -18,7 +18,7 @@ from firm.federation.rounds import Round
 from firm.federation.server import ServerState
 from firm.federation.strategy import StrategyConfig, strategy
 from firm.fields import Hint, NonNegativeFloat, configuration
-from firm.solvers import fixed_weights
+from firm.solvers.fixed import fixed_weights
 
 
 @configuration

@@ -24,7 +24,9 @@ from firm.federation.rounds import Round
 from firm.federation.server import ServerState
 from firm.federation.strategy import strategy
 from firm.fields import NOT_IN_PAPER, BoundedInt, PositiveInt, configuration
-from firm.solvers import fedcmoo_weights, firm_weights, project_to_simplex
+from firm.solvers.fedcmoo import fedcmoo_weights
+from firm.solvers.projections import project_to_simplex
+from firm.solvers.regularised import firm_weights
 from firm.solvers.upgrad import upgrad_weights
 
 RIVALS["FedCMOO-A"] = Rival(  # one-way FedCMOO without a compressor, on adapters

@@ -16,7 +16,7 @@ from firm.federation.rounds import Round
 from firm.federation.server import ServerState
 from firm.federation.strategy import strategy
 from firm.fields import configuration
-from firm.solvers import fedcmoo_pref_weights
+from firm.solvers.fedcmoo import fedcmoo_pref_weights
 
 
 @configuration

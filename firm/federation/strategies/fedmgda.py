@@ -24,8 +24,8 @@ from firm.federation.server import ServerState
 from firm.federation.strategies.fedavg import ScalarConfig
 from firm.federation.strategy import strategy
 from firm.fields import Fraction, configuration
-from firm.gradients import gram_matrix
-from firm.solvers import min_norm_weights
+from firm.gradients.jacobian import gram_matrix
+from firm.solvers.min_norm import min_norm_weights
 
 
 @configuration

@@ -20,8 +20,8 @@ from firm.federation.strategy import StrategyConfig, strategy
 from firm.federation.training import weighting
 from firm.fields import NOT_IN_PAPER, Paper, configuration
 from firm.schema import Finite, Items, NonNegative
-from firm.solvers import firm_weights, linear_constraints
-from firm.solvers.regularised import Solver
+from firm.solvers.constraints import linear_constraints
+from firm.solvers.regularised import Solver, firm_weights
 
 
 @configuration

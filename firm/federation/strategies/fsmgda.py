@@ -25,8 +25,8 @@ from firm.federation.rounds import Round
 from firm.federation.server import ServerState, too_long
 from firm.federation.strategy import StrategyConfig, strategy
 from firm.fields import PositiveFloat, configuration
-from firm.gradients import gram_matrix
-from firm.solvers import min_norm_weights
+from firm.gradients.jacobian import gram_matrix
+from firm.solvers.min_norm import min_norm_weights
 
 RIVALS["FSMGDA"] = Rival(
     lambda num_objectives, num_trainable, adapter_bytes: num_objectives * adapter_bytes,

@@ -17,13 +17,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import AutoModelForCausalLM, PretrainedConfig
 
-from firm.alignment.estimators import EstimatorConfig, Policy
+from firm.alignment.estimators.estimator import EstimatorConfig, Policy
 from firm.alignment.generation import RolloutConfig
 from firm.alignment.policy import PolicyConfig, adapter_parameters, add_adapter
 from firm.alignment.prompts import Prompt
 from firm.alignment.sequences import Queries, Rollouts, response_logprobs
 from firm.federation.objective_training import ObjectiveTraining
-from firm.gradients import PerSequenceGradients
+from firm.gradients.per_sequence import PerSequenceGradients
 from firm.jobs.alignment_config import AlignmentConfig
 from firm.jobs.plan.passes import minibatch_share, preferences_of_minibatch, rollouts, updates
 from firm.jobs.plan.record import Memory, PolicyFigures

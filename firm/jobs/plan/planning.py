@@ -8,10 +8,10 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoModelForSequenceClassification, PretrainedConfig
 
-from firm.alignment import load_prompts, read_tokenizer
 from firm.alignment.hyperparameters import hyperparameters
-from firm.alignment.policy import adapter_parameters
-from firm.federation import Processes
+from firm.alignment.policy import adapter_parameters, read_tokenizer
+from firm.alignment.prompt_data import load_prompts
+from firm.federation.engines.processes import Processes
 from firm.federation.outside import first_line
 from firm.jobs.alignment_config import (
     DEFAULT_SPLITS,
@@ -25,7 +25,7 @@ from firm.jobs.plan.memory import policy_without_storage, process_memory
 from firm.jobs.plan.passes import rollouts, updates
 from firm.jobs.plan.record import Placement, Plan, PolicyFigures, RewardFigures, Work
 from firm.jobs.plan.traffic import Traffic, num_passes, round_traffic
-from reward_models import RewardModelConfig
+from reward_models.registry import RewardModelConfig
 
 LEFT_OUT = (
     "Memory is an estimate, for prompts and replies of full length. Left out: the reward models' "

@@ -3,13 +3,13 @@
 import os
 from collections.abc import Mapping
 
-from firm.federation import Processes
+from firm.federation.engines.processes import Processes
 from firm.federation.outside import printable
 from firm.jobs.alarms import alarms_at_start
 from firm.jobs.alignment_config import AlignmentConfig, client_names
 from firm.jobs.plan.planning import make_plan
 from firm.jobs.plan.tables import plan_tables
-from firm.run import print_table
+from firm.run.progress import print_table
 from firm.run.shipped import with_shipped_paths
 
 

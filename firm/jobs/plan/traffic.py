@@ -6,10 +6,12 @@ from typing import Any
 
 import torch
 
-from firm.federation import Failure, Reply, RoundFailed, ServerState, State
+from firm.federation.client import Failure, Reply, State
+from firm.federation.errors import RoundFailed
 from firm.federation.messages import Message, Request, Sizes
 from firm.federation.serialization import pack
-from firm.federation.strategies import STRATEGIES
+from firm.federation.server import ServerState
+from firm.federation.strategy import STRATEGIES
 from firm.jobs.alignment_config import AlignmentConfig
 
 SAMPLED_PARAMETERS = 1_000_000

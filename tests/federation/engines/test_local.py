@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from firm.federation import LocalEngine
-from firm.federation.client import ProcessLost, TeamLost
+from firm.federation.errors import ProcessLost, TeamLost
 from firm.federation.serialization import pack
 
 

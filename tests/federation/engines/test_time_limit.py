@@ -35,7 +35,7 @@ finally:
 TWO_PROCESSES = """
 import os, signal, sys, time
 from firm.federation import LocalEngine, Processes, ProcessesEngine
-from firm.federation.client import ProcessLost
+from firm.federation.errors import ProcessLost
 from firm.federation.engines import processes
 from firm.federation.training import LocalTraining
 
