@@ -27,14 +27,11 @@ from firm.alignment.evaluation import Replies, sample_replies
 from firm.alignment.generation import RolloutConfig
 from firm.alignment.policy import adapter_parameters, set_mode
 from firm.alignment.prompts import Prompt, PromptFormat
-from firm.alignment.rewards import Judges, RewardFn, ScoringRequest, filled, scored
+from firm.alignment.rewards import Judges, RewardFn, Scored, ScoringRequest, filled, scored
 from firm.alignment.rollout import Sampler, encode_prompts, rollout
 from firm.alignment.sequences import ALONE, Alone, Queries, Rollouts
-from firm.alignment.stacked.client import StackedPolicy, StackedSampler, scored_in_lockstep
-from firm.alignment.stacked.model import StackedModel
 from firm.federation.client import Gradients
 from firm.federation.engines.processes import Team
-from firm.federation.lockstep import clock
 from firm.gradients.jacobian import combine
 
 ADAM = partial(torch.optim.AdamW, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.0, fused=True)
@@ -96,8 +93,6 @@ class MultiObjectiveTrainer:
         team: Processes among which the rows of every batch are divided. All hold the same adapter,
             take the same steps, and call the stages at the same time.
         use_cpu: Whether the policy stays on the CPU where there is an accelerator.
-        stack: Joins the passes of several trainers of one policy, each with its own adapter; by
-            default the policy's own adapter is trained.
         adam: Factory of optimizers, called with parameters and `lr`.
 
     Attributes:
@@ -106,6 +101,8 @@ class MultiObjectiveTrainer:
     """
 
     trl: Any = None
+    _scored: Callable[[ScoringRequest], Scored] = staticmethod(scored)
+    _clock: Callable[[], float] = staticmethod(time.perf_counter)
 
     def __init__(
         self,
@@ -120,7 +117,6 @@ class MultiObjectiveTrainer:
         value_model: torch.nn.Module | None = None,
         team: Team | Alone = ALONE,
         use_cpu: bool = False,
-        stack: StackedModel | None = None,
         adam: Callable[..., torch.optim.Optimizer] = ADAM,
     ) -> None:
         if config.minibatch_size < team.size:
@@ -139,26 +135,17 @@ class MultiObjectiveTrainer:
         self._adam = adam
         self.policy_model: Any = policy
         self.tokenizer = tokenizer
-        self.adapter_parameters = (
-            adapter_parameters(policy) if stack is None else stack.new_adapter()
+        self.adapter_parameters = self._adapter()
+        self._policy = self._new_policy(
+            model=policy,
+            parameters=list(self.adapter_parameters.values()),
+            config=rollout_config,
+            is_linear=forward_of(policy).kind.is_linear,
+            timed=self.timed,
         )
-        fields: dict[str, Any] = {
-            "model": policy,
-            "parameters": list(self.adapter_parameters.values()),
-            "config": rollout_config,
-            "is_linear": forward_of(policy).kind.is_linear,
-            "team": team,
-            "timed": self.timed,
-        }
-        sampling = policy, tokenizer, rollout_config, policy.disable_adapter, self.prompt_format
-        if stack is None:
-            self._policy = Policy(**fields)
-            self._sampler = Sampler(*sampling, team=team)
-            self._scored, self._clock = scored, time.perf_counter
-        else:
-            self._policy = StackedPolicy(**fields, stack=stack, adapter=self.adapter_parameters)
-            self._sampler = StackedSampler(*sampling, policy=self._policy)
-            self._scored, self._clock = scored_in_lockstep, clock
+        self._sampler = self._new_sampler(
+            policy, tokenizer, rollout_config, policy.disable_adapter, self.prompt_format
+        )
         self._use_cpu = use_cpu
         self.critic = value_model or config.new_critic(policy, len(reward_fns))
         for model in filter(None, (policy, self.critic)):
@@ -166,25 +153,29 @@ class MultiObjectiveTrainer:
         self.device = Accelerator(cpu=use_cpu).device
         policy.to(self.device)
 
-    def stacked(self) -> "Callable[[], MultiObjectiveTrainer]":
-        """Returns a factory of trainers of the same policy with separate adapters.
+    def _adapter(self) -> dict[str, torch.nn.Parameter]:
+        return adapter_parameters(self.policy_model)
 
-        In ``lockstep`` their passes are one large batch (`StackedModel`).
-        """
-        return partial(
-            MultiObjectiveTrainer,
-            self.config,
-            rollout_config=self.rollout_config,
-            prompt_format=self.prompt_format,
-            policy=self.policy_model,
-            tokenizer=self.tokenizer,
-            reward_fns=self.reward_fns,
-            num_rounds=self.num_rounds,
-            value_model=self.critic,
-            use_cpu=self._use_cpu,
-            stack=StackedModel(self.policy_model),
-            adam=self._adam,
-        )
+    def _new_policy(self, **fields: Any) -> Policy:
+        return Policy(**fields, team=self.team)
+
+    def _new_sampler(self, *fields: Any) -> Sampler:
+        return Sampler(*fields, team=self.team)
+
+    def settings(self) -> dict[str, Any]:
+        """Returns the arguments of another trainer of the same policy, in one process."""
+        return {
+            "config": self.config,
+            "rollout_config": self.rollout_config,
+            "prompt_format": self.prompt_format,
+            "policy": self.policy_model,
+            "tokenizer": self.tokenizer,
+            "reward_fns": self.reward_fns,
+            "num_rounds": self.num_rounds,
+            "value_model": self.critic,
+            "use_cpu": self._use_cpu,
+            "adam": self._adam,
+        }
 
     def new_learner(self) -> Learner:
         """Returns an untrained learner."""

@@ -27,6 +27,7 @@ from firm.alignment.prompts import Prompt, check_prompts
 from firm.alignment.rewards import Calibration, Judges, RewardFn, calibrate, check_same, score
 from firm.alignment.self_check import check_passes
 from firm.alignment.sequences import ALONE
+from firm.alignment.stacked.trainer import stacked_trainers
 from firm.alignment.trainer import MultiObjectiveTrainer
 from firm.federation.aggregation import weighted_mean
 from firm.federation.client import Adapter, Client
@@ -317,7 +318,7 @@ def _stacked(loaded: LoadedRun) -> Callable[[], MultiObjectiveTrainer]:
     """Returns a factory of trainers that share forward passes."""
     if (per_client := loaded.processes.per_client) > 1:  # a site may set this itself
         raise UserError(f"processes_per_client must be 1 with engine stacked, got {per_client}.")
-    return loaded.trainer.stacked()
+    return stacked_trainers(loaded.trainer)
 
 
 def partition(

@@ -28,6 +28,7 @@ from firm.alignment.adapters.conditioned import ConditioningConfig
 from firm.alignment.hyperparameters import departures, hyperparameters
 from firm.alignment.policy import adapter_parameters
 from firm.alignment.prompts import prompt_of
+from firm.alignment.stacked.trainer import stacked_trainers
 from firm.federation import Processes, RandomStream
 from firm.federation.lockstep import lockstep
 from firm.fields import NOT_IN_PAPER, Paper, configuration
@@ -303,7 +304,7 @@ def test_the_memory_of_stacked_updates_is_what_their_trainers_take(
         PolicyConfig(str(checkpoint), lora=lora), stream=RandomStream(0, "adapter")
     )
     trainer = make_trainer(rewards=rewards, policy=policy, estimator=estimator)
-    new_trainer = trainer.stacked()
+    new_trainer = stacked_trainers(trainer)
     torch.manual_seed(5)
     query_ids = torch.randint(4, 10, (trainer.config.num_prompts, 40))
     asked = queries(query_ids, trainer.tokenizer.batch_decode(query_ids))

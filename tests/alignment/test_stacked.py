@@ -17,6 +17,7 @@ from firm.alignment import (
 )
 from firm.alignment.policy import add_adapter
 from firm.alignment.prompts import prompt_of
+from firm.alignment.stacked.trainer import stacked_trainers
 from firm.federation import LocalEngine, RandomStream, ServerState
 from firm.federation.engines.stacked import StackedEngine
 from firm.federation.strategies import STRATEGIES
@@ -40,7 +41,7 @@ def federation(make_trainer, letter_count):
         if new_policy:
             options["policy"] = new_policy()
         trainer = make_trainer(rewards=rewards, dropout=dropout, **options)
-        new_trainer = trainer.stacked() if engine == "stacked" else lambda: trainer
+        new_trainer = stacked_trainers(trainer) if engine == "stacked" else lambda: trainer
         names = ["client_0", "client_1", "client_2"]
         own = dict(judges)
         clients = [
@@ -269,12 +270,12 @@ def test_what_cannot_be_stacked_is_refused(make_trainer, checkpoint, letter_coun
     policy = load_policy(config, stream=RandomStream(0, "adapter"))
     trainer = make_trainer(rewards={"a": letter_count("a")}, policy=policy)
     with pytest.raises(ValueError, match="gradient checkpointing and the adapter's dropout"):
-        trainer.stacked()
+        stacked_trainers(trainer)
     mamba = MambaConfig(vocab_size=15, hidden_size=16, num_hidden_layers=1, state_size=4)
     config = PolicyConfig("it", lora=LoraSettings(dropout=0.0, target_modules=None, r=2))
     policy = add_adapter(AutoModelForCausalLM.from_config(mamba), config)
     trainer = make_trainer(rewards={"a": letter_count("a")}, policy=policy)
     with pytest.raises(ValueError, match=r"^engine must be local with a MambaForCausalLM, whose s"):
-        trainer.stacked()
+        stacked_trainers(trainer)
     with pytest.raises(ValueError, match="timeout must be None, got 3"):
         StackedEngine([], timeout=3.0)

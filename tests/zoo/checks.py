@@ -47,6 +47,7 @@ from firm.alignment import (
 )
 from firm.alignment.estimators.critic_free import CriticFreeConfig
 from firm.alignment.policy import set_mode
+from firm.alignment.stacked.trainer import stacked_trainers
 from firm.federation import LocalEngine, RandomStream, ServerState
 from firm.federation.engines.stacked import StackedEngine
 from firm.federation.serialization import pack, unpack
@@ -383,7 +384,7 @@ def _federation(
     place: Place, found: Sequence[Case], *, engine: str = "local", estimator: str = "critic_free"
 ) -> tuple[ServerState, Any]:
     trainer = place.trainer(estimator)
-    new_trainer = trainer.stacked() if engine == "stacked" else lambda: trainer
+    new_trainer = stacked_trainers(trainer) if engine == "stacked" else lambda: trainer
     prompts = [case.prompt for case in found]
     clients = [
         AlignmentClient(name, prompts[at::2], new_trainer(), seed=3)

@@ -7,7 +7,6 @@ from typing import Any, Self
 import torch
 
 from firm.alignment.estimators.estimator import Policy
-from firm.alignment.rewards import Scored, ScoringRequest, scores_together
 from firm.alignment.rollout import Sampler
 from firm.alignment.sequences import Queries, Sequences
 from firm.alignment.stacked.model import Losses, StackedModel, Weighted
@@ -134,11 +133,6 @@ class StackedSampler(Sampler):
             for rows in sequences.split(self.config.forward_batch_size)
         ]
         return torch.cat([together(work, p, key=of_reference, size=p.rows.num_rows) for p in parts])
-
-
-def scored_in_lockstep(asked: ScoringRequest) -> Scored:
-    """Returns the scores of a client's replies; a reward model scores all clients' in one call."""
-    return together(scores_together, asked, size=len(asked.completions))
 
 
 def _own_generator(device: torch.device) -> torch.Generator:

@@ -1,23 +1,11 @@
 """Counts the rows in a pass of the policy, and the passes in a round."""
 
 import math
-from dataclasses import dataclass
 
 from firm.federation.engines.stacked import MAX_ROWS
 from firm.jobs.alignment_config import AlignmentConfig, solves_at_preferences
+from firm.jobs.plan.record import Passes
 from firm.jobs.plan.traffic import Traffic, num_passes
-
-
-@dataclass(frozen=True)
-class Passes:
-    """Passes of one kind in the process with the most clients, if all of them participate."""
-
-    clients: int
-    """Whose rows are in a pass."""
-    rows: int
-    """In a pass, at most."""
-    count: int
-    """Passes of a round."""
 
 
 def updates(cfg: AlignmentConfig, traffic: Traffic, num_clients: int) -> Passes:

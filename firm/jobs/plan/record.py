@@ -5,7 +5,6 @@ from dataclasses import dataclass
 
 from firm.alignment.hyperparameters import Hyperparameter
 from firm.jobs.inspection import Inspection
-from firm.jobs.plan.passes import Passes
 
 
 @dataclass(frozen=True)
@@ -71,6 +70,18 @@ class RewardFigures:
     num_bytes: int
     device: str
     """As configured."""
+
+
+@dataclass(frozen=True)
+class Passes:
+    """Passes of one kind in the process with the most clients, if all of them participate."""
+
+    clients: int
+    """Whose rows are in a pass."""
+    rows: int
+    """In a pass, at most."""
+    count: int
+    """Passes of a round."""
 
 
 @dataclass(frozen=True)

@@ -19,6 +19,7 @@ from firm.alignment.generation import generate
 from firm.alignment.policy import adapter_parameters, load_adapter_
 from firm.alignment.rewards import Judges
 from firm.alignment.sequences import Sequences, forward, response_logprobs, set_preferences
+from firm.alignment.stacked.trainer import stacked_trainers
 from firm.federation import LocalEngine, RandomStream, ServerState
 from firm.federation.engines.stacked import StackedEngine
 from firm.federation.strategies.fedavg import FedAvgConfig, fedavg
@@ -347,7 +348,7 @@ def test_stacked_clients_end_as_in_turn(make_client, strategy, cfg, max_rows):
     ends = []
     for engine in ("local", "stacked"):
         _, trainer = make_client("abc", dropout=0.1, micro_batch_size=3)
-        new_trainer = trainer.stacked() if engine == "stacked" else lambda own=trainer: own
+        new_trainer = stacked_trainers(trainer) if engine == "stacked" else lambda own=trainer: own
         names = ["client_0", "client_1", "client_2"]
         clients = [client_of(new_trainer(), name, PROMPTS[at:]) for at, name in enumerate(names)]
         options = {"max_rows": max_rows} if engine == "stacked" else {}

@@ -25,6 +25,7 @@ from firm.alignment.policy import (
     without_needless_warnings,
 )
 from firm.alignment.sequences import forward, response_logprobs, set_preferences
+from firm.alignment.stacked.trainer import stacked_trainers
 from firm.federation import LocalEngine, RandomStream, ServerState
 from firm.federation.engines.stacked import StackedEngine
 from firm.federation.strategies.firm import FirmConfig, firm_round
@@ -185,7 +186,7 @@ def test_stacked_clients_end_as_in_turn(make_client, estimator):
     ends = []
     for engine in ("local", "stacked"):
         _, trainer = make_client(estimator=estimator, micro_batch_size=3)
-        new_trainer = trainer.stacked() if engine == "stacked" else lambda own=trainer: own
+        new_trainer = stacked_trainers(trainer) if engine == "stacked" else lambda own=trainer: own
         names = ["client_0", "client_1", "client_2"]
         clients = [
             AlignmentClient(name, PROMPTS[at:], new_trainer(), seed=3)

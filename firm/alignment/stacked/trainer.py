@@ -1,0 +1,51 @@
+"""Trainers of one policy, each with its own adapter, which join their passes in lockstep."""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+
+from firm.alignment.rewards import Scored, ScoringRequest, scores_together
+from firm.alignment.stacked.client import StackedPolicy, StackedSampler
+from firm.alignment.stacked.model import StackedModel
+from firm.alignment.trainer import MultiObjectiveTrainer
+from firm.federation.lockstep import clock, together
+
+
+def stacked_trainers(trainer: MultiObjectiveTrainer) -> "Callable[[], StackedTrainer]":
+    """Returns a factory of trainers of the same policy with separate adapters.
+
+    In ``lockstep`` their passes are one large batch (`StackedModel`), and a reward model scores
+    the replies of all in one call.
+    """
+    return partial(StackedTrainer, StackedModel(trainer.policy_model), **trainer.settings())
+
+
+def _scored(asked: ScoringRequest) -> Scored:
+    return together(scores_together, asked, size=len(asked.completions))
+
+
+class StackedTrainer(MultiObjectiveTrainer):
+    """A trainer whose passes are joined with those of other trainers of the same policy.
+
+    Args:
+        stack: Joins the passes.
+        settings: Those of `MultiObjectiveTrainer`.
+    """
+
+    _scored = staticmethod(_scored)
+    _clock = staticmethod(clock)
+
+    def __init__(self, stack: StackedModel, **settings: Any) -> None:
+        self._stack = stack
+        super().__init__(**settings)
+
+    def _adapter(self) -> dict[str, torch.nn.Parameter]:
+        return self._stack.new_adapter()
+
+    def _new_policy(self, **fields: Any) -> StackedPolicy:
+        return StackedPolicy(**fields, stack=self._stack, adapter=self.adapter_parameters)
+
+    def _new_sampler(self, *fields: Any) -> StackedSampler:
+        return StackedSampler(*fields, policy=self._policy)
