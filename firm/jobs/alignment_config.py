@@ -17,8 +17,8 @@ from firm.alignment.prompt_data import PromptsConfig
 from firm.alignment.rewards import Calibration
 from firm.federation.engines.engine import check_engine
 from firm.federation.outside import check_name
+from firm.federation.strategies import StrategyConfig
 from firm.federation.strategies.firm import FirmConfig
-from firm.federation.strategy import StrategyConfig
 from firm.fields import (
     NOT_IN_PAPER,
     BoundedInt,

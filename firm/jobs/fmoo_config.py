@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 from annotated_types import Ge, Interval, Le
 
 from firm.federation.engines.engine import check_engine
-from firm.federation.strategy import StrategyConfig
+from firm.federation.strategies import StrategyConfig
 from firm.fields import (
     LARGEST,
     BoundedInt,

@@ -16,8 +16,8 @@ from firm.federation.partition import (
     shard_partition,
     split_shard,
 )
+from firm.federation.strategies import StrategyConfig
 from firm.federation.strategies.fedavg import ScalarConfig
-from firm.federation.strategy import StrategyConfig
 from firm.fmoo.client import SupervisedClient
 from firm.fmoo.data import Splits, TaskData
 from firm.fmoo.models import build_model

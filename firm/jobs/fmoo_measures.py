@@ -6,7 +6,7 @@ import torch
 
 from firm.federation.client import State
 from firm.federation.server import ServerState
-from firm.federation.strategy import STRATEGIES
+from firm.federation.strategies import STRATEGIES
 from firm.fmoo.data import Splits, TaskData
 from firm.fmoo.progress import local_models
 from firm.fmoo.workspace import ObjectiveMetrics

@@ -8,7 +8,7 @@ from typing import Any
 from firm.federation.client import State
 from firm.federation.engines.engine import Engine
 from firm.federation.server import ServerState
-from firm.federation.strategy import STRATEGIES, StrategyConfig
+from firm.federation.strategies import STRATEGIES, StrategyConfig
 from firm.federation.user_code import user_code
 from firm.run.directory import Run
 from firm.run.rows import Row, valid_rows

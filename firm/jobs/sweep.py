@@ -14,7 +14,7 @@ from annotated_types import Interval
 from safetensors.numpy import load_file
 
 from firm.federation.outside import legible
-from firm.federation.strategy import StrategyConfig
+from firm.federation.strategies import StrategyConfig
 from firm.fields import Hint, configuration
 from firm.fronts.front import Front, seed_hypervolumes
 from firm.fronts.preferences import grid, preference_folder

@@ -11,7 +11,7 @@ from firm.federation.errors import RoundFailed
 from firm.federation.messages import Message, Request, Sizes
 from firm.federation.serialization import pack
 from firm.federation.server import ServerState
-from firm.federation.strategy import STRATEGIES
+from firm.federation.strategies import STRATEGIES
 from firm.jobs.alignment_config import AlignmentConfig
 
 SAMPLED_PARAMETERS = 1_000_000
