@@ -48,4 +48,5 @@ class StackedTrainer(MultiObjectiveTrainer):
         return StackedPolicy(**fields, stack=self._stack, adapter=self.adapter_parameters)
 
     def _new_sampler(self, *fields: Any) -> StackedSampler:
+        assert isinstance(self._policy, StackedPolicy)
         return StackedSampler(*fields, policy=self._policy)
