@@ -87,7 +87,10 @@ def test_the_correction_is_of_the_message_that_was_sent(new_client, start):
 
 @pytest.mark.parametrize(
     ("budget", "message"),
-    [(0.1, "an upload budget of 0.1 leaves no number"), (1.0, "a budget of 3 numbers gives no")],
+    [
+        (0.1, "an upload budget of 0.1 leaves no number"),
+        (1.0, "a budget of 3 numbers is too small"),
+    ],
 )
 def test_a_budget_without_a_rank_is_refused(new_client, start, budget, message):
     with pytest.raises(ValueError, match=message):
