@@ -11,10 +11,9 @@ Checks that involve several fields belong in `__post_init__`.
 """
 
 import ast
-import difflib
 import inspect
 import textwrap
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field, is_dataclass
 from functools import cache
 from reprlib import Repr
@@ -32,6 +31,8 @@ from typing import (
 
 from annotated_types import Ge, Gt, Interval
 from pydantic import AllowInfNan, TypeAdapter, ValidationError
+
+from firm.registry import OneOf, choice_in_words, did_you_mean
 
 T = TypeVar("T")
 
@@ -151,26 +152,8 @@ def sources(form: type) -> dict[str, list[Paper | NotInPaper]]:
 
 def in_words(kind: Any) -> str:
     """Describes a field's range and its value in the paper, for the help page."""
-    papers = [str(entry) for entry in metadata(kind) if isinstance(entry, Paper | NotInPaper)]
-    return ", ".join(filter(None, [_range(kind), *papers]))
-
-
-def choice_in_words(literals: Sequence[Any]) -> str:
-    """Describes the allowed literals of a value, such as "one of a, b"."""
-    return ("one of " if len(literals) > 1 else "") + ", ".join(map(str, literals))
-
-
-def did_you_mean(name: object, known: Iterable[object]) -> str:
-    """Returns the end of a message about an unknown name, which suggests the nearest known name.
-
-    If no name is near, returns a full stop. The comparison ignores case.
-
-    >>> did_you_mean("Frim", ["firm", "fedavg"]), did_you_mean("nothing", ["firm", "fedavg"])
-    ("; did you mean 'firm'?", '.')
-    """
-    by_lower = {str(each).lower(): str(each) for each in known}
-    near = difflib.get_close_matches(str(name).lower(), by_lower, n=1)
-    return f"; did you mean {by_lower[near[0]]!r}?" if near else "."
+    others = [str(each) for each in metadata(kind) if isinstance(each, OneOf | Paper | NotInPaper)]
+    return ", ".join(filter(None, [_range(kind), *others]))
 
 
 def _range(kind: Any, *, is_whole: bool = False) -> str:
@@ -192,10 +175,12 @@ def _in_words(limit: float) -> str:
     return f"{limit:,}" if isinstance(limit, int) else f"{limit:g}"
 
 
-def _literals(kind: Any) -> list[Any]:
+def _choices(kind: Any) -> list[Any]:
+    """Returns the literals, or the names of a registry, that a type allows."""
     if get_origin(kind) is Literal:
         return list(get_args(kind))
-    return [literal for part in get_args(kind) for literal in _literals(part)]
+    own = [name for each in metadata(kind) if isinstance(each, OneOf) for name in each.choices]
+    return own or [literal for part in get_args(kind) for literal in _choices(part)]
 
 
 @cache
@@ -225,21 +210,22 @@ def _check_fields(settings: Any) -> None:
 
 
 def _message(name: str, kind: Any, error: ValidationError) -> str:
-    first = error.errors()[0]
+    first, choices = error.errors()[0], []
     if first["type"].startswith(("greater", "less")):
         words = _range(kind, is_whole=first["type"].startswith("less"))
     elif first["type"] == "too_short":
         words = "non-empty"
-    elif first["type"] == "literal_error":
-        words = choice_in_words(_literals(kind))
+    elif first["type"] in ("literal_error", "names"):
+        choices = _choices(kind)
+        words = choice_in_words(choices)
     else:
         words = first["msg"].removeprefix("Input should be ")
-    remedy = "".join(f"; {entry.text}" for entry in metadata(kind) if isinstance(entry, Hint))
+    remedy = "".join(f"; {entry.text}." for entry in metadata(kind) if isinstance(entry, Hint))
     if not remedy and type(None) in get_args(kind):
         words += " or null"
     path = ".".join(map(str, (name, *first["loc"])))
     got = _SHORT.repr(first["input"])
-    return f"{path} must be {words}, got {got}{remedy}."
+    return f"{path} must be {words}, got {got}{remedy or did_you_mean(first['input'], choices)}"
 
 
 def field_docstrings(form: type) -> dict[str, str]:

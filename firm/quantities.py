@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from firm.fields import metadata
+from firm.registry import Registry
 from firm.schema import ByObjective, ByPair, Finite, PerEach
 
 Kind = Literal["client", "round", "evaluation"]
@@ -88,7 +89,7 @@ class Quantity:
         return self.noisy if is_noisy and self.noisy is not None else self.type
 
 
-QUANTITIES: dict[tuple[Kind, str], Quantity] = {}
+QUANTITIES: Registry[tuple[Kind, str], Quantity] = Registry("quantity")
 """By kind of row and name, in the order of registration, in which pages show them."""
 
 
@@ -104,8 +105,7 @@ def register(*quantities: Quantity) -> None:
             raise ValueError(
                 f"the quantity {quantity.name!r} is written by the server; choose another name."
             )
-        if QUANTITIES.setdefault((quantity.kind, quantity.name), quantity) != quantity:
-            raise ValueError(f"the quantity {quantity.name!r} exists already; choose another name.")
+        QUANTITIES.add((quantity.kind, quantity.name), quantity)
 
 
 def shown(section: str) -> list[Quantity]:

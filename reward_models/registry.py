@@ -13,6 +13,7 @@ from typing import Annotated, Any, Literal, TypeVar
 
 from firm.federation.user_code import ENDS, user_code
 from firm.fields import NOT_IN_PAPER, Paper, PositiveInt, configuration
+from firm.registry import Registry
 from firm.run.plugins import import_file
 from reward_models.formats import CallFormat
 from reward_models.golden import GoldenScore, check_golden_scores
@@ -190,9 +191,9 @@ class FunctionReward:
         return next(iter(inspect.signature(method).parameters), None)
 
 
-REWARD_MODELS: dict[str, Callable[[RewardModelConfig, str], Any]] = {
-    "sequence_classifier": _sequence_classifier
-}
+REWARD_MODELS: Registry[str, Callable[[RewardModelConfig, str], Any]] = Registry(
+    "reward model", {"sequence_classifier": _sequence_classifier}
+)
 """Builder of a reward model, from its config and the objective's name."""
 
 
@@ -207,15 +208,12 @@ def reward_model(name: str) -> Callable[[Function], Function]:
     """
 
     def register(function: Function) -> Function:
-        if name in REWARD_MODELS:
-            raise ValueError(f"there is a reward model {name!r} already: choose another name.")
         kind: Any = function
         if isinstance(kind, type):
             _check_call(name, kind.__call__, {}, bound=(None,))
         else:
             _check_call(name, kind, {})
-        REWARD_MODELS[name] = partial(_function, function)
-        return function
+        return REWARD_MODELS.add(name, function, entry=partial(_function, function))
 
     return register
 

@@ -14,7 +14,7 @@ def test_a_name_is_given_once_and_never_the_servers(new_plugins):
     fog = Quantity("fog", type=Share)
     register(fog)
     for other in (replace(fog, type=Finite), replace(fog, may_leave=False)):
-        with pytest.raises(ValueError, match="'fog' exists already"):
+        with pytest.raises(ValueError, match=r"a quantity .*'fog'.* is already registered"):
             register(other)
     before = dict(QUANTITIES)
     register(fog)

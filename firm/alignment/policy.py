@@ -40,6 +40,7 @@ from firm.federation.devices import named_device
 from firm.federation.outside import first_line
 from firm.federation.randomness import RandomStream
 from firm.fields import NOT_IN_PAPER, Paper, configuration
+from firm.registry import OneOf
 
 CHECKPOINT_ERRORS = (
     OSError,
@@ -73,7 +74,7 @@ class PolicyConfig:
     more time, the same gradients."""
     prompt: PromptFormat = field(default_factory=PromptFormat)
     """How a dialogue becomes the policy's input."""
-    adapter: Annotated[str, NOT_IN_PAPER] = "lora"
+    adapter: Annotated[str, OneOf(ADAPTERS), NOT_IN_PAPER] = "lora"
     """Kind of the adapter, by a name that is registered (`firm.alignment.adapters`). lora: matrices
     A and B per layer. lora_xs: r² numbers per layer between fixed matrices made from its own weight
     (arXiv:2405.17604), whose mean over clients is exact; r and alpha are those of `lora`, and the
@@ -82,11 +83,6 @@ class PolicyConfig:
     """The adapter's rank, scale and place."""
     conditioning: ConditioningConfig = field(default_factory=ConditioningConfig)
     """Whether it depends on the preference."""
-
-    def __post_init__(self) -> None:
-        if self.adapter not in ADAPTERS:
-            names = ", ".join(sorted(ADAPTERS))
-            raise ValueError(f"adapter must be one of {names}, got {self.adapter!r}.")
 
     def adapter_kind(self, num_objectives: int = 1) -> Lora:
         """Returns the kind of the adapter with its settings.

@@ -231,7 +231,7 @@ def _print_usage(words: Sequence[str]) -> NoReturn:
     print(USAGE.format(commands="\n".join(lines)))
     if asked.split()[len(group) > 0 :] in ([], ["-h"], ["--help"]):
         raise SystemExit(0)
-    from firm.fields import did_you_mean  # imported late: a command's help does not need it
+    from firm.registry import did_you_mean  # imported late: a command's help does not need it
 
     first_words = dict.fromkeys(name.partition(" ")[0] for name in COMMANDS)
     line = f"there is no command {asked!r}{did_you_mean(asked, group or first_words)}"

@@ -14,7 +14,7 @@ from firm.federation.aggregation import moved, update_length
 from firm.federation.client import Adapter, Batch, Client
 from firm.federation.randomness import derive_seed
 from firm.federation.serialization import pack
-from firm.fields import did_you_mean
+from firm.registry import did_you_mean
 
 UpdateAttack = Literal["sign_flip", "scaling", "collusion"]
 """sign_flip: θ_t - s(θ_c - θ_t) in place of θ_c. scaling: θ_t + s(θ_c - θ_t). collusion: from θ_t

@@ -25,6 +25,7 @@ from firm.federation.schema import (
     read,
     read_fields,
 )
+from firm.registry import Registry
 
 MAX_ROUND = 10**9
 """More rounds than any run has."""
@@ -169,7 +170,7 @@ DECIDED_BY_SERVER = "decided by the server"
 """Stands in place of a field that a strategy's server decides in each round."""
 
 
-SENT_FORMS: dict[str, type] = {}
+SENT_FORMS: Registry[str, type] = Registry("sent form")
 """Dataclasses of one field that may travel in the place of an adapter, by the field's name."""
 
 
@@ -180,10 +181,7 @@ def sent_form(kind: type) -> type:
         ValueError: The field's name is taken.
     """
     (form,) = fields(kind)
-    if form.name in SENT_FORMS:
-        raise ValueError(f"a sent form {form.name!r} exists already; choose another name.")
-    SENT_FORMS[form.name] = kind
-    return kind
+    return SENT_FORMS.add(form.name, kind)
 
 
 def _sent_parameters(value: Any, info: ValidationInfo) -> Any:

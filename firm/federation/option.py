@@ -17,6 +17,7 @@ from firm.federation.aggregation import Transform
 from firm.federation.client import Adapter, Client, Reply
 from firm.federation.messages import Request, Update
 from firm.federation.schema import Invalid, context, invalid, read_record, shown
+from firm.registry import Registry
 
 if TYPE_CHECKING:
     from firm.federation.engines.engine import Engine
@@ -142,7 +143,7 @@ class Option:
         return []
 
 
-OPTIONS: dict[str, type[Option]] = {}
+OPTIONS: Registry[str, type[Option]] = Registry("option")
 """Options that travel with requests, by key."""
 
 Kind = TypeVar("Kind", bound=type[Option])
@@ -154,10 +155,7 @@ def option(kind: Kind) -> Kind:
     Raises:
         ValueError: The key is taken.
     """
-    if kind.key in OPTIONS:
-        raise ValueError(f"an option {kind.key!r} exists already; choose another key.")
-    OPTIONS[kind.key] = kind
-    return kind
+    return OPTIONS.add(kind.key, kind)
 
 
 def _options(value: Any, info: ValidationInfo) -> dict[str, Option]:

@@ -21,7 +21,7 @@ from firm.federation.server import (
     num_refused,
     round_metrics,
 )
-from firm.fields import did_you_mean
+from firm.registry import did_you_mean
 from firm.solvers.fixed import fixed_weights
 
 RequestType = TypeVar("RequestType", bound=Request)

@@ -15,7 +15,6 @@ from typing import Annotated, Any, TypeVar, get_type_hints
 import torch
 from annotated_types import Len
 from pydantic import AfterValidator, PlainValidator, ValidationError, ValidationInfo
-from pydantic_core import PydanticCustomError, core_schema
 
 from firm.federation.outside import printable
 from firm.quantities import of_clients
@@ -241,21 +240,6 @@ def _metrics(value: Any, info: ValidationInfo) -> dict[str, Any]:
             if needed not in metrics:
                 raise Invalid(f" has a {name} without {needed}")
     return metrics
-
-
-@dataclass(frozen=True, eq=False)
-class OneOf:
-    """A string that must be one of a set of names; names may be registered later."""
-
-    names: Collection[str]
-
-    def __get_pydantic_core_schema__(self, kind: Any, handler: Any) -> core_schema.CoreSchema:
-        return core_schema.no_info_after_validator_function(self._check, handler(kind))
-
-    def _check(self, name: str) -> str:
-        if name not in self.names:
-            raise PydanticCustomError("names", "one of {names}", {"names": ", ".join(self.names)})
-        return name
 
 
 # --- Types ----------------------------------------------------------------------------------------

@@ -19,7 +19,6 @@ from firm.federation.schema import (
     Invalid,
     Jacobian,
     Matrix,
-    OneOf,
     Reading,
     context,
     invalid,
@@ -35,6 +34,7 @@ from firm.federation.training import (
 from firm.gradients.approx_gram import two_way_reply
 from firm.gradients.compression import JacobianMessage
 from firm.gradients.messages import COMPRESSORS, message_from_dict, message_to_dict
+from firm.registry import OneOf
 from firm.schema import Finite, PerObjective
 
 Objective = Annotated[int, Interval(ge=0, le=99)]

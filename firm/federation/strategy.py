@@ -13,6 +13,7 @@ from firm.federation.options.secure import Secure, SecureSums
 from firm.federation.options.uploads import UploadConfig
 from firm.federation.round_config import RoundConfig
 from firm.fields import NOT_IN_PAPER, PositiveInt, configuration
+from firm.registry import Registry
 
 
 @configuration
@@ -63,7 +64,7 @@ the round and the round's rows for the log. Raises ``RoundFailed`` when fewer th
 clients finished.
 """
 
-STRATEGIES: dict[str, Strategy] = {}
+STRATEGIES: Registry[str, Strategy] = Registry("strategy")
 """Every strategy by its configuration's ``name``."""
 _CONFIGS: dict[str, type[StrategyConfig]] = {}
 
@@ -76,10 +77,6 @@ def strategy(function: Function) -> Function:
     if not (isinstance(config, type) and issubclass(config, StrategyConfig)):
         raise ValueError(f"{function.__name__} needs an argument cfg, a StrategyConfig.")
     name = config.__dataclass_fields__["name"].default
-    if not name or name in STRATEGIES:
-        raise ValueError(
-            f"{config.__name__} needs a name of its own, got {name!r}; taken: "
-            f"{', '.join(STRATEGIES)}."
-        )
-    STRATEGIES[name], _CONFIGS[name] = function, config
+    STRATEGIES.add(name, function)
+    _CONFIGS[name] = config
     return function

@@ -6,6 +6,7 @@ from typing import Any, TypeVar
 
 from firm.federation.client import Client
 from firm.federation.messages import Answer, Request
+from firm.registry import Registry
 
 Function = TypeVar("Function", bound=Callable[[Client, Any], Answer])
 
@@ -20,7 +21,7 @@ class Task:
     """The message that asks for it."""
 
 
-TASKS: dict[str, Task] = {}
+TASKS: Registry[str, Task] = Registry("task")
 
 
 def task(request: type[Request]) -> Callable[[Function], Function]:
@@ -29,11 +30,4 @@ def task(request: type[Request]) -> Callable[[Function], Function]:
     Raises:
         ValueError: The name is taken.
     """
-
-    def register(function: Function) -> Function:
-        if request.task in TASKS:
-            raise ValueError(f"A task named {request.task!r} exists already; choose another name.")
-        TASKS[request.task] = Task(function, request)
-        return function
-
-    return register
+    return lambda function: TASKS.add(request.task, function, entry=Task(function, request))

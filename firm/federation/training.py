@@ -30,7 +30,6 @@ from firm.federation.messages import (
 from firm.federation.option import OptionsByKey
 from firm.federation.schema import (
     Invalid,
-    OneOf,
     Text,
     context,
     read_fields,
@@ -38,13 +37,14 @@ from firm.federation.schema import (
 from firm.federation.tasks import task
 from firm.gradients.jacobian import gram_matrix
 from firm.quantities import Quantity, register
+from firm.registry import OneOf, Registry
 from firm.schema import Finite, Named, NonNegative, PerObjective
 from firm.solvers.fixed import fixed_weights
 
 SkippedBatches = Annotated[int, Interval(ge=0, le=100)]
 MAX_STAGES = 50
 """Most stages that a client times."""
-WEIGHTINGS: dict[str, Callable[..., torch.Tensor]] = {}
+WEIGHTINGS: Registry[str, Callable[..., torch.Tensor]] = Registry("weighting")
 """Functions that find weights, by the name that travels; see ``weighting``."""
 _OPTIONS: dict[str, Any] = {}
 """Types of their options."""
@@ -71,13 +71,10 @@ def weighting(name: str, **options: Any) -> Callable[[WeightingFunction], Weight
     """
 
     def register(function: WeightingFunction) -> WeightingFunction:
-        if name in WEIGHTINGS:
-            raise ValueError(f"a weighting {name!r} exists already; choose another name.")
         for option, kind in options.items():
             if _OPTIONS.setdefault(option, kind) != kind:
                 raise ValueError(f"the option {option!r} exists already; choose another name.")
-        WEIGHTINGS[name] = function
-        return function
+        return WEIGHTINGS.add(name, function)
 
     return register
 

@@ -1,25 +1,26 @@
-"""Configuration of data sets, and registries of named components."""
+"""Configuration of data sets, and the registry of their loaders."""
 
-import difflib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import field
 from typing import Annotated, Any, TypeVar
 
 from annotated_types import Interval
 
 from firm.fields import BoundedInt, PositiveInt, Seed, configuration
+from firm.registry import OneOf, Registry
 
-EntryT = TypeVar("EntryT")
 CallableT = TypeVar("CallableT", bound=Callable[..., Any])
+
+DATASETS: Registry[str, Callable[["DatasetConfig"], Any]] = Registry("data set")
+"""Loaders by the name that a configuration gives; `firm.fmoo.data` has the shipped ones."""
 
 
 @configuration
 class DatasetConfig:
     """Data set, and how it is split into train, validation and test samples."""
 
-    name: str = "two_digits"
-    """Data set: a key of `firm.fmoo.data.DATASETS`, or a name registered with `firm.fmoo.dataset`
-    in a file under `plugins`."""
+    name: Annotated[str, OneOf(DATASETS)] = "two_digits"
+    """Data set. A file under `plugins` may register others with `firm.fmoo.dataset`."""
     path: str | None = None
     """A .npz file or a folder in the layout described in `firm.fmoo.loaders`, a Hugging Face
     dataset's folder, or its name on the hub; by default the data set's copy on the hub, if there is
@@ -46,37 +47,3 @@ class DatasetConfig:
     window_stride: PositiveInt = 10
     """Characters between the starts of consecutive samples of shakespeare. Not in the paper; 1 uses
     all samples, at 640 bytes of memory per character."""
-
-
-def by_name(table: Mapping[str, EntryT], name: str, what: str) -> EntryT:
-    """Returns an entry of a registry, or raises ``ValueError`` with the nearest names."""
-    if name not in table:
-        near = difflib.get_close_matches(name, table, n=2)
-        hint = f" (did you mean {' or '.join(near)}?)" if near else ""
-        raise ValueError(
-            f"there is no {what} {name!r}{hint}: choose one of {', '.join(table)}, or list the "
-            "file that registers it under plugins."
-        )
-    return table[name]
-
-
-def registering(table: dict[str, Any], name: str, what: str) -> Callable[[CallableT], CallableT]:
-    """Returns a decorator that adds a function or class to a registry and leaves it unchanged.
-
-    A redefinition, such as by running a notebook cell again, replaces the earlier entry.
-
-    Raises:
-        ValueError: When another function or class has the name.
-    """
-
-    def register(entry: CallableT) -> CallableT:
-        if name in table and _origin(table[name]) != _origin(entry):
-            raise ValueError(f"a {what} {name!r} is already registered: choose another name.")
-        table[name] = entry
-        return entry
-
-    return register
-
-
-def _origin(entry: Any) -> tuple[str, str]:
-    return entry.__module__, entry.__qualname__

@@ -6,7 +6,7 @@ import numpy as np
 import torch
 
 from firm.federation.user_code import user_code
-from firm.fmoo.config import CallableT, DatasetConfig, by_name, registering
+from firm.fmoo.config import DATASETS, CallableT, DatasetConfig
 from firm.fmoo.loaders.faces import celeba, celeba5
 from firm.fmoo.loaders.images import (
     cifar10,
@@ -30,10 +30,7 @@ _PAIRS = (two_digits, multi_mnist, mnist_fmnist, cifar10_mnist)
 _IMAGES = (mnist, fashion_mnist, cifar10, femnist, celeba, celeba5)
 _OTHERS = (adult, river_flow, qm9, shakespeare)
 
-DATASETS: dict[str, Callable[[DatasetConfig], Splits | TaskData]] = {
-    loader.__name__: loader for loader in (*_PAIRS, *_IMAGES, *_OTHERS)
-}
-"""Loaders by their names in configurations."""
+DATASETS.update({loader.__name__: loader for loader in (*_PAIRS, *_IMAGES, *_OTHERS)})
 
 
 def dataset(name: str) -> Callable[[CallableT], CallableT]:
@@ -47,7 +44,7 @@ def dataset(name: str) -> Callable[[CallableT], CallableT]:
     Raises:
         ValueError: When the name is taken.
     """
-    return registering(DATASETS, name, "data set")
+    return DATASETS.register(name)
 
 
 def load_data(cfg: DatasetConfig) -> Splits:
@@ -58,7 +55,7 @@ def load_data(cfg: DatasetConfig) -> Splits:
             arrays do not match the layout, labels are out of range, or a user's function raises;
             states the remedy.
     """
-    loader = by_name(DATASETS, cfg.name, "data set")
+    loader = DATASETS[cfg.name]
     try:
         with user_code("its function", but=(ValueError, OSError)):
             loaded = loader(cfg)

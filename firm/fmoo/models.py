@@ -25,7 +25,7 @@ from torch import nn
 from firm.federation.randomness import RandomStream
 from firm.federation.user_code import user_code
 from firm.fields import BoundedInt, configuration
-from firm.fmoo.config import CallableT, by_name, registering
+from firm.fmoo.config import CallableT
 from firm.fmoo.modules import (
     CharacterEncoder,
     Dropout,
@@ -34,15 +34,18 @@ from firm.fmoo.modules import (
     ResidualBlock,
 )
 from firm.fmoo.task_data import TaskData
+from firm.registry import OneOf, Registry
+
+MODELS: Registry[str, Callable[["ModelConfig", TaskData], nn.Module]] = Registry("model")
+"""Models by the name that a configuration gives."""
 
 
 @configuration
 class ModelConfig:
     """Model that clients train."""
 
-    name: str = "lenet"
-    """Model: a key of `firm.fmoo.models.MODELS`, or a name registered with `firm.fmoo.model` in a
-    file under `plugins`."""
+    name: Annotated[str, OneOf(MODELS)] = "lenet"
+    """Model. A file under `plugins` may register others with `firm.fmoo.model`."""
     dropout: Annotated[float | None, Interval(ge=0, lt=1)] = None
     """Probability of all dropout layers; by default 0.5 as in the papers, and 0.25 after
     femnist_cnn's pooling. resnet18, molecule_net, character_lstm and linear have no dropout; mlp
@@ -60,7 +63,7 @@ def model(name: str) -> Callable[[CallableT], CallableT]:
     Raises:
         ValueError: When the name is taken.
     """
-    return registering(MODELS, name, "model")
+    return MODELS.register(name)
 
 
 def build_model(cfg: ModelConfig, data: TaskData, *, seed: int) -> nn.Module:
@@ -70,7 +73,7 @@ def build_model(cfg: ModelConfig, data: TaskData, *, seed: int) -> nn.Module:
         ValueError: When the model is unknown or does not support these inputs, or a user's model
             raises.
     """
-    build = by_name(MODELS, cfg.name, "model")
+    build = MODELS[cfg.name]
     with RandomStream(seed, "model"), user_code(f"the model {cfg.name}", but=(ValueError,)):
         module = build(cfg, data)
     if not isinstance(module, nn.Module):
@@ -268,10 +271,7 @@ def molecule_net(cfg: ModelConfig, data: TaskData) -> MultiTaskModel:
 _OF_IMAGES = (lenet, cifar_mnist_cnn, resnet18, cifar_cnn, fashion_cnn, femnist_cnn)
 _OF_OTHERS = (molecule_net, character_lstm, linear, mlp)
 
-MODELS: dict[str, Callable[[ModelConfig, TaskData], nn.Module]] = {
-    build.__name__: build for build in (*_OF_IMAGES, *_OF_OTHERS)
-}
-"""Models by their names in configurations."""
+MODELS.update({build.__name__: build for build in (*_OF_IMAGES, *_OF_OTHERS)})
 
 
 def _with_linear_heads(encoder: nn.Module, width: int, data: TaskData) -> MultiTaskModel:

@@ -9,8 +9,8 @@ from torch.nn import functional
 from torch.utils.data import default_collate
 
 from firm.federation.user_code import user_code
-from firm.fields import did_you_mean
-from firm.fmoo.config import CallableT, by_name, registering
+from firm.fmoo.config import CallableT
+from firm.registry import Registry, did_you_mean
 
 Loss = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 """Maps an objective's outputs and targets, one row per sample, to the mean loss, a scalar."""
@@ -35,12 +35,15 @@ def l2(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
     return torch.linalg.vector_norm(outputs.softmax(dim=1) - labels, dim=1).mean()
 
 
-LOSSES: dict[str, Loss] = {
-    "cross_entropy": functional.cross_entropy,
-    "binary": binary,
-    "squared": squared,
-    "l2": l2,
-}
+LOSSES: Registry[str, Loss] = Registry(
+    "loss",
+    {
+        "cross_entropy": functional.cross_entropy,
+        "binary": binary,
+        "squared": squared,
+        "l2": l2,
+    },
+)
 """Losses by name."""
 
 CLASS_LOSSES = frozenset({"cross_entropy", "l2"})
@@ -58,7 +61,7 @@ def loss(name: str) -> Callable[[CallableT], CallableT]:
     Raises:
         ValueError: When the name is taken.
     """
-    return registering(LOSSES, name, "loss")
+    return LOSSES.register(name)
 
 
 @dataclass(frozen=True, eq=False)
@@ -249,7 +252,7 @@ def _check_targets(data: TaskData) -> None:
             f"got {data.losses}."
         )
     for name in data.losses:
-        by_name(LOSSES, name, "loss")
+        LOSSES[name]
     shape = tuple(data.targets.shape)
     if shape[:2] != (len(data.inputs), num_objectives) or len(shape) > 3:
         raise ValueError(

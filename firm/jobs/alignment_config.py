@@ -15,7 +15,7 @@ from firm.alignment.generation import RolloutConfig
 from firm.alignment.policy import PolicyConfig
 from firm.alignment.prompt_data import PromptsConfig
 from firm.alignment.rewards import Calibration
-from firm.federation.engines.engine import check_engine
+from firm.federation.engines import ENGINES
 from firm.federation.outside import check_name
 from firm.federation.strategies import StrategyConfig
 from firm.federation.strategies.firm import FirmConfig
@@ -33,10 +33,10 @@ from firm.fields import (
     PositiveInt,
     Seed,
     configuration,
-    did_you_mean,
 )
 from firm.fronts.preferences import grid
 from firm.jobs.hub import HubConfig
+from firm.registry import OneOf, did_you_mean
 from firm.run.directory import CheckpointConfig
 from firm.run.resuming import Resume, check_out
 from firm.run.tracking import TrackingConfig
@@ -193,7 +193,7 @@ class AlignmentConfig:
     start_preference: Annotated[list[float] | None, NOT_IN_PAPER] = None
     """Shares of the objectives at which the adapters of `start`, which are conditioned, are folded
     into ordinary ones; null takes them as their folders have them, at equal shares."""
-    engine: str = "local"
+    engine: Annotated[str, OneOf(ENGINES)] = "local"
     """Where clients run in this process, by a name that is registered
     (`firm.federation.engines.engine`): "local" takes them in turn, "stacked" all at once."""
     max_rows: Annotated[PositiveInt | None, Hint("null takes 128")] = None
@@ -396,8 +396,7 @@ def _check_preferences(key: str, preferences: list[list[float]], cfg: AlignmentC
 
 
 def _check_engine(cfg: AlignmentConfig) -> None:
-    """Raises ``ValueError`` if the engine is unknown or does not support the configuration."""
-    check_engine(cfg.engine)
+    """Raises ``ValueError`` if the engine does not support the configuration."""
     if cfg.engine != "stacked":
         if cfg.max_rows is not None:
             raise ValueError(

@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from annotated_types import Ge, Interval, Le
 
-from firm.federation.engines.engine import check_engine
+from firm.federation.engines import ENGINES
 from firm.federation.strategies import StrategyConfig
 from firm.fields import (
     LARGEST,
@@ -19,12 +19,12 @@ from firm.fields import (
     PositiveInt,
     Seed,
     configuration,
-    did_you_mean,
 )
 from firm.fmoo.attacks import LossAttackConfig
 from firm.fmoo.data import DatasetConfig
 from firm.fmoo.models import ModelConfig
 from firm.fmoo.workspace import LocalConfig
+from firm.registry import OneOf, did_you_mean
 from firm.run.names import check_folder_name
 from firm.run.resuming import Resume, check_out
 from firm.run.tracking import TrackingConfig
@@ -120,7 +120,7 @@ class ClassicConfig:
     progress_from: str | None = None
     """An algorithm from whose global models, wherever they are evaluated, the local trainings of
     all algorithms are compared: how far each lowers its clients' losses; null compares none."""
-    engine: str | None = None
+    engine: Annotated[str, OneOf(ENGINES)] | None = None
     """Where clients run, by a name that is registered (`firm.federation.engines.engine`). null
     takes `stacked` where that is faster, for models of dense layers, whose gradients are then those
     of all clients in one pass, and `local` elsewhere; they differ by rounding."""
@@ -144,8 +144,6 @@ class ClassicConfig:
 
     def __post_init__(self) -> None:
         check_out(self.resume, self.out)
-        if self.engine is not None:
-            check_engine(self.engine)
         if not self.seeds or len(set(self.seeds)) < len(self.seeds):
             raise ValueError(f"seeds must be one or more different numbers, got {self.seeds}.")
         if not self.algorithms:

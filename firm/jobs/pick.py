@@ -16,11 +16,11 @@ from safetensors.torch import load_file, save_file
 from firm.federation.aggregation import weighted_mean
 from firm.federation.client import Adapter
 from firm.federation.outside import legible
-from firm.fields import did_you_mean
 from firm.fronts.front import Front, Point
 from firm.fronts.nearest import Expectation, expected_rewards, nearest, neighbours
 from firm.fronts.reach import mean_preference, reaching
 from firm.jobs.model_card import markdown_table, markdown_text, model_card
+from firm.registry import did_you_mean
 from firm.run.errors import UserError
 from firm.run.files import whole_folder
 from firm.run.names import dated_folder

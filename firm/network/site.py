@@ -3,7 +3,7 @@
 import logging
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import field, replace
 from typing import Annotated, Any
 
 from annotated_types import Interval, Len
@@ -18,9 +18,10 @@ from firm.federation.outside import printable
 from firm.federation.schema import Invalid, Reading, Text, read, shown
 from firm.federation.serialization import pack, unpack
 from firm.federation.tasks import TASKS
-from firm.fields import LARGEST, did_you_mean
+from firm.fields import LARGEST, configuration
 from firm.network.agreement import Agreement, Budget, Ledger, Refused
 from firm.quantities import of_clients
+from firm.registry import OneOf, did_you_mean
 
 logger = logging.getLogger(__name__)
 
@@ -28,14 +29,18 @@ MAX_BYTES = 4 * 2**30
 """Maximum size of a server's message in bytes."""
 
 
-@dataclass(frozen=True)
+@configuration
 class SitePolicy:
     """Limits on the data that leaves a site in addition to the adapter, and on the answers."""
 
     metrics: tuple[str, ...] | None = None
     """Names of the metrics that may leave the site. They are statistics of a batch or minibatch,
     never of a single reply. null: all metrics registered as such; an empty list: none."""
-    tasks: tuple[str, ...] = ("local_training", "masked_training", "open_sum")
+    tasks: tuple[Annotated[str, OneOf(TASKS)], ...] = (
+        "local_training",
+        "masked_training",
+        "open_sum",
+    )
     """Tasks that the server may request. The answers of other tasks (Jacobians, several updates)
     reveal more of the data than an adapter does; without local_training, updates leave the site
     only under a mask."""
@@ -49,9 +54,6 @@ class SitePolicy:
     """Limits on the number of answers and on their ε."""
 
     def __post_init__(self) -> None:
-        if unknown := [name for name in self.tasks if name not in TASKS]:
-            near = did_you_mean(unknown[0], TASKS)
-            raise ValueError(f"tasks must be among {', '.join(sorted(TASKS))}, got {unknown}{near}")
         known = of_clients()
         if unknown := [name for name in self.metrics or () if name not in known]:
             near = did_you_mean(unknown[0], known)

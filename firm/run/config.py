@@ -37,7 +37,7 @@ import yaml
 from pydantic import TypeAdapter, ValidationError
 
 from firm.federation.outside import printable
-from firm.fields import choice_in_words, did_you_mean
+from firm.registry import choice_in_words, did_you_mean
 from firm.run.errors import UserError
 from firm.run.plugins import import_plugin
 from firm.run.shipped import find_config

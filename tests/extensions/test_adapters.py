@@ -161,5 +161,5 @@ def test_a_name_is_registered_once():
     class Other(Lora):
         name = "dora"
 
-    with pytest.raises(ValueError, match="there is an adapter 'dora' already"):
+    with pytest.raises(ValueError, match="an adapter 'dora' is already registered"):
         register_adapter(Other)

@@ -141,9 +141,9 @@ BAD = {
     "no file": ("", "", "plugins: mine.py cannot be imported (ImportError: there is no such"),
     "import": ("import torch\n", "import torc\n", "mine.py cannot be imported (ModuleNotFound"),
     "taken": ('@loss("huber")', '@loss("l2")', "a loss 'l2' is already registered"),
-    "name of the data": ('@dataset("clinics")', '@dataset("clinic")', "(did you mean clinic?)"),
-    "name of the model": ('@model("two_heads")', '@model("two_head")', "(did you mean two_head?)"),
-    "name of the loss": ('"days": "huber"', '"days": "hubert"', "(did you mean huber?)"),
+    "name of the data": ('@dataset("clinics")', '@dataset("clinic")', "did you mean 'clinic'?"),
+    "name of the model": ('@model("two_heads")', '@model("two_head")', "did you mean 'two_head'?"),
+    "name of the loss": ('"days": "huber"', '"days": "hubert"', "did you mean 'huber'?"),
     "no data": (
         "    return TaskData.of_clients",
         "    TaskData.of_clients",
@@ -232,7 +232,5 @@ def test_a_cell_of_a_notebook_may_run_twice():
         @loss("mine")
         class Mine(nn.Module): ...
 
-    with pytest.raises(
-        ValueError, match="a model 'mine' is already registered: choose another name"
-    ):
+    with pytest.raises(ValueError, match="a model 'mine' is already registered; choose another"):
         model("mine")(TaskData)

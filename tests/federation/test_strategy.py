@@ -64,8 +64,11 @@ def test_a_strategy_that_is_not_registered_is_no_choice():
 
 
 def test_a_name_is_taken_once(registered):
-    with pytest.raises(ValueError, match="FirstConfig needs a name of its own, got 'first'"):
-        strategy(first)
+    def second(state, clients, engine, cfg: FirstConfig):
+        return state, {}
+
+    with pytest.raises(ValueError, match="a strategy 'first' is already registered"):
+        strategy(second)
     with pytest.raises(ValueError, match="<lambda> needs an argument cfg, a StrategyConfig"):
         strategy(lambda state, clients, engine, cfg: (state, {}))
 

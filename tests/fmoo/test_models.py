@@ -280,7 +280,7 @@ def test_the_order_of_atoms_does_not_matter_to_the_graph_network():
 
 
 def test_an_unknown_model_is_refused_with_the_nearest_names():
-    with pytest.raises(ValueError, match=r"no model 'le_net' \(did you mean lenet or"):
+    with pytest.raises(ValueError, match=r"one of .*, got 'le_net'; did you mean 'lenet'"):
         built("le_net", EXAMPLES["lenet"])
 
 

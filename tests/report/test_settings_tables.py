@@ -144,9 +144,7 @@ def test_one_run_each_claims_no_difference_and_has_no_errors():
 def test_errors_are_promised_where_there_are_bands():
     made = study(*(runs(f"{place}", [0.4], [0.5]) for place in range(9)))
     section = made.block("accuracies")
-    assert section.text.startswith(
-        "Global model. Means over 2 seeds ± one standard error"
-    )
+    assert section.text.startswith("Global model. Means over 2 seeds ± one standard error")
     assert sum("fill" in trace for trace in section.panels[0].figure["data"]) == 9
     assert made.choice.shown == {f"{place}" for place in range(8)}  # one for each colour
 

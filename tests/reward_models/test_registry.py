@@ -232,7 +232,7 @@ def test_a_failed_import_takes_its_names_back(tmp_path):
 
 
 def test_a_name_is_given_once():
-    with pytest.raises(ValueError, match="there is a reward model 'brevity' already"):
+    with pytest.raises(ValueError, match="a reward model 'brevity' is already registered"):
         reward_model("brevity")(lambda prompts, completions: [])
 
 

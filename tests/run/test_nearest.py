@@ -7,12 +7,11 @@ import pytest
 
 from firm.cli.main import COMMANDS, main
 from firm.federation.attackers import Attacker, UpdateAttack
-from firm.federation.engines import check_engine
 from firm.federation.engines.engine import ENGINES
 from firm.federation.options.robust import RULES, RobustConfig
 from firm.federation.rounds import sample_clients
 from firm.federation.tasks import TASKS
-from firm.fmoo.config import by_name
+from firm.fmoo import DatasetConfig, ModelConfig
 from firm.fmoo.data import DATASETS
 from firm.fmoo.models import MODELS
 from firm.fmoo.task_data import LOSSES
@@ -83,7 +82,7 @@ def test_a_choice_of_a_configuration(form, key, value):
 
 
 REGISTRIES: Mapping[str, tuple[Any, Any]] = {
-    "engine": (check_engine, ENGINES),
+    "engine": (lambda name: ENGINES[name], ENGINES),
     "robust rule": (lambda name: RobustConfig(name, num_attackers=1), RULES),
     "attack": (lambda name: Attacker(None, name), get_args(UpdateAttack)),  # type: ignore[arg-type]
     "task of a site": (lambda name: SitePolicy(tasks=(name,)), TASKS),
@@ -92,9 +91,9 @@ REGISTRIES: Mapping[str, tuple[Any, Any]] = {
         lambda name: sample_clients(["north", "south"], seed=0, round_number=1, always=[name]),
         ["north", "south"],
     ),
-    "data set": (lambda name: by_name(DATASETS, name, "data set"), DATASETS),
-    "model": (lambda name: by_name(MODELS, name, "model"), MODELS),
-    "loss": (lambda name: by_name(LOSSES, name, "loss"), LOSSES),
+    "data set": (lambda name: DatasetConfig(name), DATASETS),
+    "model": (lambda name: ModelConfig(name), MODELS),
+    "loss": (lambda name: LOSSES[name], LOSSES),
     "reward": (check_name, REWARD_MODELS),
     "objective": (lambda name: parse_want(f"{name}=1", ["helpful"]), ["helpful"]),
 }

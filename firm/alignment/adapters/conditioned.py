@@ -19,6 +19,10 @@ from firm.alignment.adapters.lora import Lora, PassRows, adapted_modules
 from firm.federation.client import Adapter
 from firm.federation.randomness import RandomStream
 from firm.fields import NOT_IN_PAPER, PositiveFloat, configuration
+from firm.registry import OneOf, Registry
+
+PREFERENCE_SAMPLERS: Registry[str, "PreferenceSampler"] = Registry("sampler")
+"""Samplers, by the name that `policy.conditioning.sampler` chooses them by."""
 
 
 @configuration(source=NOT_IN_PAPER)
@@ -28,7 +32,7 @@ class ConditioningConfig:
     kind: Literal["none", "preference"] = "none"
     """none: one trade-off. preference: the adapter depends on the preference, and each prompt's
     replies are sampled, and compared, at a preference that is drawn for it."""
-    sampler: str = "dirichlet"
+    sampler: Annotated[str, OneOf(PREFERENCE_SAMPLERS)] = "dirichlet"
     """How preferences are drawn, by a name that is registered
     (`firm.alignment.adapters.preference_sampler`)."""
     concentration: PositiveFloat = 1.0
@@ -38,11 +42,6 @@ class ConditioningConfig:
     """Share of the draws that ask for one objective alone, each as often as the others."""
     draw_per: Literal["prompt", "step"] = "prompt"
     """Whether each prompt has a different preference, or all prompts of a local step share one."""
-
-    def __post_init__(self) -> None:
-        if self.sampler not in PREFERENCE_SAMPLERS:
-            names = ", ".join(sorted(PREFERENCE_SAMPLERS))
-            raise ValueError(f"sampler must be one of {names}, got {self.sampler!r}.")
 
     def conditioned(self, kind: Lora, num_objectives: int) -> Lora:
         """Returns the kind of adapter that depends on the preference as these settings say."""
@@ -63,9 +62,6 @@ Drawn preferences are mixtures of the corners, rows of sum 1: the identity for t
 single row for a client with one preference. Random numbers come from torch's global generator.
 """
 
-PREFERENCE_SAMPLERS: dict[str, PreferenceSampler] = {}
-"""Samplers, by the name that `policy.conditioning.sampler` chooses them by."""
-
 Sampler = TypeVar("Sampler", bound=PreferenceSampler)
 
 
@@ -75,14 +71,7 @@ def preference_sampler(name: str) -> Callable[[Sampler], Sampler]:
     Raises:
         ValueError: The name is taken.
     """
-
-    def register(sampler: Sampler) -> Sampler:
-        if name in PREFERENCE_SAMPLERS:
-            raise ValueError(f"there is a sampler {name!r} already; choose another name.")
-        PREFERENCE_SAMPLERS[name] = sampler
-        return sampler
-
-    return register
+    return PREFERENCE_SAMPLERS.register(name)
 
 
 @preference_sampler("dirichlet")

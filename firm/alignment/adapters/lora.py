@@ -16,6 +16,7 @@ from peft.tuners.lora import LoraLayer
 from firm.alignment.adapters.target_modules import ATTENTION
 from firm.federation.client import Adapter
 from firm.fields import NOT_IN_PAPER, BoundedInt, Paper, PositiveFloat, configuration
+from firm.registry import Registry
 
 
 @configuration(source=Paper("section 5"))
@@ -164,7 +165,7 @@ class Lora:
 
 Kind = TypeVar("Kind", bound=type[Lora])
 
-ADAPTERS: dict[str, type[Lora]] = {"lora": Lora}
+ADAPTERS: Registry[str, type[Lora]] = Registry("adapter", {"lora": Lora})
 """Kinds of adapters, by the name that `policy.adapter` chooses them by."""
 
 
@@ -174,10 +175,7 @@ def register_adapter(kind: Kind) -> Kind:
     Raises:
         ValueError: The name is taken.
     """
-    if kind.name in ADAPTERS:
-        raise ValueError(f"there is an adapter {kind.name!r} already; choose another name.")
-    ADAPTERS[kind.name] = kind
-    return kind
+    return ADAPTERS.add(kind.name, kind)
 
 
 def adapted_modules(model: Any) -> dict[str, Any]:

@@ -38,6 +38,7 @@ from firm.fields import (
 )
 from firm.gradients.jacobian import jacobian
 from firm.gradients.per_sequence import BackwardPasses, PerSequenceGradients
+from firm.registry import Registry
 
 
 @dataclass(frozen=True)
@@ -285,7 +286,7 @@ class EstimatorConfig(ABC):
         """Returns a placeholder experience, for a plan's dry run of `gradients`."""
 
 
-ESTIMATORS: dict[str, type[EstimatorConfig]] = {}
+ESTIMATORS: Registry[str, type[EstimatorConfig]] = Registry("estimator")
 """The configurations of all estimators, by the name that chooses them."""
 
 Config = TypeVar("Config", bound=type[EstimatorConfig])
@@ -297,8 +298,4 @@ def register_estimator(config: Config) -> Config:
     Raises:
         ValueError: The name is taken or missing.
     """
-    name = config.__dataclass_fields__["name"].default
-    if not name or name in ESTIMATORS:
-        raise ValueError(f"an estimator needs a name of its own, got {name!r}: choose another.")
-    ESTIMATORS[name] = config
-    return config
+    return ESTIMATORS.add(config.__dataclass_fields__["name"].default, config)

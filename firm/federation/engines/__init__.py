@@ -1,6 +1,6 @@
 """Engines run clients: they deliver a strategy's requests and count the bytes."""
 
-from firm.federation.engines.engine import ENGINES, Engine, check_engine, engine
+from firm.federation.engines.engine import ENGINES, Engine, engine
 from firm.federation.engines.local import ClientStates, LocalEngine, MemoryStates
 from firm.federation.engines.processes import Processes, ProcessesEngine, Team
 from firm.federation.engines.stacked import StackedEngine
@@ -15,6 +15,5 @@ __all__ = [
     "ProcessesEngine",
     "StackedEngine",
     "Team",
-    "check_engine",
     "engine",
 ]

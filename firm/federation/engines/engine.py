@@ -10,7 +10,7 @@ from firm.federation.messages import Request
 from firm.federation.outside import printable
 from firm.federation.schema import Invalid
 from firm.federation.serialization import pack
-from firm.fields import did_you_mean
+from firm.registry import Registry
 
 
 class Engine(Protocol):
@@ -47,7 +47,7 @@ class Engine(Protocol):
 EngineFactory = Callable[..., Engine]
 """Builds an engine in this process from its clients, with the options of ``LocalEngine``."""
 
-ENGINES: dict[str, EngineFactory] = {}
+ENGINES: Registry[str, EngineFactory] = Registry("engine")
 """Engines that a configuration may choose, by name."""
 
 Factory = TypeVar("Factory", bound=EngineFactory)
@@ -59,21 +59,7 @@ def engine(name: str) -> Callable[[Factory], Factory]:
     Raises:
         ValueError: The name is taken.
     """
-
-    def register(factory: Factory) -> Factory:
-        if name in ENGINES:
-            raise ValueError(f"there is an engine {name!r} already; choose another name.")
-        ENGINES[name] = factory
-        return factory
-
-    return register
-
-
-def check_engine(name: str) -> None:
-    """Raises ``ValueError`` if no engine has this name."""
-    if name not in ENGINES:
-        near = did_you_mean(name, ENGINES)
-        raise ValueError(f"engine must be one of {', '.join(ENGINES)}, got {name!r}{near}")
+    return ENGINES.register(name)
 
 
 def checked_reply(

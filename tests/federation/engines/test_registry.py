@@ -3,7 +3,7 @@
 import pytest
 
 from firm.federation import LocalEngine
-from firm.federation.engines import ENGINES, check_engine, engine
+from firm.federation.engines import ENGINES, engine
 
 pytestmark = pytest.mark.usefixtures("new_plugins")
 
@@ -17,13 +17,25 @@ def test_an_engine_of_another_package_is_found_by_its_name():
             type(self).num_calls += 1
             return super().map(request, clients)
 
-    check_engine("counting")
     assert ENGINES["counting"] is CountingEngine
     assert ENGINES["local"] is LocalEngine
 
 
 def test_a_name_that_is_taken_or_that_nobody_has_is_refused():
-    with pytest.raises(ValueError, match="there is an engine 'local' already"):
-        engine("local")(LocalEngine)
+    class Other(LocalEngine):
+        pass
+
+    with pytest.raises(ValueError, match="an engine 'local' is already registered"):
+        engine("local")(Other)
     with pytest.raises(ValueError, match="engine must be one of local, stacked, got 'remote'"):
-        check_engine("remote")
+        ENGINES["remote"]
+
+
+def test_a_redefinition_replaces_the_engine_that_it_repeats():
+    for _ in range(2):  # a notebook's cell that runs twice
+
+        @engine("counting")
+        class CountingEngine(LocalEngine):
+            pass
+
+        assert ENGINES["counting"] is CountingEngine

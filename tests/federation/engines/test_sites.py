@@ -336,7 +336,7 @@ def test_a_task_that_the_policy_does_not_name_is_refused(new_network, start):
 
 
 def test_a_policy_names_tasks_and_metrics_that_exist():
-    with pytest.raises(ValueError, match=r"tasks must be among .*local_training.* got \['copy'\]"):
+    with pytest.raises(ValueError, match=r"tasks.0 must be one of .*local_training.* got 'copy'"):
         SitePolicy(tasks=("copy",))
     with pytest.raises(ValueError, match=r"metrics must be among .*weights.* got \['prompts'\]"):
         SitePolicy(metrics=("prompts",))

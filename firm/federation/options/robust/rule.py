@@ -6,6 +6,7 @@ values. It computes in float64.
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Annotated, ClassVar, TypeVar
 
 import torch
@@ -15,14 +16,8 @@ from firm.federation.client import Adapter, State
 from firm.federation.messages import Update
 from firm.federation.option import Need, Option
 from firm.federation.round_config import RoundConfig
-from firm.fields import (
-    NOT_IN_PAPER,
-    Hint,
-    NonNegativeInt,
-    PositiveFloat,
-    configuration,
-    did_you_mean,
-)
+from firm.fields import NOT_IN_PAPER, Hint, NonNegativeInt, PositiveFloat, configuration
+from firm.registry import OneOf, Registry
 
 Function = TypeVar("Function", bound=Callable[..., tuple[list[Update], State]])
 
@@ -36,7 +31,7 @@ class Rule:
     needs_attackers: bool
 
 
-RULES: dict[str, Rule] = {}
+RULES: Registry[str, Rule] = Registry("robust rule")
 """Every robust rule by name."""
 
 
@@ -56,14 +51,8 @@ def robust_rule(
     Raises:
         ValueError: The name is taken.
     """
-
-    def register(function: Function) -> Function:
-        if name in RULES or name == "none":
-            raise ValueError(f"a robust rule {name!r} exists already; choose another name.")
-        RULES[name] = Rule(function, margin, needs_attackers)
-        return function
-
-    return register
+    rule = partial(Rule, margin=margin, needs_attackers=needs_attackers)
+    return lambda function: RULES.add(name, function, entry=rule(function))
 
 
 @configuration(source=NOT_IN_PAPER)
@@ -86,7 +75,7 @@ class RobustConfig(Option):
         ),
     )
 
-    rule: str = "none"
+    rule: Annotated[str, OneOf(RULES, "none")] = "none"
     """none: all updates. median, trimmed_mean: one that is merged coordinate by coordinate. krum,
     multi_krum: the one, or the N - num_attackers, with the nearest neighbours. norm_clipping: all,
     none longer than clip_norm. normalization: all, each with their median length."""
@@ -97,17 +86,12 @@ class RobustConfig(Option):
     """Length ‖θ_c - θ_t‖ that norm_clipping clips to; null takes the median of the lengths."""
 
     def __post_init__(self) -> None:
-        if self.rule != "none" and self.rule not in RULES:
-            near = did_you_mean(self.rule, RULES)
-            raise ValueError(
-                f"rule must be one of none, {', '.join(RULES)}, got {self.rule!r}{near}"
-            )
         if self.rule == "none" and self.num_attackers > 0:
             raise ValueError(
                 f"num_attackers needs a rule that bears them, got {self.num_attackers} with rule "
                 "none."
             )
-        if self.rule in RULES and RULES[self.rule].needs_attackers and self.num_attackers < 1:
+        if self.rule != "none" and RULES[self.rule].needs_attackers and self.num_attackers < 1:
             raise ValueError(
                 f"rule {self.rule} needs num_attackers of at least 1, got {self.num_attackers}."
             )
