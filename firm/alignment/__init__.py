@@ -62,7 +62,7 @@ from firm.alignment.prompts import (
 )
 from firm.alignment.rewards import Calibration, Judges, RewardFn, calibrate, check_same, score
 from firm.alignment.rollout import logprobs_from
-from firm.alignment.self_check import check_passes
+from firm.alignment.self_check import check_passes, check_rows
 from firm.alignment.trainer import MultiObjectiveTrainer
 
 __all__ = [
@@ -91,6 +91,7 @@ __all__ = [
     "check_context",
     "check_passes",
     "check_prompts",
+    "check_rows",
     "check_same",
     "check_settings",
     "check_vocabulary",

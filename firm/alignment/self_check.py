@@ -10,11 +10,16 @@ from typing import Any
 import torch
 from transformers import GenerationConfig
 
-from firm.alignment.policy import set_mode
+from firm.alignment.adapters.forward import forward_of
+from firm.alignment.policy import adapter_parameters, set_mode
 from firm.federation.outside import first_line
+from firm.gradients import PerSequenceGradients
 
 LENGTH, SHORTER, NEW = 12, 7, 3
 """Tokens of two texts that stand in one batch, and of what is generated after them."""
+
+NUM_ROWS = 4
+"""Rows that must be independent: their numbers differ in two bits."""
 
 ROUNDING = {torch.float32: 1e-4, torch.float16: 0.03, torch.bfloat16: 0.07}
 """Largest difference of log-probabilities that counts as rounding, as a share of their spread.
@@ -89,6 +94,36 @@ def check_passes(policy: Any, path: str) -> None:
                 f"{reason}, by {difference:.2g} of their spread, where rounding explains "
                 f"{rounding:g}; give another model."
             )
+
+
+def check_rows(policy: Any, path: str) -> None:
+    """Checks that the rows of a batch do not interact or change places inside the model.
+
+    One backward pass for all objectives (`PerSequenceGradients`) depends on it, and gives wrong
+    gradients in silence otherwise. Takes a pass and four backward passes on a few tokens.
+
+    Args:
+        policy: A `PeftModel`, whose adapter is made of matrices.
+        path: Name of the model in messages.
+
+    Raises:
+        ValueError: A row's loss has a gradient at another row of a layer.
+    """
+    if not forward_of(policy).kind.is_linear:
+        return
+    generator = torch.Generator().manual_seed(0)
+    size = len(policy.get_input_embeddings().weight)
+    ids = torch.randint(size, (NUM_ROWS, LENGTH), generator=generator).to(policy.device)
+    parameters = list(adapter_parameters(policy).values())
+    with PerSequenceGradients(policy, parameters) as gradients:
+        logprobs = _logprobs(policy, ids, torch.ones_like(ids))
+        try:
+            gradients.check_independence(logprobs[..., 0].sum(1))
+        except ValueError as error:
+            raise ValueError(
+                f"policy.path: the rows of a batch of {path} are not independent "
+                f"({first_line(error).rstrip('.')}): give another model, or --estimator.name ppo."
+            ) from error
 
 
 def _logprobs(policy: Any, ids: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:

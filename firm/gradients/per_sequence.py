@@ -48,9 +48,10 @@ class PerSequenceGradients:
     advantage per response, and PPO as long as no ratio is clipped (clipping depends on each
     advantage's sign, and hence masks tokens by objective). It does not apply to advantages per
     token, such as GAE with a critic per objective, nor to a KL term in only one objective's loss.
-    Sequences must not interact in the forward pass: ℓ_b may depend on sequence b only. Batch
-    normalisation in training mode is rejected; packing several sequences into a row, or a loss that
-    balances experts over the batch, cannot be detected and gives wrong rows.
+    Sequences must not interact in the forward pass, nor change places in it: ℓ_b may depend only on
+    row b of each layer. Batch normalisation in training mode is rejected. Rows that are reordered
+    inside the model, sequences packed into a row, or a loss that balances experts over the batch
+    give wrong rows without an error: call `check_independence` on a small batch of a new model.
 
     Args:
         model: The module that computes the losses.
@@ -88,6 +89,7 @@ class PerSequenceGradients:
                 )
         self._handles: list[Any] = []
         self._target: tuple[torch.Tensor, torch.Tensor] | None = None
+        self._left_out: torch.Tensor | None = None  # bool [B], during `check_independence`
         # a leaf that requires grad: differentiating with respect to it alone makes autograd compute
         # each layer's output gradient, but skip the weight gradients summed over the sequences
         self._anchor = torch.zeros((), requires_grad=True)
@@ -164,6 +166,32 @@ class PerSequenceGradients:
         check_finite_rows(rows)
         return rows
 
+    def check_independence(self, losses: torch.Tensor) -> None:
+        """Raises ``ValueError`` if a loss has a gradient at another sequence's row of a layer.
+
+        Takes 2 ⌈log₂ B⌉ backward passes and keeps the graph, so use few and short sequences. Any
+        two of them differ in a bit of their numbers; for each bit, each half of the batch must have
+        no gradient from the other half's losses.
+
+        Args:
+            losses: The sequences' losses, computed inside the block, shape [B].
+        """
+        _check_losses(losses)
+        numbers = torch.arange(len(losses), device=losses.device)
+        for bit in range((len(losses) - 1).bit_length()):
+            for value in (0, 1):
+                self._left_out = (numbers >> bit) & 1 == value
+                try:
+                    torch.autograd.grad(
+                        losses,
+                        self._anchor,
+                        grad_outputs=(~self._left_out).to(losses),
+                        retain_graph=True,
+                        allow_unused=True,
+                    )
+                finally:
+                    self._left_out = None
+
     def _tap(
         self, layer: torch.nn.Module, args: tuple, kwargs: dict[str, Any], output: torch.Tensor
     ) -> torch.Tensor:
@@ -175,6 +203,11 @@ class PerSequenceGradients:
 
         Called by the backward pass; has no effect in passes that `jacobian` did not start.
         """
+        if self._left_out is not None and deltas[self._left_out].any():
+            raise ValueError(
+                f"{self._names[layer]} gets a gradient from the losses of other sequences than its "
+                f"rows': they interact, or change places, inside the model; {INSTEAD}"
+            )
         if self._target is None:
             return
         rows, coefficients = self._target

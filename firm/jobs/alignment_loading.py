@@ -25,7 +25,7 @@ from firm.alignment.policy import (
 from firm.alignment.prompt_data import load_prompts, overlap_notes
 from firm.alignment.prompts import Prompt, check_prompts
 from firm.alignment.rewards import Calibration, Judges, RewardFn, calibrate, check_same, score
-from firm.alignment.self_check import check_passes
+from firm.alignment.self_check import check_passes, check_rows
 from firm.alignment.sequences import ALONE
 from firm.alignment.stacked.trainer import stacked_trainers
 from firm.alignment.trainer import MultiObjectiveTrainer
@@ -168,6 +168,8 @@ def load(
             use_cpu=device.type == "cpu",
         )
     check_passes(policy, cfg.policy.path)
+    if cfg.estimator.needs_independent_rows:
+        check_rows(policy, cfg.policy.path)
     fresh = copy_adapter(trainer.adapter_parameters)
     start = _start(trainer, cfg) if cfg.start else fresh
     load_adapter_(trainer.adapter_parameters, fresh)

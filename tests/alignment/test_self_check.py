@@ -12,7 +12,7 @@ from transformers import (
     XLNetConfig,
 )
 
-from firm.alignment import LoraSettings, PolicyConfig, check_passes
+from firm.alignment import LoraSettings, PolicyConfig, check_passes, check_rows
 from firm.alignment.policy import add_adapter
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*fast path.*")
@@ -133,3 +133,14 @@ def test_a_base_model_in_training_mode_is_found(monkeypatch):
     monkeypatch.setattr("firm.alignment.self_check.set_mode", as_before)
     with pytest.raises(ValueError, match="two passes over the same tokens differ"):
         check_passes(policy, "it")
+
+
+def test_rows_that_a_model_reorders_inside_are_refused():
+    policy = adapted(make(LLAMA))
+    check_rows(policy, "it")
+    layer = policy.get_base_model().model.layers[1].self_attn.v_proj
+    forward = layer.forward
+    layer.forward = lambda x: forward(x.flip(0)).flip(0)
+    check_passes(policy, "it")  # its probabilities are right all the same
+    with pytest.raises(ValueError, match="the rows of a batch of it are not independent"):
+        check_rows(policy, "it")

@@ -106,6 +106,17 @@ class Operations(TorchDispatchMode):
         return result
 
 
+class Moved(torch.nn.Module):
+    """A layer whose rows stand elsewhere in the batch, or share a sequence's input."""
+
+    def __init__(self, before, after):
+        super().__init__()
+        self.layer, self.before, self.after = torch.nn.Linear(3, 2), before, after
+
+    def forward(self, x):
+        return self.after(self.layer(self.before(x)))
+
+
 class Shared(torch.nn.Module):
     """One layer called twice, on inputs of different lengths."""
 
@@ -576,3 +587,37 @@ def test_a_gradient_that_is_not_finite_is_refused(network, gradients):
     losses = (network(torch.ones(2, 1, 3)) * 0).sum(dim=(1, 2)).sqrt()  # slope infinite at 0
     with pytest.raises(ValueError, match="gradient of objective 0 is not finite"):
         gradients.jacobian(losses, _coefficients(2, 2))
+
+
+@pytest.mark.parametrize("pair", [(0, 1), (0, 4), (2, 3), (1, 2)])
+def test_rows_that_change_places_inside_a_model_are_refused(pair):
+    places = torch.arange(NUM_SEQUENCES)
+    places[list(pair)] = places[list(reversed(pair))]
+    model = Moved(lambda x: x[places], lambda y: y[places])
+    _assert_refused(model)
+
+
+@pytest.mark.parametrize(("source", "reader"), [(0, 1), (1, 0), (4, 2), (2, 4)])
+def test_a_sequence_that_reads_another_is_refused(source, reader):
+    reads = torch.eye(NUM_SEQUENCES)
+    reads[reader, source] = 1.0
+    model = Moved(lambda x: x, lambda y: torch.einsum("ab,b...->a...", reads, y))
+    _assert_refused(model)
+
+
+def _assert_refused(model):
+    x = torch.randn(NUM_SEQUENCES, 4, 3, generator=torch.Generator().manual_seed(0))
+    reason = pytest.raises(ValueError, match="layer gets a gradient from the losses of other")
+    with PerSequenceGradients(model, list(model.parameters())) as gradients:
+        losses = model(x).square().sum((1, 2))
+        with reason:
+            gradients.check_independence(losses)
+
+
+def test_independent_sequences_pass_and_leave_the_rows_alone():
+    model = _llama()
+    with PerSequenceGradients(model, _trainable(model)) as gradients:
+        losses = _losses(model)
+        gradients.check_independence(losses)
+        rows = gradients.jacobian(losses, _coefficients(3), retain_graph=True)
+        _assert_rows_equal(rows, _loop(losses, _coefficients(3), _trainable(model)), FLOAT32)

@@ -7,7 +7,7 @@ reply that all objectives share. So all M gradients come from one backward pass
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 import torch
 from annotated_types import Ge, Interval
@@ -52,6 +52,8 @@ register(
 @configuration(source=NOT_IN_PAPER)
 class CriticFreeConfig(EstimatorConfig):
     """Hyperparameters of critic-free policy gradients. Options are named as in the field."""
+
+    needs_independent_rows: ClassVar[bool] = True
 
     name: Literal["critic_free"] = "critic_free"
     """The estimator."""

@@ -8,7 +8,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from typing import Annotated, Any, Literal, Protocol, TypeVar
+from typing import Annotated, Any, ClassVar, Literal, Protocol, TypeVar
 
 import torch
 
@@ -198,6 +198,9 @@ class EstimatorConfig(ABC):
 
     A subclass gives `name` a default, which is what configurations choose it by.
     """
+
+    needs_independent_rows: ClassVar[bool] = False
+    """Whether gradients come from products per row, which rows that interact would falsify."""
 
     name: str = ""
     """The estimator."""
