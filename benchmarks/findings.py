@@ -1,0 +1,551 @@
+"""Recomputes every figure of docs/results.md from the data in the repository.
+
+    python benchmarks/findings.py           # prints the tables
+    python benchmarks/findings.py --write   # puts them into docs/results.md
+
+The page has each table between `<!-- NAME -->` and `<!-- end -->`; outside of them it states no
+measured figure. Comparisons, margins and verdicts are those of docs/protocol.md. The data are
+docs/results/data/protocol (benchmarks/protocol_runs.py), docs/fronts and docs/figures.
+"""
+
+import argparse
+import csv
+import json
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import fmean
+from typing import Literal
+
+import numpy as np
+from scipy import stats
+
+from benchmarks.protocol_runs import FIRST, FURTHER, SETTINGS
+from firm.fronts import Front, Point, by_preference, hypervolume, non_dominated
+from firm.jobs.model_card import markdown_table
+from firm.report.seeds import mean_difference
+
+ROOT = Path(__file__).parents[1]
+PAGE = ROOT / "docs/results.md"
+PROTOCOL = ROOT / "docs/results/data/protocol"
+ALPHA = 0.05
+MARGIN = 0.010
+TARGETS = np.linspace(0, 1, 21)
+OBJECTIVES = ("helpful", "harmless")
+TEN, FIVE = range(100, 110), range(100, 105)
+
+Model = Mapping[str, Mapping[str, float]]
+"""Figures of a model by split, as benchmarks/protocol_runs.py keeps them."""
+Models = Mapping[str, Model]
+
+
+# --- Statistics -----------------------------------------------------------------------------------
+
+
+def difference_p(differences: Sequence[float]) -> float:
+    """Returns the two-sided p-value of a paired t-test."""
+    return float(stats.ttest_1samp(differences, 0.0).pvalue)
+
+
+def equality_p(differences: Sequence[float], margin: float) -> float:
+    """Returns the larger p-value of two one-sided paired t-tests against ± margin."""
+    low = stats.ttest_1samp(differences, -margin, alternative="greater").pvalue
+    high = stats.ttest_1samp(differences, margin, alternative="less").pvalue
+    return float(max(low, high))
+
+
+def holm(p_values: Sequence[float], alpha: float = ALPHA) -> list[bool]:
+    """Returns which hypotheses Holm's method rejects, at a family-wise error of alpha.
+
+    >>> holm([0.04, 0.01, 0.03])
+    [False, True, False]
+    """
+    rejected = [False] * len(p_values)
+    for rank, at in enumerate(np.argsort(p_values)):
+        if p_values[at] > alpha / (len(p_values) - rank):
+            break
+        rejected[at] = True
+    return rejected
+
+
+@dataclass(frozen=True)
+class Claim:
+    """A comparison of the protocol and its differences, first side less second, by seed."""
+
+    name: str
+    text: str
+    sides: tuple[str, str]
+    quantity: str
+    planned: int
+    """Seeds that the protocol names."""
+    differences: tuple[float, ...]
+    part: str
+    """Part of benchmarks/protocol_runs.py."""
+    margin: float | None = None
+    """Of equality; None for a claim of a difference."""
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether all planned seeds are there."""
+        return len(self.differences) == self.planned
+
+
+def verdicts(family: Sequence[Claim]) -> list[str]:
+    """Returns the verdict of each claim, corrected for all tests of the family by Holm's method.
+
+    The tests of claims that are not complete count with p = 1.
+    """
+    tests: list[tuple[int, Literal["difference", "equality"], float]] = []
+    for at, claim in enumerate(family):
+        whole = claim.is_complete
+        tests.append((at, "difference", difference_p(claim.differences) if whole else 1.0))
+        if claim.margin is not None:
+            p = equality_p(claim.differences, claim.margin) if whole else 1.0
+            tests.append((at, "equality", p))
+    found: list[set[str]] = [set() for _ in family]
+    for (at, kind, _), is_rejected in zip(tests, holm([p for *_, p in tests]), strict=True):
+        if is_rejected:
+            found[at].add(kind)
+    words = []
+    for claim, kinds in zip(family, found, strict=True):
+        if not claim.is_complete:
+            words.append(f"open: {len(claim.differences)} of {claim.planned} seeds")
+            continue
+        ahead = claim.sides[0] if fmean(claim.differences) > 0 else claim.sides[1]
+        parts = ["equal within the margin"] if "equality" in kinds else []
+        parts += [f"{ahead} ahead"] if "difference" in kinds else []
+        words.append(", ".join(parts) or "open")
+    return words
+
+
+def interval(differences: Iterable[float], digits: int = 3) -> str:
+    """Returns a mean with its 95 % interval, or the mean alone of fewer than two."""
+    values = list(differences)
+    if len(values) < 2:
+        return f"{values[0]:+.{digits}f}" if values else "–"
+    return mean_difference(values).text(digits)
+
+
+def spread(values: Iterable[float], digits: int = 3) -> str:
+    """Returns a mean ± its standard error."""
+    own = list(values)
+    if len(own) < 2:
+        return f"{own[0]:.{digits}f}" if own else "–"
+    error = np.std(own, ddof=1) / len(own) ** 0.5
+    return f"{fmean(own):.{digits}f} ± {error:.{digits}f}"
+
+
+# --- Quantities of fronts -------------------------------------------------------------------------
+
+
+def rewards(model: Model, split: str) -> np.ndarray:
+    """Returns the two rewards of a model, shape [2]."""
+    return np.array([model[split][f"reward {name}"] for name in OBJECTIVES])
+
+
+def chosen(models: Sequence[Model]) -> list[Model]:
+    """Returns the model for each target, chosen by its rewards on validation prompts."""
+    validation = np.stack([rewards(model, "validation") for model in models])  # [N, 2]
+    weights = np.stack([TARGETS, 1 - TARGETS])  # [2, targets]
+    return [models[at] for at in (validation @ weights).argmax(0)]
+
+
+def expected_utility(models: Sequence[Model], names: Sequence[str] | None = None) -> float:
+    """Returns the mean over the targets of the chosen models' values on test prompts.
+
+    Of their rewards, or of the two scores with these names.
+    """
+    keys = names or [f"reward {name}" for name in OBJECTIVES]
+    values = [[model["test"][key] for key in keys] for model in chosen(models)]
+    return float((np.array(values) * np.stack([TARGETS, 1 - TARGETS], axis=1)).sum(1).mean())
+
+
+def gained_volume(models: Sequence[Model], base: Model) -> float:
+    """Returns the hypervolume from the base model's rewards, on test prompts.
+
+    Of the models that are non-dominated on validation prompts; those that are not above the base
+    model in both rewards add nothing.
+    """
+    kept = non_dominated(np.stack([rewards(model, "validation") for model in models]))
+    corner = rewards(base, "test")
+    points = [rewards(m, "test") for m, is_kept in zip(models, kept, strict=True) if is_kept]
+    above = [point for point in points if (point > corner).all()]
+    return hypervolume(np.stack(above), corner) if above else 0.0
+
+
+def coverage(models: Sequence[Model], others: Sequence[Model]) -> float:
+    """Returns the share of others that a model matches in both test rewards, up to the margin."""
+    own = np.stack([rewards(model, "test") for model in models])
+    matched = [(own >= rewards(other, "test") - MARGIN).all(1).any() for other in others]
+    return float(np.mean(matched))
+
+
+def at_kl(points: Sequence[tuple[float, float]], kl: float) -> float:
+    """Returns the utility at a KL, linear between (KL, utility) of base, shrunk and whole model."""
+    kls, values = zip(*sorted(points), strict=True)
+    return float(np.interp(kl, kls, values))
+
+
+# --- Data -----------------------------------------------------------------------------------------
+
+
+def parts(name: str, seeds: Iterable[int], folder: Path = PROTOCOL) -> dict[int, Models]:
+    """Returns the models of a part of the protocol's runs, of each seed that is finished."""
+    paths = {seed: folder / f"{name}_{seed}.json" for seed in seeds}
+    return {seed: json.loads(path.read_text()) for seed, path in paths.items() if path.exists()}
+
+
+def of(models: Models, method: str, shares: Sequence[float] = FIRST) -> list[Model]:
+    """Returns a method's models at preferences, in their order."""
+    return [models[f"{method} {share:g}"] for share in shares]
+
+
+def soups(models: Models, count: int) -> list[Model]:
+    """Returns the soups of two or three runs at the five preferences, their ends among them."""
+    trained = {2: (0.1, 0.9), 3: (0.1, 0.5, 0.9)}[count]
+    return [
+        models[f"{'separate' if share in trained else f'soup{count}'} {share:g}"] for share in FIRST
+    ]
+
+
+def family_a(folder: Path = PROTOCOL) -> list[Claim]:
+    """Returns the claims of family A."""
+    fronts, others = parts("front", TEN, folder), parts("baselines", TEN, folder)
+
+    def folds(models: Models) -> float:
+        return expected_utility(of(models, "conditioned"))
+
+    def value(name: str) -> Callable[[Models], float]:
+        return lambda models: float(rewards(models[name], "test").mean())
+
+    def of_fronts(
+        name: str, text: str, second: str, read: Callable[[Models], float], margin: float | None
+    ) -> Claim:
+        less = tuple(folds(models) - read(models) for models in fronts.values())
+        sides = ("one conditioned run", second)
+        return Claim(name, text, sides, "expected utility", 10, less, "front", margin)
+
+    def of_runs(name: str, text: str, sides: tuple[str, str], keys: tuple[str, str]) -> Claim:
+        first, second = map(value, keys)
+        less = tuple(first(models) - second(models) for models in others.values())
+        return Claim(name, text, sides, "mean of the rewards", 10, less, "baselines", MARGIN)
+
+    return [
+        of_fronts(
+            "A1",
+            "One conditioned run equals five separate runs",
+            "five separate runs",
+            lambda models: expected_utility(of(models, "separate")),
+            MARGIN,
+        ),
+        of_fronts(
+            "A2",
+            "One conditioned run differs from a soup of two runs",
+            "the soup",
+            lambda models: expected_utility(soups(models, 2)),
+            None,
+        ),
+        of_runs(
+            "A3",
+            "Training without a critic equals PPO",
+            ("without a critic", "PPO"),
+            ("fixed", "PPO"),
+        ),
+        of_runs(
+            "A4",
+            "FIRM without a preference equals fixed weights",
+            ("FIRM", "fixed weights"),
+            ("FIRM", "fixed"),
+        ),
+    ]
+
+
+def smallest_gain(models: Models, setting: str, side: str, *, mean: bool = False) -> float:
+    """Returns the smallest gain over the base model among the objectives, or their mean."""
+    base, own = (models[f"{setting}: {name}"]["test"] for name in ("base", side))
+    gains = [own[key] - base[key] for key in base if key.startswith("reward ")]
+    return fmean(gains) if mean else min(gains)
+
+
+def family_b(folder: Path = PROTOCOL) -> list[Claim]:
+    """Returns the claims of family B."""
+    data = parts("weights", FIVE, folder)
+    return [
+        Claim(
+            f"B{number}",
+            f"FIRM is ahead of fixed weights with {setting}",
+            ("FIRM", "fixed weights"),
+            "smallest gain",
+            5,
+            tuple(
+                smallest_gain(models, setting, "FIRM") - smallest_gain(models, setting, "fixed")
+                for models in data.values()
+            ),
+            "weights",
+        )
+        for number, setting in enumerate(SETTINGS, start=1)
+    ]
+
+
+# --- Older runs -----------------------------------------------------------------------------------
+
+
+def older_front(folder: str, method: str) -> dict[int, list[Point]]:
+    """Returns a method's points of docs/fronts by seed, at preferences that all methods have."""
+    paths = sorted((ROOT / "docs/fronts" / folder).glob("*.front.json"))
+    fronts = {path.name.removesuffix(".front.json"): Front.load(path) for path in paths}
+    common = set.intersection(*(set(by_preference(front)) for front in fronts.values()))
+    kept: dict[int, list[Point]] = {}
+    for preference, points in by_preference(fronts[method]).items():
+        for point in points if preference in common else ():
+            kept.setdefault(point.seed, []).append(point)
+    return dict(sorted(kept.items()))
+
+
+def older_volumes(folder: str, method: str, *, true: bool = False) -> list[float]:
+    """Returns the hypervolume of each seed: of the rewards from zero, or true scores from -1.5."""
+    volumes = []
+    for points in older_front(folder, method).values():
+        if true:
+            rows = [[p.scores[f"true_{name}"] for name in OBJECTIVES] for p in points]
+        else:
+            rows = [list(p.rewards.values()) for p in points]
+        corner = [-1.5 if true else 0.0] * 2
+        above = [row for row in rows if all(np.array(row) > corner)]
+        volumes.append(hypervolume(np.array(above), corner) if above else 0.0)
+    return volumes
+
+
+def figure_3() -> dict[str, dict[int, dict[str, float]]]:
+    """Returns the rewards of the runs behind docs/figures/figure_3.csv, by setting and seed."""
+    with (ROOT / "docs/figures/figure_3.csv").open(encoding="utf-8") as file:
+        rows = [row for row in csv.DictReader(file) if row["kind"] == "single seed"]
+    found: dict[str, dict[int, dict[str, float]]] = {}
+    for row in rows:
+        own = {name: float(row[name]) for name in OBJECTIVES}
+        found.setdefault(row["setting"], {})[int(row["seed"])] = own
+    return found
+
+
+FOLDS, SEPARATE, SOUPS = "one_conditioned_run", "separate_runs", "rewarded_soups"
+VOLUMES = (
+    # world, text, first and second method, whether by true scores
+    ("aligned", "one conditioned run, nine separate runs", FOLDS, SEPARATE, False),
+    ("aligned", "one conditioned run, nine runs with PPO", FOLDS, f"{SEPARATE}_ppo", False),
+    ("aligned", "one conditioned run, Rewarded Soups", FOLDS, SOUPS, True),
+    ("aligned", "Rewarded Soups, nine separate runs", SOUPS, SEPARATE, True),
+    ("aligned", "Rewarded Soups, nine separate runs", SOUPS, SEPARATE, False),
+    ("hh", "one conditioned run, three separate runs", FOLDS, SEPARATE, False),
+)
+EVEN = "fixed λ = (0.5, 0.5)"
+RUNS = (
+    # text, first and second setting of figure 3, reward
+    ("fixed equal weights, FIRM", EVEN, "FIRM", "helpful"),
+    ("fixed equal weights, FIRM", EVEN, "FIRM", "harmless"),
+    ("FIRM at p = (0.9, 0.1), at (0.1, 0.9)", "p = (0.9, 0.1)", "p = (0.1, 0.9)", "helpful"),
+    ("FIRM at p = (0.1, 0.9), at (0.9, 0.1)", "p = (0.1, 0.9)", "p = (0.9, 0.1)", "harmless"),
+    *(
+        (f"FIRM at p = {p}, weights fixed there", f"p = {p}", f"fixed λ = {p}", name)
+        for p in ("(0.1, 0.9)", "(0.9, 0.1)")
+        for name in OBJECTIVES
+    ),
+)
+"""Comparisons of older runs."""
+
+
+def older_differences() -> dict[tuple[str, str, str], list[float]]:
+    """Returns differences by seed of older runs, by text, quantity and data."""
+    found = {}
+    for world, text, first, second, true in VOLUMES:
+        ends = [older_volumes(world, method, true=true) for method in (first, second)]
+        kind = "true scores" if true else "rewards"
+        name = {"aligned": "Aligned world", "hh": "HH-RLHF"}[world]
+        key = f"{name}: {text}", f"hypervolume, {kind}", f"docs/fronts/{world}"
+        found[key] = [a - b for a, b in zip(*ends, strict=True)]
+    runs = figure_3()
+    for text, first, second, name in RUNS:
+        key = f"With PPO: {text}", f"reward {name}", "docs/figures/figure_3.csv"
+        seeds = sorted(runs[first])
+        found[key] = [runs[first][seed][name] - runs[second][seed][name] for seed in seeds]
+    return found
+
+
+def older() -> list[list[str]]:
+    """Returns the rows of older runs: exploratory, with plain 95 % intervals."""
+    rows = []
+    for (text, quantity, data), values in older_differences().items():
+        found = mean_difference(values)
+        word = ("first ahead" if found.mean > 0 else "second ahead") if found.is_clear else "open"
+        row = [text, quantity, str(len(values)), found.text(), "none", f"exploratory: {word}"]
+        rows.append([*row, "`findings.py`", f"`{data}`"])
+    return rows
+
+
+# --- The page's tables ----------------------------------------------------------------------------
+
+
+def findings(folder: Path = PROTOCOL) -> str:
+    """Returns the table of findings."""
+    header = ["claim", "quantity, first less second", "n", "95 % interval", "margin", "verdict"]
+    rows = []
+    for family in (family_a(folder), family_b(folder)):
+        for claim, verdict in zip(family, verdicts(family), strict=True):
+            margin = "difference" if claim.margin is None else f"± {claim.margin:.3f}"
+            rows.append([
+                f"{claim.name}: {claim.text}",
+                claim.quantity,
+                str(len(claim.differences)),
+                interval(claim.differences),
+                margin,
+                verdict,
+                f"`protocol_runs.py {claim.part}`",
+                f"`docs/results/data/protocol/{claim.part}_*.json`",
+            ])  # fmt: skip
+    return markdown_table([*header, "command", "data"], [*rows, *older()])
+
+
+def front_table(folder: Path = PROTOCOL) -> str:
+    """Returns the secondary quantities of A1 and A2, means ± standard errors."""
+    data = parts("front", TEN, folder).values()
+    sides: dict[str, Callable[[Models], list[Model]]] = {
+        "one conditioned run": lambda models: of(models, "conditioned"),
+        "five separate runs": lambda models: of(models, "separate"),
+        "soup of three": lambda models: soups(models, 3),
+        "soup of two": lambda models: soups(models, 2),
+    }
+    true = [f"true_{name}" for name in OBJECTIVES]
+    quantities: dict[str, Callable[[list[Model], Models], float]] = {
+        "expected utility": lambda own, _: expected_utility(own),
+        "hypervolume from the base": lambda own, models: gained_volume(own, models["base"]),
+        "coverage": lambda own, models: coverage(own, of(models, "separate")),
+        "true scores": lambda own, _: expected_utility(own, true),
+        "mean KL": lambda own, _: fmean(model["test"]["KL"] for model in own),
+    }
+    rows = []
+    for name, side in sides.items():
+        cells = []
+        for read in quantities.values():
+            own = [read(side(models), models) for models in data]
+            others = [read(of(models, "separate"), models) for models in data]
+            less = interval([a - b for a, b in zip(own, others, strict=True)])
+            cells.append(spread(own) + ("" if name == "five separate runs" else f"; {less}"))
+        rows.append([name, *cells])
+    return markdown_table([f"{len(data)} seeds", *quantities], rows)
+
+
+def number_table(folder: Path = PROTOCOL) -> str:
+    """Returns the expected utility of the conditioned run less that of k separate runs."""
+    first, further = parts("front", TEN, folder), parts("nine", TEN, folder)
+    rows = []
+    for count in range(1, 10):
+        shares, by_seed = (*FIRST, *FURTHER)[:count], []
+        seeds = first if count <= len(FIRST) else [seed for seed in first if seed in further]
+        for seed in seeds:
+            models = {**first[seed], **further.get(seed, {})}
+            folds = FIRST if count <= len(FIRST) else (*FIRST, *FURTHER)
+            by_seed.append(
+                expected_utility(of(models, "conditioned", folds))
+                - expected_utility(of(models, "separate", shares))
+            )
+        rows.append([str(count), str(len(by_seed)), interval(by_seed)])
+    header = ["separate runs", "n", "expected utility, the conditioned run less theirs"]
+    return markdown_table(header, rows)
+
+
+def kl_table(folder: Path = PROTOCOL) -> str:
+    """Returns the utility p·r of the conditioned run less a separate run's, at equal KL."""
+    whole, shrunk = parts("front", TEN, folder), parts("equal_kl", TEN, folder)
+    rows = []
+    for share in (0.1, 0.5, 0.9):
+        plain, equal = [], []
+        for seed in (seed for seed in whole if seed in shrunk):
+            weights = np.array([share, 1 - share])
+            curves, ends = {}, {}
+            for method in ("conditioned", "separate"):
+                key = f"{method} {share:g}"
+                models = (shrunk[seed]["base"], shrunk[seed][key], whole[seed][key])
+                curves[method] = [(m["test"]["KL"], rewards(m, "test") @ weights) for m in models]
+                ends[method] = curves[method][-1]
+            kl = min(end[0] for end in ends.values())
+            plain.append(ends["conditioned"][1] - ends["separate"][1])
+            equal.append(at_kl(curves["conditioned"], kl) - at_kl(curves["separate"], kl))
+        p = f"({share:g}, {1 - share:.1g})"
+        rows.append([p, str(len(equal)), interval(plain), interval(equal)])
+    return markdown_table(["p", "n", "utility, as they end", "at equal KL"], rows)
+
+
+def baseline_table(folder: Path = PROTOCOL) -> str:
+    """Returns the rewards, true scores and KL behind A3 and A4."""
+    data = list(parts("baselines", TEN, folder).values())
+    keys = [*(f"reward {name}" for name in OBJECTIVES), *(f"true_{n}" for n in OBJECTIVES), "KL"]
+    rows = [
+        [label, *(interval([m[a]["test"][key] - m[b]["test"][key] for m in data]) for key in keys)]
+        for label, a, b in (
+            ("without a critic less PPO", "fixed", "PPO"),
+            ("FIRM less fixed weights", "FIRM", "fixed"),
+        )
+    ]
+    return markdown_table([f"{len(data)} seeds", *(key.replace("_", " ") for key in keys)], rows)
+
+
+def weights_table(folder: Path = PROTOCOL) -> str:
+    """Returns the gains behind family B."""
+    data = list(parts("weights", FIVE, folder).values())
+    rows = []
+    for setting in SETTINGS:
+        cells = []
+        for mean in (False, True):
+            ends = {
+                side: [smallest_gain(models, setting, side, mean=mean) for models in data]
+                for side in ("FIRM", "fixed")
+            }
+            less = [a - b for a, b in zip(ends["FIRM"], ends["fixed"], strict=True)]
+            cells += [spread(ends["FIRM"]), spread(ends["fixed"]), interval(less)]
+        kls = [[m[f"{setting}: {side}"]["test"]["KL"] for m in data] for side in ("FIRM", "fixed")]
+        kl = [a - b for a, b in zip(*kls, strict=True)]
+        rows.append([setting, *cells, interval(kl)])
+    header = ["smallest gain: FIRM", "fixed", "difference", "mean gain: FIRM", "fixed"]
+    return markdown_table([f"{len(data)} seeds", *header, "difference", "KL, difference"], rows)
+
+
+TABLES: dict[str, Callable[[], str]] = {
+    "findings": findings,
+    "front": front_table,
+    "number of runs": number_table,
+    "equal KL": kl_table,
+    "baselines": baseline_table,
+    "weights": weights_table,
+}
+
+
+def written(page: str) -> str:
+    """Returns a page with each table between its marks as the data give it.
+
+    Raises:
+        ValueError: A table has no place on the page.
+    """
+    for name, table in TABLES.items():
+        marks = re.compile(rf"(<!-- {re.escape(name)} -->\n).*?(<!-- end -->)", re.DOTALL)
+        if not marks.search(page):
+            raise ValueError(f"the page has no place for {name!r}: add <!-- {name} --> and an end.")
+        text = f"\n{table()}\n\n"
+        page = marks.sub(lambda found, text=text: found[1] + text + found[2], page)
+    return page
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--write", action="store_true", help="put the tables into docs/results.md")
+    options = parser.parse_args(arguments)
+    if options.write:
+        PAGE.write_text(written(PAGE.read_text(encoding="utf-8")), encoding="utf-8")
+        return
+    for name, table in TABLES.items():
+        print(f"{name}\n\n{table()}\n")
+
+
+if __name__ == "__main__":
+    main()

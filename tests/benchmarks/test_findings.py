@@ -1,0 +1,166 @@
+"""Verdicts follow the protocol, and the page states what the data in the repository give."""
+
+import json
+import re
+
+import numpy as np
+import pytest
+
+from benchmarks.findings import (
+    MARGIN,
+    PAGE,
+    PROTOCOL,
+    TABLES,
+    Claim,
+    at_kl,
+    chosen,
+    coverage,
+    expected_utility,
+    family_a,
+    findings,
+    gained_volume,
+    holm,
+    older_differences,
+    verdicts,
+    written,
+)
+from firm.report.seeds import mean_difference
+from tests.docs.test_links import FENCE
+from tests.smoke import ROOT
+
+FIGURE = re.compile(r"\d\.\d")
+MARKED = re.compile(r"<!-- [\w ]+ -->\n.*?<!-- end -->", re.DOTALL)
+
+
+def claim(differences, *, planned=10, margin=MARGIN):
+    sides = ("first", "second")
+    return Claim("A", "a claim", sides, "reward", planned, tuple(differences), "front", margin)
+
+
+def around(mean, width, count=10):
+    """Differences with this mean, and spread evenly by ± width."""
+    return mean + np.linspace(-width, width, count)
+
+
+def test_a_wide_interval_around_zero_is_no_equality():
+    assert verdicts([claim(around(0.0, 0.05))]) == ["open"]
+
+
+def test_a_narrow_interval_within_the_margin_is_equality():
+    assert verdicts([claim(around(0.001, 0.004))]) == ["equal within the margin"]
+
+
+def test_a_small_clear_difference_is_both():
+    words = verdicts([claim(around(-0.004, 0.002))])
+    assert words == ["equal within the margin, second ahead"]
+
+
+def test_without_a_margin_nothing_is_equal():
+    assert verdicts([claim(around(0.0, 1e-6), margin=None)]) == ["open"]
+
+
+def test_a_comparison_that_is_not_finished_is_open_however_clear():
+    words = verdicts([claim(around(0.5, 0.001, 9)), claim(around(0.5, 0.001, 10))])
+    assert words == ["open: 9 of 10 seeds", "first ahead"]
+
+
+def test_more_claims_ask_for_stronger_evidence():
+    weak = around(0.01, 0.02, 10)
+    alone = verdicts([claim(weak, margin=None)])
+    among = verdicts([claim(weak, margin=None), *[claim([0.0, 1e-3], planned=9)] * 6])
+    assert alone == ["first ahead"]
+    assert among[0] == "open"
+
+
+def test_holms_method_stops_at_the_first_that_stands():
+    assert holm([0.01, 0.02, 0.04]) == [True, True, True]
+    assert holm([0.04, 0.03, 0.012]) == [False, False, True]
+
+
+def model(validation, test, **scores):
+    """A model with two rewards on each split."""
+    rows = {"validation": validation, "test": test}
+    return {
+        split: {"reward helpful": row[0], "reward harmless": row[1], "KL": 1.0, **scores}
+        for split, row in rows.items()
+    }
+
+
+def test_models_are_chosen_on_validation_prompts_and_reported_on_test_prompts():
+    lucky = model(validation=(0.5, 0.5), test=(0.9, 0.9))
+    good = model(validation=(0.6, 0.6), test=(0.6, 0.7))
+    assert chosen([lucky, good]) == [good] * 21
+    assert expected_utility([lucky, good]) == pytest.approx(0.65)
+
+
+def test_a_set_of_noisy_models_gains_nothing_from_its_size():
+    """The largest of many noisy estimates is above their mean; values on other prompts are not."""
+    random = np.random.default_rng(0)
+
+    def noisy():
+        return 0.5 + 0.02 * random.standard_normal(2)
+
+    many = [[model(noisy(), noisy()) for _ in range(9)] for _ in range(300)]
+    assert np.mean([expected_utility(models) for models in many]) == pytest.approx(0.5, abs=3e-3)
+
+
+def test_volume_and_coverage_by_hand():
+    base = model((0.4, 0.4), (0.4, 0.4))
+    ends = [model((0.6, 0.5), (0.6, 0.5)), model((0.5, 0.7), (0.5, 0.7))]
+    assert gained_volume(ends, base) == pytest.approx(0.2 * 0.1 + 0.1 * 0.2)
+    assert gained_volume([base], base) == 0.0
+    others = [model((0, 0), (0.6, 0.5 + MARGIN)), model((0, 0), (0.6, 0.6))]
+    assert coverage(ends, others) == 0.5
+
+
+def test_utility_at_equal_kl_lies_on_the_line():
+    curve = [(2.0, 0.6), (0.0, 0.4), (1.0, 0.55)]
+    assert at_kl(curve, 0.5) == pytest.approx(0.475)
+    assert at_kl(curve, 2.0) == 0.6
+
+
+def test_seeds_of_a_family_are_read_from_its_files(tmp_path):
+    part = json.loads(next(PROTOCOL.glob("front_*.json")).read_text())
+    for seed in (100, 105, 999):
+        (tmp_path / f"front_{seed}.json").write_text(json.dumps(part))
+    assert [len(each.differences) for each in family_a(tmp_path)] == [2, 2, 0, 0]
+
+
+def test_the_page_states_what_the_data_give():
+    page = PAGE.read_text(encoding="utf-8")
+    assert written(page) == page, "run python benchmarks/findings.py --write"
+    assert written(page.replace("0", "1")) != page
+
+
+def test_the_page_states_no_figure_that_is_not_in_a_table():
+    page = PAGE.read_text(encoding="utf-8")
+    assert set(re.findall(r"<!-- ([\w ]+) -->", page)) - {"end"} == set(TABLES)
+    prose = FENCE.sub("", MARKED.sub("", page))
+    assert [line for line in prose.splitlines() if FIGURE.search(line)] == []
+
+
+def test_the_table_of_findings_is_short_and_names_command_and_data():
+    header, _, *rows = findings().splitlines()
+    assert len(rows) <= 25
+    assert [cell.strip() for cell in header.split("|")][-3:-1] == ["command", "data"]
+    for row in rows:
+        *_, command, data, _ = (cell.strip(" `") for cell in row.split("|"))
+        assert command
+        assert any(PAGE.parents[1].glob(data)) or "open: 0 of" in row
+
+
+def test_the_readme_states_the_intervals_of_the_findings():
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    section = text[text.index("## What to expect") : text.index("| policy |")]
+    found = {key[:2]: mean_difference(own) for key, own in older_differences().items()}
+    ends = "With PPO: FIRM at p = ({}), at ({})"
+    low, high = "0.1, 0.9", "0.9, 0.1"
+    stated = [
+        found["With PPO: fixed equal weights, FIRM", "reward helpful"].text(),
+        f"{found[ends.format(high, low), 'reward helpful'].mean:.2f}",
+        f"{found[ends.format(low, high), 'reward harmless'].mean:.2f}",
+    ]
+    for figure in stated:
+        assert figure in section
+        section = section.replace(figure, "")
+    assert not FIGURE.search(section)
