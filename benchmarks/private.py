@@ -2,6 +2,7 @@
 
     python benchmarks/private.py runs/private   # of configs/private.yaml
     python benchmarks/private.py runs/private --kept 0.5 --markdown
+    python benchmarks/private.py runs/private --kept 0.5 --bisect   # the levels to run next
 
 Settings are named "ADAPTER, no noise" and "ADAPTER, N clients", where the noise of N clients is
 that of the epsilon and the rounds of --given and --rounds. The first table has the gains over the
@@ -14,9 +15,14 @@ collapse between two levels, so that a number interpolated there would be the gr
 than the adapter's. In brackets are the levels that hold for nine tenths of all draws of the seeds
 with replacement, the same draw for all adapters and levels. At another epsilon the same noise
 takes as many times the clients as its noise multiplier is larger.
+
+With --bisect, only the level that halves each adapter's bracket is printed, with its noise
+multiplier for the study: their number falls by the bracket's square root. Run the study with these
+settings added, and call again, until no bracket is wider than --width.
 """
 
 import argparse
+import math
 from collections.abc import Mapping, Sequence
 from itertools import product
 from math import inf
@@ -45,6 +51,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--epsilon", type=float, default=2.0, help="another ε to tell clients for")
     parser.add_argument("--rounds", type=int, default=16)
     parser.add_argument("--delta", type=float, default=1e-5)
+    parser.add_argument("--bisect", action="store_true", help="print the levels to run next")
+    parser.add_argument("--width", type=float, default=1.25, help="ratio of a bracket's ends")
     parser.add_argument("--markdown", action="store_true", help="print tables for the docs")
     options = parser.parse_args(arguments)
     records = study_records(Sweep(options.study))
@@ -63,6 +71,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
     noise, other_noise = (noise_for(e, options.rounds, options.delta) for e in epsilons)
     factor = other_noise / noise
     show = show_markdown if options.markdown else print_table
+    if options.bisect:
+        simulated = next(iter(records.values()))[0].settings["num_clients"]
+        rows = [
+            [f"{adapter}, {clients} clients", f"{simulated * noise / clients:.3g}"]
+            for adapter, clients in next_levels(adapters, options.kept, options.width).items()
+        ]
+        show("Levels to run next", ["setting", "strategy.privacy.noise_multiplier"], rows)
+        return
     print(f"{len(seeds)} seeds that all settings have.")
     show("Gains under noise", *gain_table(adapters, epsilons, factor))
     for key in KEYS:
@@ -161,6 +177,28 @@ def needed_clients(levels: Levels, kept: float) -> tuple[float, float]:
             return clients, enough
         enough = clients
     return 0.0, enough
+
+
+def next_levels(
+    adapters: Mapping[str, Mapping[float, Sequence[Gains]]], kept: float, width: float
+) -> dict[str, int]:
+    """Returns the number of clients that halves each adapter's bracket, on a logarithmic scale.
+
+    Adapters whose bracket's ends are at most `width` times apart are left out; an open bracket is
+    extended by three times.
+    """
+    levels = {}
+    for adapter, own in adapters.items():
+        values = {clients: _values(runs, KEYS[0]) for clients, runs in own.items()}
+        low, high = needed_clients(values, kept)
+        if low > 0 and high <= low * width:
+            continue
+        middle = 3 * low if high == inf else high / 3 if low == 0 else math.sqrt(low * high)
+        digits = 1 - math.floor(math.log10(middle))
+        clients = max(1, round(round(middle, digits)))
+        if clients not in own:
+            levels[adapter] = clients
+    return levels
 
 
 def _times_fewer(others: np.ndarray, own: np.ndarray) -> np.ndarray:

@@ -5,7 +5,7 @@ from math import inf
 import numpy as np
 import pytest
 
-from benchmarks.private import by_adapter, needed_clients, needed_table
+from benchmarks.private import by_adapter, needed_clients, needed_table, next_levels
 
 
 def levels(**shares):
@@ -50,6 +50,28 @@ def test_adapters_are_compared_at_both_epsilons_whatever_their_order():
             ["large", "100 to 1,000 [100, 1,000]", "200 to 2,000 [200, 2,000]", "1"],
             ["small", "10 to 100 [10, 100]", "20 to 200 [20, 200]", "1 to 100 [1, 100]"],
         ]
+
+
+@pytest.mark.parametrize(("true_number", "levels"), [(37, (10, 30, 100)), (640, (300, 1000, 3000))])
+def test_bisecting_finds_a_cliff_wherever_it_lies_between_the_levels(true_number, levels):
+    """Of true numbers whose ratio is 17 the levels that were run first tell 3 to 100 times."""
+    paired = {"small, no noise": gains(1.0)}
+    paired |= {f"small, {n} clients": gains(float(n >= true_number)) for n in levels}
+    runs = 0
+    while level := next_levels(by_adapter(paired), 0.5, 1.25).get("small"):
+        paired[f"small, {level} clients"] = gains(float(level >= true_number))
+        runs += 1
+    _, rows = needed_table(by_adapter(paired), "rewards", 0.5, "small", (8, 2), 1.0)
+    low, high = (float(n) for n in rows[0][1].split(" [")[0].split(" to "))
+    assert low < true_number <= high <= 1.25 * low
+    assert runs <= 4
+
+
+def test_an_open_bracket_is_extended():
+    paired = {"a, no noise": gains(1.0), "a, 100 clients": gains(0.0)}
+    assert next_levels(by_adapter(paired), 0.5, 1.25) == {"a": 300}
+    paired = {"a, no noise": gains(1.0), "a, 100 clients": gains(1.0)}
+    assert next_levels(by_adapter(paired), 0.5, 1.25) == {"a": 33}
 
 
 def test_a_ratio_is_a_bound_where_one_side_is():
