@@ -21,7 +21,6 @@ from functools import cache
 from pathlib import Path
 from typing import Any, Literal
 
-import numpy as np
 import torch
 
 import firm.alignment.client  # registers the metrics of language models
@@ -32,9 +31,8 @@ from benchmarks.quadratic import OBJECTIVES, SECRET, START, Quadratic
 from firm.federation import LocalEngine, RoundFailed, ServerState, beta_alarm
 from firm.federation import schema as schemas
 from firm.federation.messages import Request
-from firm.federation.options.masking import Key, added, masked
 from firm.federation.options.privacy import PrivacyConfig
-from firm.federation.options.secure import SecureEngine
+from firm.federation.options.secure import KeyRing, SecureEngine
 from firm.federation.schema import Reading
 from firm.federation.serialization import pack, unpack
 from firm.federation.strategies import STRATEGIES
@@ -74,7 +72,6 @@ AGREEMENTS: dict[str, tuple[str, Any]] = {
     "objectives": ("objective_training", FsmgdaConfig()),
     "jacobians": ("share_jacobian", FedCmooConfig(compressor="none", communication="one_way")),
     "masks": ("masked_training", FirmConfig(secure="masks")),
-    "sums": ("open_sum", FirmConfig(secure="masks")),
 }
 """What sites have agreed to, and the task that is asked for."""
 
@@ -96,9 +93,6 @@ class Config:
 READING = Reading(OBJECTIVES, START)
 
 
-KEY = Key(bytes(32))
-
-
 def new_state() -> ServerState:
     return ServerState(dict(START), objectives=OBJECTIVES, seed=0)
 
@@ -106,7 +100,7 @@ def new_state() -> ServerState:
 def new_site(client: str, cfg: Any) -> Site:
     agreement = Agreement(cfg, objectives=OBJECTIVES, num_rounds=NUM_ROUNDS, clients=[client])
     return Site(
-        lambda setup: SecureEngine(LocalEngine([Quadratic(client)]), KEY),
+        lambda setup: SecureEngine(LocalEngine([Quadratic(client)]), KeyRing.generate([client])),
         [client],
         fingerprint={},
         agreement=agreement,
@@ -244,15 +238,7 @@ def honest_request(agreement: str) -> dict[str, Any]:
     """Returns the request that was agreed, as its message."""
     task, cfg = AGREEMENTS[agreement]
     kind = TASKS[task].request
-    size = sum(parameter.numel() for parameter in START.values())
-    sent = [masked(np.full(size + 1, 0.5), KEY) for _ in range(2)]
-    decided = {
-        "seed": 11,
-        "weighting_options": {"weights": [0.5, 0.5]},
-        "factors": None,
-        "total": added([message for _, message in sent]),
-        "nonces": [nonce.hex() for nonce, _ in sent],
-    }
+    decided = {"seed": 11, "weighting_options": {"weights": [0.5, 0.5]}, "factors": None}
     fields = {
         name: decided.get(name, 0) if value == "decided by the server" else value
         for name, value in cfg.requests(OBJECTIVES)[kind].items()

@@ -7,8 +7,9 @@ from typing import Annotated, Any, Literal, get_args, get_origin
 import torch
 
 from firm.federation.objective_training import OwnMetrics
-from firm.federation.schema import Metrics, OneOf, Reading, fields_of, shown
+from firm.federation.schema import Metrics, Reading, fields_of, shown
 from firm.quantities import of_clients
+from firm.registry import OneOf
 from firm.schema import MAX_ITEMS, MAX_NAMES, Finite, Gram, PerEach
 
 JUNK: tuple[Any, ...] = (

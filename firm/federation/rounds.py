@@ -50,6 +50,11 @@ class Round:
         self.entries: State = {}
         """Entries of the round's row so far, JSON-able."""
 
+    @property
+    def adapter(self) -> Adapter:
+        """θ_t."""
+        return self._state.adapter
+
     def seed(self, purpose: str) -> int:
         """Returns a seed shared by all clients of this round and unique to the round."""
         return derive_seed(self._state.seed, purpose, self.number)

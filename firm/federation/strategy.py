@@ -9,7 +9,8 @@ from firm.federation.options.lora_mean import LoraMean, LoraProducts
 from firm.federation.options.privacy import PrivacyConfig
 from firm.federation.options.ranks import Ranks
 from firm.federation.options.robust.rule import RobustConfig
-from firm.federation.options.secure import Secure, SecureSums
+from firm.federation.options.secure.messages import NUM_BYTES
+from firm.federation.options.secure.option import MasksConfig, Secure, SecureSums
 from firm.federation.options.uploads import UploadConfig
 from firm.federation.round_config import RoundConfig
 from firm.fields import NOT_IN_PAPER, PositiveInt, configuration
@@ -28,8 +29,10 @@ class StrategyConfig(RoundConfig):
     privacy: Annotated[PrivacyConfig | None, NOT_IN_PAPER] = None
     """Differential privacy of the clients; null: none."""
     secure: Annotated[Secure | None, NOT_IN_PAPER] = None
-    """Secure aggregation: sites hide updates under masks, and a server that follows the protocol
-    and repeats no round learns their mean alone; null: none."""
+    """Secure aggregation: sites hide updates under masks, and the server learns their mean alone;
+    null: none."""
+    masks: Annotated[MasksConfig, NOT_IN_PAPER] = field(default_factory=MasksConfig)
+    """Secure aggregation's masks."""
     upload: Annotated[UploadConfig | None, NOT_IN_PAPER] = None
     """Quantised uploads; null sends updates in the adapter's own type."""
     ranks: Annotated[dict[str, PositiveInt], NOT_IN_PAPER] = field(default_factory=dict)
@@ -45,7 +48,7 @@ class StrategyConfig(RoundConfig):
             self.privacy,
             self.upload,
             Ranks(self.ranks) if self.ranks else None,
-            SecureSums() if self.secure else None,
+            SecureSums(self.masks, NUM_BYTES[self.aggregation]) if self.secure else None,
         )
         return tuple(option for option in options if option is not None)
 

@@ -19,7 +19,7 @@ from transformers import PreTrainedTokenizerBase
 from firm.federation.engines.engine import Engine
 from firm.federation.engines.local import LocalEngine
 from firm.federation.engines.processes import Processes, ProcessesEngine
-from firm.federation.options.secure import SecureEngine
+from firm.federation.options.secure.engine import SecureEngine
 from firm.federation.outside import check_name
 from firm.jobs.alignment import FREE_KEYS, progress_of, run_rounds
 from firm.jobs.alignment_config import AlignmentConfig, PromptPartitionConfig, client_names
@@ -36,11 +36,11 @@ from firm.jobs.alignment_loading import (
 from firm.jobs.network_config import (
     ServerConfig,
     SiteConfig,
+    certificates_digest,
     clients_by_site,
     federation_of,
-    key_identity,
     kit_config,
-    site_key,
+    site_identities,
     site_name,
 )
 from firm.network import link
@@ -117,8 +117,8 @@ class AlignmentController(SitesController):
             on_event=progress.event,
         )
         setup = {"calibrations": as_figures(calibrations)}
-        key = key_identity(kit) if cfg.strategy.secure else None
-        if problems := engine.meet(fingerprint(cfg, loaded, key), setup):
+        certificates = certificates_digest(kit) if cfg.strategy.secure else None
+        if problems := engine.meet(fingerprint(cfg, loaded, certificates), setup):
             raise UserError(f"the sites cannot begin: {'; '.join(problems)}.")
         run_rounds(loaded, cfg, calibrations, engine, progress, out)
 
@@ -141,9 +141,9 @@ def site_process(kit: Path) -> None:
     cfg = kit_config(kit, own.overrides)
     processes = Processes.join(per_client=own.processes_per_client)
     loaded = load(cfg, processes, measures=False)
-    key = site_key(kit) if cfg.strategy.secure else None
-    shared = fingerprint(cfg, loaded, key.identity if key else None)
-    states = kit / "states" / _digest(sorted(shared.items())) / f"process_{processes.rank}"
+    shared = fingerprint(cfg, loaded, certificates_digest(kit) if cfg.strategy.secure else None)
+    run = _digest(sorted(shared.items()))
+    states = kit / "states" / run / f"process_{processes.rank}"
     prompts = None
     if own.own_prompts:
         shards = partition(loaded.prompts, cfg, PromptPartitionConfig(), len(names))
@@ -171,31 +171,41 @@ def site_process(kit: Path) -> None:
         as_calibrations(setup["calibrations"])  # validate before broadcasting
         processes.broadcast(setup)
         engine = build(setup)
-        if key is not None:
-            engine = SecureEngine(engine, key, least_in_mean=own.policy.least_in_mean)
+        if cfg.strategy.secure:
+            engine = SecureEngine(
+                engine,
+                site_identities(kit),
+                run=run,
+                least_in_mean=own.policy.least_in_mean,
+                repeats=own.policy.repeats,
+                ledger=ledger,
+            )
         engines.append(engine)
         return engine
 
     agreement = Agreement(
         cfg.strategy, objectives=list(cfg.rewards), num_rounds=cfg.rounds, clients=names
     )
+    ledger = Ledger(agreement, own.policy.budget, kit / LEDGER)
     site = Site(
         build_all,
         names,
         fingerprint=shared,
         agreement=agreement,
         policy=own.policy,
-        ledger=Ledger(agreement, own.policy.budget, kit / LEDGER),
+        ledger=ledger,
     )
     link.serve(kit / "local/attach_profile.json", site.answer)
     for engine in engines:
         engine.close()
 
 
-def fingerprint(cfg: AlignmentConfig, loaded: LoadedRun, key: str | None = None) -> dict[str, Any]:
+def fingerprint(
+    cfg: AlignmentConfig, loaded: LoadedRun, certificates: str | None = None
+) -> dict[str, Any]:
     """Returns the values that must agree between server and sites, by human-readable name.
 
-    With secure aggregation, includes the identity of its key.
+    With secure aggregation, includes the digest of the sites' certificates.
     """
     policy: Any = loaded.trainer.policy_model
     base = hashlib.sha256()
@@ -207,7 +217,7 @@ def fingerprint(cfg: AlignmentConfig, loaded: LoadedRun, key: str | None = None)
     return {
         "version": version("firm-align"),
         "base model": base.hexdigest()[:16],
-        **({} if key is None else {"masking key": key}),
+        **({} if certificates is None else {"sites' certificates": certificates}),
         "tokenizer": _digest(sorted(tokenizer.get_vocab().items())),
         **{f"key {key}": value for key, value in leaves(to_dict(cfg)) if not _is_own(key)},
     }

@@ -1,11 +1,12 @@
 """The configuration of a federation over a network, and of its parties."""
 
-from collections.abc import Iterable, Mapping
+import hashlib
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from firm.federation.options.masking import Key
+from firm.federation.options.secure.protocol import KeyRing
 from firm.federation.outside import check_name
 from firm.fields import (
     BoundedInt,
@@ -25,8 +26,6 @@ from firm.run.shipped import CONFIGS
 
 OUTPUT = "output.txt"
 """What the processes of a kit print, in its folder."""
-KEY, IDENTITY = "masking.key", "masking.identity"
-"""Of secure aggregation: the key, in each site's kit, and its name, in the server's."""
 
 
 @configuration
@@ -155,37 +154,34 @@ def site_name(kit: Path) -> str:
     return names[0]
 
 
-def write_keys(server: Path, sites: Iterable[Path]) -> None:
-    """Writes a new secure aggregation key to the sites' kits, its identity to the server's kit."""
-    key = Key.generate()
-    for kit in sites:
-        path = kit / KEY
-        path.touch(mode=0o600)
-        path.write_bytes(key.content)
-    (server / IDENTITY).write_text(key.identity + "\n", encoding="utf-8")
+def site_identities(kit: Path) -> KeyRing:
+    """Returns the long-term keys of secure aggregation in a site's kit, by client.
 
-
-def site_key(kit: Path) -> Key:
-    """Returns the secure aggregation key in a site's kit."""
+    They are those of the sites' certificates, with which no server can sign.
+    """
+    site, clients = site_name(kit), clients_by_site(federation_of(kit))
     try:
-        return Key((kit / KEY).read_bytes())
+        own = certificates.signing_key(kit)
+        public = {name: certificates.public_key(kit, name) for name in clients}
     except (OSError, ValueError) as error:
         raise UserError(
-            f"{kit / KEY} is no key of secure aggregation ({getattr(error, 'strerror', error)}); "
-            "take the file from the kit as it was made, or have new kits made for all parties."
+            f"{kit} lacks keys of secure aggregation ({error}); take startup/client.key and the "
+            f"folder {certificates.SITES} from the kit as it was made, or have new kits made for "
+            "all parties."
         ) from error
+    return KeyRing(
+        dict.fromkeys(clients[site], own),
+        {client: public[name] for name, own in clients.items() for client in own},
+    )
 
 
-def key_identity(kit: Path) -> str:
-    """Returns the identity of the sites' secure aggregation key, from the server's kit."""
-    path = kit / IDENTITY
-    try:
-        return path.read_text(encoding="utf-8").strip()
-    except (OSError, ValueError) as error:
-        raise UserError(
-            f"{path} does not name the sites' key of secure aggregation; take the file from the "
-            "kit as it was made, or have new kits made for all parties."
-        ) from error
+def certificates_digest(kit: Path) -> str:
+    """Returns a digest of the sites' certificates in a kit, which all parties must share."""
+    digest = hashlib.sha256()
+    for site in sorted(federation_of(kit).sites):
+        path = kit / certificates.SITES / f"{site}.crt"
+        digest.update(path.read_bytes() if path.is_file() else b"missing")
+    return digest.hexdigest()[:16]
 
 
 def clients_by_site(federation: FederationConfig) -> dict[str, list[str]]:

@@ -20,13 +20,11 @@ from firm.jobs.network_config import (
     ServerConfig,
     SiteConfig,
     federation_of,
-    key_identity,
     kit_config,
     run_config,
     server_address,
-    site_key,
+    site_identities,
     site_name,
-    write_keys,
 )
 from firm.network import certificates, console, kits
 from firm.network.daemons import Daemons, flare_command, free_port, search_path, wait_for_port
@@ -65,7 +63,7 @@ def provision(cfg: FederationConfig) -> None:
     for kit in made.values():
         (kit / "federation.yaml").write_text(to_yaml(cfg), encoding="utf-8")
         (kit / "run.yaml").write_text(to_yaml(run), encoding="utf-8")
-    write_keys(made["server"], [made[site] for site in cfg.sites])
+    certificates.share_certificates(made, cfg.sites)
     commands = {"server": "start-server", "admin": "submit"}
     print_table(
         f"{cfg.name}: a folder for each party; hand each its own, and nobody `authority`",
@@ -175,8 +173,9 @@ def _site(cfg: SiteConfig) -> Daemons:
 
 def _keep_own_part(cfg: ServerConfig | SiteConfig, name: str) -> None:
     """Checks a party's configuration and writes it to its kit for the party's process."""
-    if kit_config(cfg.kit, cfg.overrides).strategy.secure is not None:
-        (site_key if isinstance(cfg, SiteConfig) else key_identity)(cfg.kit)
+    is_secure = kit_config(cfg.kit, cfg.overrides).strategy.secure is not None
+    if is_secure and isinstance(cfg, SiteConfig):
+        site_identities(cfg.kit)  # tells of missing keys before anything starts
     own = replace(cfg, kit=cfg.kit.resolve())
     (cfg.kit / name).write_text(to_yaml(own), encoding="utf-8")
 

@@ -130,7 +130,7 @@ class Ledger:
     """A site's own record of its answers and refusals, and of the ε that its answers have spent.
 
     An answer is recorded before it is sent. If `path` is given, the record persists across restarts
-    in a JSON Lines file.
+    in a JSON Lines file. Implements ``SumLedger`` of secure aggregation.
     """
 
     def __init__(self, agreement: Agreement, budget: Budget, path: Path | None = None) -> None:
@@ -139,9 +139,13 @@ class Ledger:
         """Answers by client and task."""
         self.num_refusals = 0
         """Requests that were refused."""
+        self.sums: list[dict[str, Any]] = []
+        """Secure sums that clients have helped to open; see ``note_sum``."""
         for row in _rows(path):
             if row["kind"] == "refusal":
                 self.num_refusals += 1
+            elif row["kind"] == "sum":
+                self.sums.append(row)
             else:
                 self.answers[row["client"], row["task"]] += 1
         limit = budget.max_epsilon
@@ -177,6 +181,11 @@ class Ledger:
         if self.num_refusals <= MAX_REFUSALS:
             self._write(kind="refusal", reason=reason)
 
+    def note_sum(self, row: dict[str, Any]) -> None:
+        """Records a sum and the shares that a client reveals for it, before the client does."""
+        self.sums.append(row)
+        self._write(kind="sum", **row)
+
     def _write(self, **row: Any) -> None:
         if self._path is None:
             return
@@ -190,6 +199,14 @@ def _tells_of_data(task: str) -> bool:
     return TASKS[task].request.tells_of_data
 
 
+_REQUIRED: dict[str, set[str]] = {
+    "refusal": set(),
+    "answer": {"client", "task"},
+    "sum": {"run", "round", "client", "base", "model", "members"},
+}
+"""Entries that a row must have, by kind."""
+
+
 def _rows(path: Path | None) -> list[dict[str, Any]]:
     """Returns the recorded rows, without an incomplete last line."""
     if path is None or not path.exists():
@@ -198,7 +215,7 @@ def _rows(path: Path | None) -> list[dict[str, Any]]:
     for number, line in enumerate(path.read_bytes().split(b"\n")[:-1], start=1):
         try:
             row = json.loads(line)
-            required = {"refusal": set(), "answer": {"client", "task"}}[row["kind"]]
+            required = _REQUIRED[row["kind"]]
             if missing := required - row.keys():
                 raise LookupError(missing)
         except (AttributeError, LookupError, TypeError, ValueError):

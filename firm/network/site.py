@@ -13,7 +13,8 @@ from firm.federation.engines.engine import Engine, error_kind
 from firm.federation.engines.local import StateMissing
 from firm.federation.errors import ProcessLost
 from firm.federation.messages import Answer
-from firm.federation.options.secure import FEWEST
+from firm.federation.options.secure.engine import FEWEST
+from firm.federation.options.secure.messages import TASKS as SECURE_TASKS
 from firm.federation.outside import printable
 from firm.federation.schema import Invalid, Reading, Text, read, shown
 from firm.federation.serialization import pack, unpack
@@ -36,16 +37,16 @@ class SitePolicy:
     metrics: tuple[str, ...] | None = None
     """Names of the metrics that may leave the site. They are statistics of a batch or minibatch,
     never of a single reply. null: all metrics registered as such; an empty list: none."""
-    tasks: tuple[Annotated[str, OneOf(TASKS)], ...] = (
-        "local_training",
-        "masked_training",
-        "open_sum",
-    )
+    tasks: tuple[Annotated[str, OneOf(TASKS)], ...] = ("local_training", *SECURE_TASKS)
     """Tasks that the server may request. The answers of other tasks (Jacobians, several updates)
     reveal more of the data than an adapter does; without local_training, updates leave the site
     only under a mask."""
     least_in_mean: Annotated[int, Interval(ge=FEWEST, le=LARGEST)] = FEWEST
     """Minimum number of updates in a sum that the site helps to open, with secure aggregation."""
+    repeats: bool = False
+    """Help to open the sum of a repeated round with other clients, on other batches. The two sums
+    then reveal the difference between the clients, as far as the updates of the others are alike;
+    otherwise the round waits for the same clients."""
     reasons: bool = False
     """Send the server the full reason why a client failed. An error may quote the prompt or reply
     that caused it; otherwise the server receives only the type of error and the system's error

@@ -220,11 +220,12 @@ class SitesEngine:
 def _most_bytes(request: Request) -> int:
     """Returns an upper bound on the bytes of an honest answer.
 
-    The largest answers are a Jacobian or one adapter per objective.
+    The largest answers are a Jacobian, one adapter per objective, or a masked update.
     """
     size = sum(parameter.numel() for parameter in request.adapter.values())
+    masked = request.parameter_bytes(size, adapter_bytes=0)
     # 16 bytes per value is twice the widest dtype, so that no honest answer is refused
-    return _SMALL + 16 * (len(request.objectives) + 1) * size
+    return _SMALL + max(16 * (len(request.objectives) + 1) * size, masked)
 
 
 def _read(raw: bytes, number: int, max_bytes: int) -> dict[str, Any]:

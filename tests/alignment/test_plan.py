@@ -117,11 +117,8 @@ def test_uploads_are_those_of_the_run_quantised_or_masked(upload, tmp_path):
     plan = plan_without_memory(cfg)
     main(cfg)
     rows = read_rows(cfg.out, "client")
-    first = min(row["bytes_up"] for row in rows)  # one of the clients also opens the sum
-    assert plan.policy.bytes_up == pytest.approx(first, rel=0.1)  # most of it are figures
-    opened = sum(row["bytes_up"] - first for row in rows)
-    expected = plan.policy.adapter_bytes if "masks" in upload else 0
-    assert opened == pytest.approx(expected, rel=0.1, abs=500)
+    for row in rows:
+        assert plan.policy.bytes_up == pytest.approx(row["bytes_up"], rel=0.1)  # mostly figures
 
 
 FEDCMOO_A = (

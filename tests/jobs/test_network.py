@@ -24,8 +24,6 @@ pytest.importorskip("nvflare", reason="the extra `network` is not installed")
 
 from firm.cli.main import main
 from firm.federation import LocalEngine, Processes, RoundFailed, ServerState
-from firm.federation.options.masking import Key
-from firm.federation.options.secure import SecureEngine
 from firm.federation.serialization import unpack
 from firm.federation.strategies import STRATEGIES
 from firm.jobs import alignment
@@ -33,7 +31,12 @@ from firm.jobs import network as jobs_network
 from firm.jobs import network_parties as network
 from firm.jobs.alignment_config import AlignmentConfig, client_names
 from firm.jobs.alignment_loading import as_calibrations, build_clients, common_calibrations, load
-from firm.jobs.network_config import federation_of, kit_config
+from firm.jobs.network_config import (
+    certificates_digest,
+    federation_of,
+    kit_config,
+    site_identities,
+)
 from firm.network.agreement import Agreement
 from firm.network.daemons import free_port
 from firm.network.site import Site, SitePolicy
@@ -206,41 +209,45 @@ def _files(folder: Path) -> list[bytes]:
     return [path.read_bytes() for path in folder.rglob("*") if path.is_file()]
 
 
-def test_the_key_of_secure_aggregation_is_at_the_sites_alone(secure_kits, kits):
-    keys = {site: (secure_kits / site / "masking.key").read_bytes() for site in SITES}
-    (key,) = set(keys.values())
-    assert (kits / "bank/masking.key").read_bytes() != key  # another federation has its own
-    assert (secure_kits / "bank/masking.key").stat().st_mode & 0o777 == 0o600
-    for party in ("server", "admin", "authority"):
-        assert not any(
-            key in content or key.hex().encode() in content
-            for content in _files(secure_kits / party)
-        )
-    identity = (secure_kits / "server/masking.identity").read_text().strip()
-    assert identity == Key(key).identity
+def test_the_keys_that_sign_sums_are_each_at_their_own_site(secure_kits):
+    keys = {site: (secure_kits / site / "startup/client.key").read_bytes() for site in SITES}
+    for party in ("server", "admin", *SITES):
+        held = [site for site in SITES if keys[site] in _files(secure_kits / party)]
+        assert held == [site for site in SITES if site == party]
+    ring = site_identities(secure_kits / "bank")
+    signature = ring.sign("client_1", b"a statement")
+    for site in SITES:
+        site_identities(secure_kits / site).check("client_1", b"a statement", signature)
+    for client, statement in (("client_0", b"a statement"), ("client_1", b"another")):
+        with pytest.raises(ValueError, match="are not signed by its site"):
+            ring.check(client, statement, signature)
+    with pytest.raises(KeyError):
+        ring.sign("client_0", b"a statement")  # the hospital's
 
 
-@pytest.mark.parametrize("content", [None, b"", b"x" * 31], ids=["missing", "empty", "cut off"])
-def test_a_site_without_its_key_is_told_in_one_line_before_anything_starts(
-    secure_kits, content, tmp_path
+@pytest.mark.parametrize("damage", ["no key", "no certificate", "another's", "another authority's"])
+def test_a_site_without_its_keys_is_told_in_one_line_before_anything_starts(
+    secure_kits, kits, damage, tmp_path
 ):
     kit = tmp_path / "bank"
     shutil.copytree(secure_kits / "bank", kit)
-    path = kit / "masking.key"
-    path.unlink() if content is None else path.write_bytes(content)
-    with pytest.raises(UserError, match=r"masking.key is no key of secure aggregation \(") as told:
+    path = kit / "sites/hospital.crt"
+    if damage == "no key":
+        (kit / "startup/client.key").unlink()
+    elif damage == "no certificate":
+        path.unlink()
+    else:
+        other = kit / "sites/university.crt" if damage == "another's" else kits / "bank/sites"
+        path.write_bytes((other / path.name if other.is_dir() else other).read_bytes())
+    with pytest.raises(UserError, match="bank lacks keys of secure aggregation") as told:
         network.start_site(network.SiteConfig(kit))
     assert "\n" not in str(told.value)
     assert not (kit / "site.yaml").exists()
 
 
-def test_a_server_that_cannot_name_the_key_is_told(secure_kits, tmp_path):
-    kit = tmp_path / "server"
-    shutil.copytree(secure_kits / "server", kit)
-    (kit / "masking.identity").unlink()
-    with pytest.raises(UserError, match="does not name the sites' key of secure aggregation"):
-        network.start_server(network.ServerConfig(kit))
-    assert not (kit / "server.yaml").exists()
+def test_parties_with_other_certificates_are_told_apart(secure_kits, kits):
+    (digest,) = {certificates_digest(secure_kits / party) for party in ("server", *SITES)}
+    assert certificates_digest(kits / "server") != digest
 
 
 def test_a_folder_that_is_no_kit_is_told(tmp_path):
@@ -318,7 +325,8 @@ def test_another_base_model_is_noticed_and_another_adapter_is_not():
     after = jobs_network.fingerprint(cfg, loaded)
     assert [key for key in before if before[key] != after[key]] == ["base model"]
     secure = jobs_network.fingerprint(cfg, loaded, "0123")
-    assert {key: secure[key] for key in secure if key not in after} == {"masking key": "0123"}
+    added = {key: secure[key] for key in secure if key not in after}
+    assert added == {"sites' certificates": "0123"}
 
 
 class _Wire:
@@ -636,7 +644,7 @@ def _first_round(tmp_path) -> list[bytes]:
             return replies, failures
 
     state = ServerState(loaded.start, objectives=tuple(cfg.rewards), seed=cfg.seed)
-    engine = SecureEngine(Overheard(), Key.generate())
+    engine = cfg.strategy.around(Overheard())
     state, _ = STRATEGIES["firm"](state, client_names(cfg), engine, cfg.strategy)
     name = next(name for name in state.adapter if "lora_B" in name)
     parts = [adapter[name].numpy().tobytes()[:64] for adapter in (state.adapter, *updates)]

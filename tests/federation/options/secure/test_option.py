@@ -1,55 +1,39 @@
 """Secure aggregation: the server gets the mean that it would have had, and no update."""
 
 import gc
+import itertools
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 
 from firm.federation import Engine, LocalEngine, RoundFailed
-from firm.federation.options.masking import STEP, Key
+from firm.federation.aggregation import flat
 from firm.federation.options.privacy import PrivacyConfig
 from firm.federation.options.robust import RobustConfig
-from firm.federation.options.secure import (
+from firm.federation.options.secure import TASKS, MasksConfig
+from firm.federation.options.secure.masking import STEP, from_bytes, real_numbers
+from firm.federation.options.secure.messages import (
+    Confirmed,
     MaskedUpdate,
-    OpenedMean,
-    OpenSum,
-    SecureEngine,
-    SecureSums,
+    Revealed,
+    SharedKeys,
+    Trained,
 )
-from firm.federation.serialization import unpack
+from firm.federation.options.secure.part import Part
+from firm.federation.options.secure.protocol import sparse_graph
 from firm.federation.strategies.fedavg import FedAvgConfig, fedavg
 from firm.federation.strategies.fedcmoo import FedCmooConfig
 from firm.federation.strategies.firm import FirmConfig, firm_round
 from firm.federation.strategies.fsmgda import FsmgdaConfig
 from firm.federation.strategies.qfedavg import QFedAvgConfig
 from firm.network.agreement import Agreement, Ledger
-from firm.network.site import Site, SitePolicy
-from firm.network.sites import SitesEngine
-from tests.channels import MemoryChannel
+from firm.network.site import SitePolicy
+from tests.federation.options.secure.conftest import NAMES, Losing
 
 STRATEGIES = {"firm": (firm_round, FirmConfig), "fedavg": (fedavg, FedAvgConfig)}
-NAMES = ["a", "b", "c"]
-PLACES = {"hospital": ["a"], "bank": ["b", "c"]}
 CLOSE = 1e-6
-
-
-@pytest.fixture
-def new_clients(new_client):
-    """Builds three clients of different sizes and data: ``new_clients(b={"fails_in": (1,)})``."""
-
-    def build(**options):
-        return [
-            new_client(
-                name,
-                torch.tensor([[1.0, 0.0, 2.0], [0.0, 3.0, 1.0]]) + index,
-                num_examples=10 + 7 * index,
-                **options.get(name, {}),
-            )
-            for index, name in enumerate(NAMES)
-        ]
-
-    return build
 
 
 def _run(strategy, engine, state, cfg, num_rounds=3):
@@ -80,8 +64,8 @@ def _distance(first, second):
 def test_a_run_ends_where_it_would_without(name, options, new_clients, start):
     strategy, kind = STRATEGIES[name]
     plain, plain_rows = _run(strategy, LocalEngine(new_clients()), start, kind(**options))
-    engine = SecureSums().around(LocalEngine(new_clients()))
-    secure, rows = _run(strategy, engine, start, kind(**options, secure="masks"))
+    cfg = kind(**options, secure="masks")
+    secure, rows = _run(strategy, cfg.around(LocalEngine(new_clients())), start, cfg)
     assert _distance(start.adapter, plain.adapter) > 0
     assert _distance(plain.adapter, secure.adapter) < CLOSE
     for with_masks, without in zip(rows, plain_rows, strict=True):
@@ -114,8 +98,8 @@ def test_one_round_is_right_to_half_a_step(new_clients, start):
             return doubled, failures
 
     plain, _ = fedavg(start, NAMES, Doubles(new_clients()), FedAvgConfig())
-    engine = SecureEngine(Doubles(new_clients()), Key.generate())
-    secure, _ = fedavg(start, NAMES, engine, FedAvgConfig(secure="masks"))
+    cfg = FedAvgConfig(secure="masks")
+    secure, _ = fedavg(start, NAMES, cfg.around(Doubles(new_clients())), cfg)
     assert 0 < _distance(plain.adapter, secure.adapter) <= STEP / 2 * (1 + 1e-6)
 
 
@@ -123,8 +107,8 @@ def test_one_round_is_right_to_half_a_step(new_clients, start):
 def test_a_client_that_drops_out_is_not_in_the_mean(option, new_clients, start):
     cfg = FedAvgConfig(aggregation="by_examples")
     plain, _ = _run(fedavg, LocalEngine(new_clients(b=option)), start, cfg)
-    engine = SecureSums().around(LocalEngine(new_clients(b=option)))
-    secure, rows = _run(fedavg, engine, start, replace(cfg, secure="masks"))
+    cfg = replace(cfg, secure="masks")
+    secure, rows = _run(fedavg, cfg.around(LocalEngine(new_clients(b=option))), start, cfg)
     assert [row["round"]["clients"] for row in rows] == [NAMES, ["a", "c"], NAMES]
     assert rows[1]["round"]["failures"][0]["client"] == "b"
     assert _distance(plain.adapter, secure.adapter) < CLOSE
@@ -132,22 +116,20 @@ def test_a_client_that_drops_out_is_not_in_the_mean(option, new_clients, start):
 
 def test_a_single_update_is_no_mean(new_clients, start):
     clients = new_clients(a={"fails_in": (1,)}, b={"fails_in": (1,)})
-    engine = SecureSums().around(LocalEngine(clients))
+    cfg = FedAvgConfig(secure="masks")
     with pytest.raises(RoundFailed, match="1 client finished round 1, quorum 2"):
-        fedavg(start, NAMES, engine, FedAvgConfig(secure="masks"))
+        fedavg(start, NAMES, cfg.around(LocalEngine(clients)), cfg)
 
 
 def test_a_site_keeps_back_an_update_that_is_too_long(new_clients, start):
-    engine = SecureSums().around(LocalEngine(new_clients()))
     cfg = FedAvgConfig(secure="masks", max_update_norm=0.01)
     with pytest.raises(RoundFailed, match=r"norm 0\.\d+, above max_update_norm 0.01, and stays"):
-        fedavg(start, NAMES, engine, cfg)
+        fedavg(start, NAMES, cfg.around(LocalEngine(new_clients())), cfg)
 
 
 def test_a_site_keeps_back_an_update_that_masks_cannot_hold(new_clients, start):
-    clients = new_clients(b={"lr": 1e4})
-    engine = SecureSums().around(LocalEngine(clients))
-    _, rows = fedavg(start, NAMES, engine, FedAvgConfig(secure="masks"))
+    cfg = FedAvgConfig(secure="masks")
+    _, rows = fedavg(start, NAMES, cfg.around(LocalEngine(new_clients(b={"lr": 1e4}))), cfg)
     assert rows["round"]["clients"] == ["a", "c"]
     assert "cannot be added under masks" in rows["round"]["failures"][0]["reason"]
 
@@ -155,9 +137,8 @@ def test_a_site_keeps_back_an_update_that_masks_cannot_hold(new_clients, start):
 def test_noise_of_clients_goes_under_masks(new_clients, start):
     privacy = PrivacyConfig(clip_norm=0.1, noise_multiplier=1.0, at="client", noise_seed=3)
     plain, rows = _run(fedavg, LocalEngine(new_clients()), start, FedAvgConfig(privacy=privacy))
-    engine = SecureSums().around(LocalEngine(new_clients()))
     cfg = FedAvgConfig(privacy=privacy, secure="masks")
-    secure, secure_rows = _run(fedavg, engine, start, cfg)
+    secure, secure_rows = _run(fedavg, cfg.around(LocalEngine(new_clients())), start, cfg)
     assert _distance(plain.adapter, secure.adapter) < CLOSE
     assert secure_rows[-1]["round"]["privacy"] == rows[-1]["round"]["privacy"]
 
@@ -178,17 +159,19 @@ class Spy:
 
 
 def test_nothing_that_comes_back_is_a_clients_update(new_clients, start):
-    plain, secure = Spy(LocalEngine(new_clients())), None
+    plain = Spy(LocalEngine(new_clients()))
     fedavg(start, NAMES, plain, FedAvgConfig())
-    secure = Spy(SecureEngine(LocalEngine(new_clients()), Key.generate()))
-    state, _ = fedavg(start, NAMES, secure, FedAvgConfig(secure="masks"))
-    assert [type(content) for content in secure.contents] == [*[MaskedUpdate] * 3, OpenedMean]
-    updates = [content.adapter for content in plain.contents]
+    cfg = FedAvgConfig(secure="masks")
+    secure = Spy(cfg.around(LocalEngine(new_clients())))
+    fedavg(start, NAMES, secure, cfg)
+    steps = (Trained, SharedKeys, MaskedUpdate, Confirmed, Revealed)
+    assert [type(content) for content in secure.contents] == [step for step in steps for _ in NAMES]
+    updates = [flat(content.adapter) for content in plain.contents]
     own = [value for content in secure.contents for value in _tensors(vars(content))]
-    for update in updates:
-        for value in update.values():
-            assert not any(torch.equal(value, other) for other in own)
-    assert _distance(state.adapter, secure.contents[-1].adapter) == 0
+    assert len(own) == len(NAMES)  # the masked updates are the only tensors
+    numbers = [real_numbers(from_bytes(value), 6) for value in own]
+    for update, masked in itertools.product(updates, numbers):
+        assert np.abs(masked[:-1] - (update - flat(start.adapter)).numpy()).max() > 100
 
 
 def _tensors(value):
@@ -198,46 +181,11 @@ def _tensors(value):
     return [tensor for item in items for tensor in _tensors(item)]
 
 
-@pytest.fixture
-def new_network(new_clients):
-    """Builds an engine over sites in memory, with its channel and the sites."""
-
-    def build(cfg, keys=None, policy=None, fingerprints=None, **options):
-        key = Key.generate()
-        clients = {client.name: client for client in new_clients(**options)}
-        sites = {}
-        for site, names in PLACES.items():
-            own = (keys or {}).get(site, key)
-            agreement = Agreement(cfg, objectives=("left", "right"), num_rounds=9, clients=names)
-            own_policy = policy or SitePolicy()
-            sites[site] = Site(
-                lambda setup, names=names, own=own, own_policy=own_policy: SecureEngine(
-                    LocalEngine([clients[name] for name in names]),
-                    own,
-                    least_in_mean=own_policy.least_in_mean,
-                ),
-                names,
-                fingerprint={"masking key": own.identity},
-                agreement=agreement,
-                policy=own_policy,
-                ledger=Ledger(agreement, own_policy.budget),
-            )
-        channel = MemoryChannel(sites)
-        engine = SitesEngine(channel, PLACES, NAMES, timeout=5.0, meeting_timeout=1.0)
-        problems = engine.meet({"masking key": key.identity}, {})
-        return engine, channel, problems
-
-    return build
-
-
 @pytest.mark.parametrize("name", STRATEGIES)
-def test_sites_send_nothing_of_an_update_and_the_mean_alone_comes_back(
-    name, new_network, new_clients, start
-):
+def test_sites_send_nothing_of_an_update(name, new_network, new_clients, start):
     strategy, kind = STRATEGIES[name]
     plain, _ = _run(strategy, LocalEngine(new_clients()), start, kind())
-    engine, channel, problems = new_network(kind(secure="masks"))
-    assert problems == []
+    engine, channel = new_network(kind(secure="masks"))
     spy = Spy(LocalEngine(new_clients()))
     state = start
     for _ in range(3):
@@ -248,10 +196,8 @@ def test_sites_send_nothing_of_an_update_and_the_mean_alone_comes_back(
         for update in spy.contents[asked:]:
             for value in update.adapter.values():
                 assert not any(number.numpy().tobytes() in wire for number in value)
-        for value in state.adapter.values():
-            assert value.numpy().tobytes() in wire
     assert _distance(plain.adapter, state.adapter) < CLOSE
-    assert not any(isinstance(each, Key) for each in _reachable(engine, but=channel))
+    assert not any(isinstance(each, Part) for each in _reachable(engine, but=channel))
     assert rows["round"]["bytes_up"] > 0
 
 
@@ -268,63 +214,125 @@ def _reachable(start, but):
             queue += [each for each in gc.get_referents(value) if not callable(each)]
 
 
-def test_a_site_with_another_key_is_told_before_the_first_round(new_network):
-    other = Key.generate()
-    _, _, problems = new_network(FedAvgConfig(secure="masks"), keys={"bank": other})
-    assert len(problems) == 1
-    assert problems[0].startswith(f"bank: its masking key is {other.identity!r}, the server's ")
+@pytest.mark.parametrize(
+    ("task", "is_in_sum"),
+    [
+        ("share_keys", False),
+        ("send_masked", False),
+        ("confirm_members", True),
+        ("reveal_shares", True),
+    ],
+)
+def test_a_client_that_is_lost_in_a_sum_does_not_end_the_round(
+    task, is_in_sum, new_network, new_clients, start
+):
+    names = ["a", "b", "c", "d", "e", "f"]
+    cfg = FedAvgConfig(secure="masks", masks=MasksConfig(num_colluders=1))
+    engine, channel = new_network(cfg, names, sites={name: [name] for name in names})
+    channel.lose = {(task, "b")}
+    state, rows = fedavg(start, names, engine, cfg)
+    left = names if is_in_sum else [name for name in names if name != "b"]
+    plain, _ = fedavg(start, left, LocalEngine(new_clients(names)), FedAvgConfig())
+    assert rows["round"]["clients"] == left
+    assert [each["client"] for each in rows["round"]["failures"]] == ["b"]
+    assert rows["round"]["secure"]["num_updates"] == len(left)
+    assert _distance(plain.adapter, state.adapter) < CLOSE
+    assert state.accepted == dict.fromkeys(left, 1)
 
 
-def test_a_sum_that_is_not_of_its_updates_is_not_opened(start):
-    key = Key.generate()
-    engine = SecureEngine(LocalEngine([]), key)
-    total = torch.randint(0, 256, (4, 6), dtype=torch.uint8)
-    request = OpenSum(
-        round=1,
-        objectives=start.objectives,
-        adapter=start.adapter,
-        total=total,
-        nonces=["0" * 32, "1" * 32],
-    )
-    replies, failures = engine.map(request, ["a"])
-    assert replies == []
-    assert "is not that of these 2 updates, or was masked with another key" in failures[0].reason
+@pytest.mark.parametrize("task", ["send_masked", "reveal_shares"])
+def test_a_round_fails_when_more_are_lost_than_a_sum_bears(task, new_network, start):
+    names = ["a", "b", "c", "d", "e", "f"]
+    cfg = FedAvgConfig(secure="masks", masks=MasksConfig(num_colluders=1))  # four must stay
+    engine, channel = new_network(cfg, names, sites={name: [name] for name in names})
+    channel.lose = {(task, "a"), (task, "b")}
+    fedavg(start, names, engine, cfg)
+    channel.lose |= {(task, "c")}
+    with pytest.raises(RoundFailed, match=rf"3 clients answered {task}, 4 must .*resume"):
+        fedavg(start, names, engine, cfg)
 
 
-def test_the_next_client_opens_the_sum_when_one_cannot(new_network, start):
-    engine, channel, _ = new_network(FedAvgConfig(secure="masks"))
-    whole, _ = fedavg(
-        start, NAMES, new_network(FedAvgConfig(secure="masks"))[0], FedAvgConfig(secure="masks")
-    )
-    lost = []
-
-    def lose(site, answer):
-        task = unpack(channel.asked[-1][1]).get("task")
-        if task == "open_sum" and not lost:
-            lost.append(site)
-            return None
-        return answer
-
-    channel.spoil = lose
-    state, rows = fedavg(start, NAMES, engine, FedAvgConfig(secure="masks"))
-    assert lost == ["bank"]  # the second of three clients, in round 1
-    assert _distance(whole.adapter, state.adapter) == 0
-    assert rows["round"]["clients"] == NAMES
-    assert rows["round"]["failures"][0]["client"] == "b"
+def test_a_sum_over_few_neighbours_is_that_of_all(new_clients, start):
+    names = [f"client_{index:03d}" for index in range(80)]
+    masks = MasksConfig(num_colluders=2, neighbours="few")
+    assert sparse_graph(80, 2) is not None
+    cfg = FedAvgConfig(secure="masks", masks=masks)
+    plain, _ = fedavg(start, names, LocalEngine(new_clients(names)), FedAvgConfig())
+    engine = Losing(cfg.around(LocalEngine(new_clients(names))), {("send_masked", names[7])})
+    state, rows = fedavg(start, names, engine, cfg)
+    left = [name for name in names if name != names[7]]
+    plain, _ = fedavg(start, left, LocalEngine(new_clients(names)), FedAvgConfig())
+    assert rows["round"]["clients"] == left
+    assert _distance(plain.adapter, state.adapter) < CLOSE
 
 
-def test_a_round_whose_sum_nobody_opens_fails(new_network, start):
-    engine, _, _ = new_network(FedAvgConfig(secure="masks"), policy=SitePolicy(least_in_mean=4))
-    with pytest.raises(RoundFailed, match=r"no client could open the sum of round 1 .* resume"):
-        fedavg(start, NAMES, engine, FedAvgConfig(secure="masks"))
+def test_a_site_that_sends_other_numbers_ends_the_round_in_one_line(new_clients, start):
+    class Garbage(LocalEngine):
+        def __init__(self, engine):
+            self._inner = engine
+
+        def map(self, request, clients):
+            replies, failures = self._inner.map(request, clients)
+            for reply in replies:
+                if isinstance(reply.content, MaskedUpdate) and reply.client == "b":
+                    reply.content.numbers.random_(generator=torch.Generator().manual_seed(0))
+            return replies, failures
+
+    cfg = FedAvgConfig(secure="masks")
+    engine = Garbage(cfg.around(LocalEngine(new_clients())))
+    with pytest.raises(RoundFailed, match="is not the sum of 3 updates: a client sent other"):
+        fedavg(start, NAMES, engine, cfg)
+
+
+@pytest.mark.parametrize("change", [lambda n: n[:-1], lambda n: torch.cat([n, n], dim=1)], ids=str)
+def test_masked_numbers_of_another_size_are_refused(change, new_clients, start):
+    class Reshaped(LocalEngine):
+        def __init__(self, engine):
+            self._inner = engine
+
+        def map(self, request, clients):
+            replies, failures = self._inner.map(request, clients)
+            return [
+                replace(
+                    reply, content=replace(reply.content, numbers=change(reply.content.numbers))
+                )
+                if isinstance(reply.content, MaskedUpdate) and reply.client == "b"
+                else reply
+                for reply in replies
+            ], failures
+
+    cfg = FedAvgConfig(secure="masks", masks=MasksConfig(num_colluders=0))
+    engine = Reshaped(cfg.around(LocalEngine(new_clients())))
+    _, rows = fedavg(start, NAMES, engine, cfg)
+    assert rows["round"]["clients"] == ["a", "c"]
+    assert "numbers must be uint8 of shape [4, 6]" in rows["round"]["failures"][0]["reason"]
+
+
+def test_many_examples_fit_under_masks_and_few_beside_them_keep_their_digits(new_client, start):
+    counts = {"a": 10**9, "b": 200_000, "c": 131_072}
+
+    def clients(counts):
+        return [
+            new_client(
+                name, torch.tensor([[1.0, 0.0, 2.0], [0.0, 3.0, 1.0]]) + index, num_examples=n
+            )
+            for index, (name, n) in enumerate(counts.items())
+        ]
+
+    for sizes in (counts, {"a": 1, "b": 2, "c": 3}):
+        cfg = FedAvgConfig(aggregation="by_examples")
+        plain, _ = fedavg(start, NAMES, LocalEngine(clients(sizes)), cfg)
+        cfg = replace(cfg, secure="masks")
+        secure, _ = fedavg(start, NAMES, cfg.around(LocalEngine(clients(sizes))), cfg)
+        assert _distance(plain.adapter, secure.adapter) < 2e-6
 
 
 def test_a_site_may_let_nothing_out_but_under_masks(new_network, start):
-    policy = SitePolicy(tasks=("masked_training", "open_sum"))
-    engine, _, _ = new_network(FedAvgConfig(), policy=policy)
+    policy = SitePolicy(tasks=TASKS)
+    engine, _ = new_network(FedAvgConfig(), policy=policy)
     with pytest.raises(RoundFailed, match="policy does not allow the task 'local_training'"):
         fedavg(start, NAMES, engine, FedAvgConfig())
-    engine, _, _ = new_network(FedAvgConfig(secure="masks"), policy=policy)
+    engine, _ = new_network(FedAvgConfig(secure="masks"), policy=policy)
     fedavg(start, NAMES, engine, FedAvgConfig(secure="masks"))
 
 
@@ -333,7 +341,7 @@ def test_a_site_may_let_nothing_out_but_under_masks(new_network, start):
 )
 def test_a_site_that_agreed_to_one_is_not_asked_for_the_other(server, new_network, start):
     agreed = replace(server, secure=None if server.secure else "masks")
-    engine, _, _ = new_network(agreed)
+    engine, _ = new_network(agreed)
     with pytest.raises(RoundFailed, match="is not part of the agreed run"):
         fedavg(start, NAMES, engine, server)
 
@@ -341,12 +349,12 @@ def test_a_site_that_agreed_to_one_is_not_asked_for_the_other(server, new_networ
 def test_opening_spends_no_epsilon(new_network, start):
     privacy = PrivacyConfig(clip_norm=0.1, noise_multiplier=1.0, at="client")
     cfg = FedAvgConfig(privacy=privacy, secure="masks")
-    engine, channel, _ = new_network(cfg)
+    engine, channel = new_network(cfg)
     _run(fedavg, engine, start, cfg)
     ledgers = [site.ledger for site in channel.sites.values()]
     answers = sum((ledger.answers for ledger in ledgers), start=type(ledgers[0].answers)())
     assert [answers[name, "masked_training"] for name in NAMES] == [3, 3, 3]
-    assert sum(answers[name, "open_sum"] for name in NAMES) == 3
+    assert sum(answers[name, "reveal_shares"] for name in NAMES) == 9
     single = Ledger(
         Agreement(cfg, objectives=("left", "right"), num_rounds=9, clients=NAMES),
         SitePolicy().budget,
@@ -368,12 +376,13 @@ def test_opening_spends_no_epsilon(new_network, start):
         (FirmConfig, {"robust": RobustConfig("median")}, "robust.rule must be none, got median"),
         (FirmConfig, {"lora_mean": "products"}, "lora_mean must be factors, got products"),
         (FedAvgConfig, {"normalize_updates": True}, "normalize_updates must be false"),
+        (FirmConfig, {"num_local_epochs": 2}, "num_local_epochs must be null, got 2"),
         (FirmConfig, {"clients_per_round": 1}, "clients_per_round must be in that range, got 1"),
         (FirmConfig, {"clients_per_round": 2000}, "2 to 1024 updates.*got 2000"),
         (
             FirmConfig,
             {"privacy": PrivacyConfig(clip_norm=1.0, noise_multiplier=1.0)},
-            "privacy.at must be client, got server",
+            "privacy.at must be sum or client, got server",
         ),
     ],
 )

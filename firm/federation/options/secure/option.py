@@ -1,0 +1,225 @@
+"""Secure sums on the server: five exchanges with the clients of a round, and the mean.
+
+    1  MaskedTraining   the client trains, and sends public keys; its update stays at its site
+    2  ShareKeys        it gets all keys, and sends shares of its secrets, sealed for its neighbours
+    3  SendMasked       it gets its neighbours' shares, and sends its update under masks
+    4  ConfirmMembers   it gets the members of the sum, and signs them
+    5  RevealShares     it gets the signatures, and sends shares that open the sum
+
+A client that fails to train is not in the sum, one that is lost before it has sent its update
+neither, and one that is lost later is.
+"""
+
+import time
+from collections.abc import Collection, Sequence
+from dataclasses import replace
+from typing import Annotated, Any, ClassVar, Literal, NotRequired, TypedDict
+
+import torch
+
+from firm.federation.aggregation import ServerStep, Transform, flat, unflattened
+from firm.federation.client import Reply
+from firm.federation.engines.engine import Engine
+from firm.federation.errors import RoundFailed
+from firm.federation.messages import DECIDED_BY_SERVER, Update
+from firm.federation.option import Need, Option, Requests
+from firm.federation.options.secure.engine import FEWEST, SecureEngine
+from firm.federation.options.secure.masking import MAX_UPDATES, STEP
+from firm.federation.options.secure.messages import (
+    NUM_BYTES,
+    ConfirmMembers,
+    MaskedTraining,
+    RevealShares,
+    SendMasked,
+    ShareKeys,
+    SumRequest,
+    transposed,
+)
+from firm.federation.options.secure.opening import opened_sum
+from firm.federation.options.secure.protocol import Neighbours, OwnIdentities, Plan, plan_sum
+from firm.federation.outside import by_reason
+from firm.federation.round_config import RoundConfig
+from firm.federation.rounds import Round
+from firm.federation.training import LocalTraining
+from firm.fields import NOT_IN_PAPER, Hint, NonNegativeInt, configuration
+from firm.quantities import Quantity, register
+from firm.schema import Count, NonNegative
+
+Secure = Literal["masks"]
+
+
+class SecureFigures(TypedDict):
+    """Metrics of a secure sum, in the row of its round."""
+
+    num_updates: Count
+    masked_bytes: NotRequired[Count]
+    seconds: NotRequired[NonNegative]
+    rounding: NotRequired[NonNegative]
+
+
+register(Quantity("secure", kind="round", type=SecureFigures))
+
+
+@configuration(source=NOT_IN_PAPER)
+class MasksConfig:
+    """Whom the masks of secure sums withstand."""
+
+    num_colluders: Annotated[NonNegativeInt | None, Hint("null is a third of the round's")] = None
+    """Clients of a round, f of n, that may collude with the server. A sum takes more than
+    (n + f) / 2 clients, and the others may drop out; null is a third of n, rounded down."""
+    neighbours: Neighbours = "all"
+    """all: each pair of clients shares a mask. few: each client has neighbours drawn at random, as
+    many as a failure of at most 2^-40 takes; for hundreds of clients of whom few collude."""
+
+
+class SecureSums(Option):
+    """Reveals only the mean of updates to the server; sites mask their updates.
+
+    Args:
+        masks: Whom the masks withstand.
+        num_bytes: Bytes of a masked number.
+    """
+
+    key: ClassVar[str] = "secure"
+    scope: ClassVar[str] = "adapters"
+    needs: ClassVar[tuple[Need, ...]] = (
+        Need("upload", None, "masks hide whole numbers of 48 bits, whatever was rounded before"),
+        Need("normalize_updates", False, "the server cannot tell the length of a hidden update"),
+        Need("lora_mean", "factors", "secure aggregation adds A and B, and not their products"),
+        Need("robust.rule", "none", "a robust rule compares single updates, which are hidden"),
+        Need(
+            "num_local_epochs", None, "the number of a client's steps would tell its shard's size"
+        ),
+    )
+
+    def __init__(self, masks: MasksConfig, num_bytes: int = NUM_BYTES["uniform"]) -> None:
+        self._masks, self._num_bytes = masks, num_bytes
+
+    def check(self, cfg: RoundConfig) -> None:
+        """Raises ``ValueError`` if the server's steps need single updates."""
+        super().check(cfg)
+        if not FEWEST <= (cfg.clients_per_round or FEWEST) <= MAX_UPDATES:
+            raise ValueError(
+                f"secure aggregation adds {FEWEST} to {MAX_UPDATES} updates; "
+                f"clients_per_round must be in that range, got {cfg.clients_per_round}."
+            )
+        if getattr(getattr(cfg, "privacy", None), "at", "client") == "server":
+            raise ValueError(
+                "a server that adds noise has to check clipping; with secure, privacy.at must be "
+                "sum or client, got server."
+            )
+
+    def around(self, engine: Engine) -> Engine:
+        """Wraps the engine of a run without separate sites.
+
+        Secure aggregation protects no one in such a run, but it has the same cost and the same
+        results as between sites.
+        """
+        return SecureEngine(engine, OwnIdentities())
+
+    def requests(self, requests: Requests, cfg: RoundConfig) -> Requests:
+        """Returns the requests of a secure sum."""
+        agreed = {
+            "aggregation": cfg.aggregation,
+            "max_update_norm": cfg.max_update_norm,
+            "num_colluders": self._masks.num_colluders,
+            "neighbours": self._masks.neighbours,
+        }
+        members = {"members": DECIDED_BY_SERVER}
+        return {
+            MaskedTraining: {**requests[LocalTraining], **agreed},
+            ShareKeys: {"keys": DECIDED_BY_SERVER},
+            SendMasked: {
+                "shares": DECIDED_BY_SERVER,
+                "num_numbers": DECIDED_BY_SERVER,
+                "num_bytes": self._num_bytes,
+            },
+            ConfirmMembers: members,
+            RevealShares: {**members, "signatures": DECIDED_BY_SERVER},
+        }
+
+    def quorum(self, num_refused: int) -> tuple[int, str]:
+        """Returns 2, because the mean of a single update would reveal it."""
+        return FEWEST, ""
+
+    def collected(self, this_round: Round, replies: list[Reply]) -> list[Reply]:
+        """Replaces each update by the mean of all, which leaves any weighted mean unchanged.
+
+        Raises:
+            RoundFailed: Too many clients dropped out.
+        """
+        start = time.perf_counter()
+        keys = {reply.client: reply.content.keys for reply in replies}
+        try:
+            plan = plan_sum(this_round.number, keys, **vars(self._masks))
+        except ValueError as error:
+            raise RoundFailed(f"round {this_round.number}: {error}") from error
+
+        shared = _ask(this_round, plan, ShareKeys, keys, keys=keys)
+        shares = transposed({name: answer.shares for name, answer in shared.items()})
+
+        size = sum(parameter.numel() for parameter in this_round.adapter.values()) + 1
+        fields = {"shares": shares, "num_numbers": size, "num_bytes": self._num_bytes}
+        sent = _ask(this_round, plan, SendMasked, shared, **fields)
+        masked = {name: answer.numbers for name, answer in sent.items()}
+
+        members = {"members": list(masked)}
+        confirmed = _ask(this_round, plan, ConfirmMembers, masked, **members)
+        signatures = {name: answer.signature for name, answer in confirmed.items()}
+
+        fields = {**members, "signatures": signatures}
+        revealed = _ask(this_round, plan, RevealShares, confirmed, **fields)
+
+        dropped = [name for name in shared if name not in masked]
+        try:
+            numbers = opened_sum(plan, keys, masked, dropped, revealed)
+        except ValueError as error:
+            raise _failed(this_round, str(error)) from error
+        mean = flat(this_round.adapter, torch.float64) + torch.from_numpy(
+            numbers[:-1] / numbers[-1]
+        )
+        adapter = unflattened(mean, this_round.adapter)
+        this_round.entries["secure"] = {
+            "num_updates": len(masked),
+            "masked_bytes": self._num_bytes * size * len(masked),
+            "seconds": time.perf_counter() - start,
+            "rounding": STEP / 2,
+        }
+        return [
+            replace(reply, content=Update(reply.client, adapter, 1, reply.content.metrics))
+            for reply in replies
+            if reply.client in masked
+        ]
+
+    def steps(self, steps: Sequence[Transform], cfg: RoundConfig) -> Sequence[Transform]:
+        """Returns the steps without logging the drift, which needs single updates."""
+        return [*steps, _without_drift]
+
+
+def _without_drift(step: ServerStep) -> ServerStep:
+    return replace(step, hidden=(*step.hidden, "drift"))
+
+
+def _ask(
+    this_round: Round, plan: Plan, kind: type[SumRequest], clients: Collection[str], **fields: Any
+) -> dict[str, Any]:
+    """Returns the clients' answers in a step of the sum, by client.
+
+    Raises:
+        RoundFailed: Fewer have answered than it takes to open the sum.
+    """
+    request = replace(this_round.request(kind, fields), adapter={}, accepted={})
+    answers = this_round.ask(request, list(clients), may_fail=True)
+    if len(answers) < plan.threshold:
+        problem = f"{len(answers)} clients answered {kind.task}, {plan.threshold} must"
+        raise _failed(this_round, problem)
+    return {reply.client: reply.content for reply in answers}
+
+
+def _failed(this_round: Round, problem: str) -> RoundFailed:
+    number = this_round.number
+    reasons = "; ".join(by_reason((each.client, each.reason) for each in this_round.failures))
+    return RoundFailed(
+        f"the sum of round {number} could not be opened: {problem} ({reasons or 'no failures'}); "
+        f"repair the cause, then resume from round {number - 1}."
+    )
