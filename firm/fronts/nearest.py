@@ -14,35 +14,35 @@ _SAME = 1e-9
 """Preferences and shares closer than this count as equal, because of rounding."""
 
 
-def nearest(front: Front, want: Sequence[float], *, any_point: bool = False) -> Point:
+def nearest(front: Front, target: Sequence[float], *, any_point: bool = False) -> Point:
     """Returns the model whose preference is nearest to the target preference [M].
 
     The distance is Euclidean, after scaling both to sum 1. Ties, such as the seeds of a preference,
-    are broken by the best mean reward under `want`. `any_point` includes dominated and collapsed
+    are broken by the best mean reward under `target`. `any_point` includes dominated and collapsed
     models.
 
     Raises:
         ValueError: When the target preference is invalid, or no eligible model has a preference.
     """
-    target = _as_want(front, want)
+    shares = _target_shares(front, target)
     candidates = _with_preference(front) if any_point else sound(front)
     if not candidates.points:
         raise ValueError(
             f"none of the {len(front.points)} models has a preference"
             f"{'' if any_point else ' and is neither dominated nor collapsed'}: train more models."
         )
-    distances = np.linalg.norm(candidates.preferences() - target, axis=1)
-    values = np.where(distances <= distances.min() + _SAME, candidates.rewards() @ target, -np.inf)
+    distances = np.linalg.norm(candidates.preferences() - shares, axis=1)
+    values = np.where(distances <= distances.min() + _SAME, candidates.rewards() @ shares, -np.inf)
     return candidates.points[int(values.argmax())]
 
 
-def neighbours(front: Front, want: Sequence[float]) -> list[tuple[Point, float]]:
-    """Returns models of one seed with shares that mix their preferences into the target.
+def neighbours(front: Front, target: Sequence[float]) -> list[tuple[Point, float]]:
+    """Returns models of one seed with shares that mix their preferences into `target`.
 
     With two objectives these are the two neighbouring preferences, with three the corners of a
-    triangle around `want`, or fewer models if they suffice. Among all mixtures that give `want`,
-    the one with the smallest spread ``Σ share · |preference - want|²`` is chosen, which is a
-    simplex of the Delaunay triangulation; ties are broken by the best expected reward under `want`.
+    triangle around `target`, or fewer models if they suffice. Among all mixtures that give it, the
+    one with the smallest spread ``Σ share · |preference - target|²`` is chosen, which is a simplex
+    of the Delaunay triangulation; ties are broken by the best expected reward under `target`.
     Excludes models that have collapsed, are dominated within their seed or have no preference.
     Falls back to the nearest model if no seed's preferences enclose the target.
 
@@ -52,14 +52,14 @@ def neighbours(front: Front, want: Sequence[float]) -> list[tuple[Point, float]]
     Raises:
         ValueError: When the target preference [M] is invalid, or no model is eligible.
     """
-    target = _as_want(front, want)
+    shares = _target_shares(front, target)
     mixtures = [
         mixture
         for seed in sorted({point.seed for point in front.points})
-        for mixture in _mixtures(sound(front.of_seed(seed)), target)
+        for mixture in _mixtures(sound(front.of_seed(seed)), shares)
     ]
     if not mixtures:
-        return [(nearest(front, want), 1.0)]
+        return [(nearest(front, target), 1.0)]
     best = min(mixtures, key=lambda mixture: (mixture.spread, -mixture.value))
     return list(zip(best.points, best.shares, strict=True))
 
@@ -91,8 +91,8 @@ def expected_rewards(shares: Sequence[tuple[Point, float]]) -> Expectation:
     )
 
 
-def _as_want(front: Front, want: Sequence[float]) -> np.ndarray:
-    return as_shares(want, len(front.objectives), name="the target preference")
+def _target_shares(front: Front, target: Sequence[float]) -> np.ndarray:
+    return as_shares(target, len(front.objectives), name="the target preference")
 
 
 def _with_preference(front: Front) -> Front:

@@ -16,15 +16,15 @@ _SAME = 1e-6
 """Misses below this, relative to the front's ranges, count as equal."""
 
 
-def reaching(front: Front, want: Sequence[float]) -> list[tuple[Point, float]]:
+def reaching(front: Front, target: Sequence[float]) -> list[tuple[Point, float]]:
     """Returns models with shares that mix their preferences into one that reaches a target point.
 
     The target is a direction on the measured front, not a preference to train for. An objective's
     gain is 0 at the smallest and 1 at the largest reward of the front's models; a point reaches the
     target if its gains are proportional to the target shares. Rewards are assumed to be linear
     between neighbouring preferences, so that the solution in each simplex of neighbours is the
-    minimum-norm convex combination of ``gain - Σ gain · want``. The simplex with the smallest miss
-    is chosen; among several that reach the target, the one with the largest gains.
+    minimum-norm convex combination of ``gain - Σ gain · target``. The simplex with the smallest
+    miss is chosen; among several that reach the target, the one with the largest gains.
 
     Excludes models that have collapsed or are dominated within their seed. Intended for fronts with
     one conditioned adapter per seed: it is linear in the preference, so that folding it at the
@@ -32,7 +32,7 @@ def reaching(front: Front, want: Sequence[float]) -> list[tuple[Point, float]]:
 
     Args:
         front: The measured models.
-        want: Target shares of the objectives, shape [M]; scaled to sum 1.
+        target: Shares of the objectives, shape [M]; scaled to sum 1.
 
     Returns:
         At most M models of one seed with positive shares that sum to 1.
@@ -40,7 +40,7 @@ def reaching(front: Front, want: Sequence[float]) -> list[tuple[Point, float]]:
     Raises:
         ValueError: When the target is invalid, or no model is eligible.
     """
-    target = as_shares(want, len(front.objectives), name="the target trade-off")
+    target_shares = as_shares(target, len(front.objectives), name="the target trade-off")
     seeds = sorted({point.seed for point in front.points})
     fronts = [own for seed in seeds if (own := sound(front.of_seed(seed))).points]
     if not fronts:
@@ -53,7 +53,8 @@ def reaching(front: Front, want: Sequence[float]) -> list[tuple[Point, float]]:
     found = []
     for own in fronts:
         gains = (own.rewards() - least) / np.where(ranges > 0, ranges, 1.0)
-        misses = gains - gains.sum(axis=1, keepdims=True) * target  # [N, M], linear in the models
+        totals = gains.sum(axis=1, keepdims=True)
+        misses = gains - totals * target_shares  # [N, M], linear in the models
         misses = misses.round(12)  # squares of smaller values would underflow in the Gram matrix
         for cell in neighbourhoods(own.preferences()):
             shares = min_norm_weights(misses[cell] @ misses[cell].T)

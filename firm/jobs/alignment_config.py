@@ -341,8 +341,8 @@ def _check_conditioning(cfg: AlignmentConfig) -> None:
             f"groups.{name}.preferences": group.preferences for name, group in cfg.groups.items()
         }
         refined = cfg.evaluation.num_refined
-        wishes = {"evaluation.preferences": preferences, "evaluation.num_refined": refined, **own}
-        for key, asked in wishes.items():
+        requests = {"evaluation.preferences": preferences, "evaluation.num_refined": refined, **own}
+        for key, asked in requests.items():
             if asked:
                 raise ValueError(
                     f"{key} needs policy.conditioning.kind preference, got {asked} for a policy of "

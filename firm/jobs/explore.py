@@ -1,4 +1,4 @@
-"""Explores a conditioned run at any preference: its place on the front, and its replies."""
+"""Explores a conditioned run at any preference: its point on the front, and its replies."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
@@ -78,22 +78,22 @@ class Explorer:
         self._conversation = Conversation(chat)
         self._clouds = front_clouds({run.name: self.front})
 
-    def place(self, want: Sequence[float]) -> TargetPoint:
-        """Returns the place on the front for a target, shape [M]; see `firm.fronts.reaching`.
+    def reach(self, target: Sequence[float]) -> TargetPoint:
+        """Returns the point on the front for target shares [M]; see `firm.fronts.reaching`.
 
         Raises:
             ValueError: The target is not a valid preference, or all models have collapsed.
         """
-        parts = reaching(self.front, want)
+        parts = reaching(self.front, target)
         return TargetPoint(mean_preference(parts), expected_rewards(parts))
 
-    def planes(self, place: TargetPoint) -> list[dict[str, Any]]:
-        """Returns a plotly figure of the front for each pair of objectives, with `place` marked."""
+    def planes(self, point: TargetPoint) -> list[dict[str, Any]]:
+        """Returns a plotly figure of the front for each pair of objectives, with `point` marked."""
         facts = {
             f"preference for {name}": f"{share:.3f}"
-            for name, share in zip(self.front.objectives, place.preference, strict=True)
+            for name, share in zip(self.front.objectives, point.preference, strict=True)
         }
-        spot = Spot(place.expected.rewards, place.expected.errors, facts)
+        spot = Spot(point.expected.rewards, point.expected.errors, facts)
         here = Cloud(POINT, len(self._clouds), [], [spot])
         base = {KL: 0.0, **self.front.base}
         panels = planes("front", [*self._clouds, here], self.front.objectives, base=base)
@@ -103,10 +103,10 @@ class Explorer:
         return figures
 
     def answer(
-        self, place: TargetPoint, dialogues: Mapping[str, list[ChatMessage]], line: str, turn: int
+        self, point: TargetPoint, dialogues: Mapping[str, list[ChatMessage]], line: str, turn: int
     ) -> tuple[dict[str, ChatReply], dict[str, list[ChatMessage]]]:
-        """Returns the replies of the base model and at `place`, and the extended dialogues."""
-        self._conversation.turn_to(place.preference)
+        """Returns the replies of the base model and at `point`, and the extended dialogues."""
+        self._conversation.turn_to(point.preference)
         return self._conversation.continued(dialogues, line, turn)
 
 

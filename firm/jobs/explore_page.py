@@ -142,24 +142,24 @@ def build_page(explorer: Explorer) -> Any:
 
     front = explorer.front
 
-    def moved(*want: float) -> list[Any]:
+    def moved(*target: float) -> list[Any]:
         """Returns the figures with the sliders' point marked, and its description."""
-        place = _place(explorer, want)
-        if place is None:
+        point = _reached(explorer, target)
+        if point is None:
             return [*[gradio.skip()] * len(figures), "Give one objective a share above 0."]
-        return [*map(go.Figure, explorer.planes(place)), _in_words(explorer, place)]
+        return [*map(go.Figure, explorer.planes(point)), _in_words(explorer, point)]
 
-    def asked(line: str, talk: dict[str, Any], *want: float) -> list[Any]:
+    def asked(line: str, talk: dict[str, Any], *target: float) -> list[Any]:
         """Returns a cleared input field, the state, and both dialogues with the new replies."""
-        place = _place(explorer, want)
-        if not line.strip() or place is None:
+        point = _reached(explorer, target)
+        if not line.strip() or point is None:
             return [line, talk, *(talk["shown"][side] for side in SIDES)]
-        answers, dialogues = explorer.answer(place, talk["said"], line.strip(), talk["turn"])
+        answers, dialogues = explorer.answer(point, talk["said"], line.strip(), talk["turn"])
         shown = {side: [*talk["shown"][side], *_turn(line, answers[side])] for side in SIDES}
         talk = {"said": dialogues, "turn": talk["turn"] + 1, "shown": shown}
         return ["", talk, *shown.values()]
 
-    first = explorer.place([1.0] * len(front.objectives))
+    first = explorer.reach([1.0] * len(front.objectives))
     figures = [go.Figure(plane) for plane in explorer.planes(first)]
     with gradio.Blocks(title=f"FIRM · {front.strategy}", analytics_enabled=False) as page:
         gradio.Markdown(f"# {_escaped(front.strategy)}\n\n{HELP}")
@@ -235,8 +235,8 @@ def _theme() -> Any:
     return _gradio().themes.Default(font=["system-ui", "sans-serif"], font_mono=["monospace"])
 
 
-def _place(explorer: Explorer, want: Sequence[float]) -> TargetPoint | None:
-    return explorer.place(want) if any(want) else None
+def _reached(explorer: Explorer, target: Sequence[float]) -> TargetPoint | None:
+    return explorer.reach(target) if any(target) else None
 
 
 def _nothing_said() -> dict[str, Any]:
@@ -251,12 +251,12 @@ def _turn(line: str, answer: ChatReply) -> list[dict[str, str]]:
     ]
 
 
-def _in_words(explorer: Explorer, place: TargetPoint) -> str:
+def _in_words(explorer: Explorer, point: TargetPoint) -> str:
     """Returns the preference and its expected rewards, as a table."""
     rows = [
         f"| {_escaped(name)} | {share:.3f} | {explorer.front.base[name]:.3f} "
-        f"| {place.expected.rewards[name]:.3f} ± {place.expected.errors[name]:.3f} |"
-        for name, share in zip(explorer.front.objectives, place.preference, strict=True)
+        f"| {point.expected.rewards[name]:.3f} ± {point.expected.errors[name]:.3f} |"
+        for name, share in zip(explorer.front.objectives, point.preference, strict=True)
     ]
     head = "| | preference | base | expected |\n|---|---|---|---|"
     return "\n".join([head, *rows])

@@ -34,18 +34,18 @@ TOKENIZER_SUFFIXES = (".json", ".jinja", ".txt", ".model")
 
 @dataclass(frozen=True)
 class PickConfig:
-    """One wish."""
+    """A target on a front."""
 
     front: Path
     """A METHOD.front.json of a sweep, or the front.json of a conditioned run; the adapters' folders
     lie beside it."""
     want: str
-    """The wanted trade-off, as name=share of every objective with commas between; scaled to sum 1.
+    """The target, as name=share of every objective with commas between; scaled to sum 1.
     Of models that were trained one by one it is the preference that they were trained for. On the
     front of a conditioned adapter it is what is gained: of each objective's range on the front, in
     these shares to each other; the preference that reaches it is looked up."""
     merge: bool = False
-    """Merge the adapters around the wish, instead of naming the nearest one. Of a conditioned
+    """Merge the adapters around the target, instead of naming the nearest one. Of a conditioned
     adapter that is its fold at the preference itself."""
     out: Path | None = None
     """Folder of the merged adapter, which must not exist; by default runs/merged-TIME."""
@@ -63,10 +63,10 @@ class PickedModel:
     """The model for a target preference."""
 
     front: Front
-    want: list[float]
-    """The wanted trade-off."""
+    target: list[float]
+    """Shares of the objectives to end up at on the front."""
     preference: list[float]
-    """What answers it: the wish itself, or the preference at which a conditioned adapter does."""
+    """Preference that reaches it; for models that were trained one by one, the target itself."""
     parts: list[tuple[Point, float]]
     """Models and their shares in the answer; a single one where nothing was merged."""
     folders: list[Path]
@@ -106,7 +106,7 @@ class PickedModel:
             )
         trained = _scaled(self.parts[0][0].preference)
         pairs = zip(_scaled(self.preference), trained, strict=True)
-        if all(math.isclose(wanted, given, abs_tol=1e-6) for wanted, given in pairs):
+        if all(math.isclose(chosen, given, abs_tol=1e-6) for chosen, given in pairs):
             nearby = ""
         elif self.front.is_conditioned:
             nearby = (
@@ -157,21 +157,21 @@ def pick(cfg: PickConfig) -> PickedModel:
             adapters are missing or cannot be merged.
     """
     front = load_front(cfg.front)
-    want = parse_want(cfg.want, front.objectives)
-    preference, candidates = want, front
+    target = parse_target(cfg.want, front.objectives)
+    preference, candidates = target, front
     if front.is_conditioned:
-        around = reaching(front, want)
+        around = reaching(front, target)
         preference = mean_preference(around)
         candidates = front.of_seed(around[0][0].seed)
     else:
-        around = neighbours(front, want) if cfg.merge else []
+        around = neighbours(front, target) if cfg.merge else []
     parts = around if cfg.merge else [(nearest(candidates, preference), 1.0)]
     folders = [cfg.front.parent / point.adapter for point, _ in parts]
     for (point, _), folder in zip(parts, folders, strict=True):
         check_there(point, folder, cfg.front.parent)
     out = (cfg.out or dated_folder("merged")) if cfg.merge else None
     run = cfg.front.parent if (cfg.front.parent / "run.json").is_file() else None
-    picked = PickedModel(front, want, preference, parts, folders, out, run)
+    picked = PickedModel(front, target, preference, parts, folders, out, run)
     if out is not None:
         write_merged(out, folders, [share for _, share in parts], merged_card(picked))
     return picked
@@ -199,14 +199,14 @@ def load_front(path: Path) -> Front:
         raise UserError(f"front: {error}") from error
 
 
-def parse_want(text: str, objectives: Sequence[str]) -> list[float]:
+def parse_target(text: str, objectives: Sequence[str]) -> list[float]:
     """Parses shares such as "b=0.3,a=0.7", and returns them in the order of the objectives.
 
     Raises:
         UserError: A pair is malformed, an objective is missing, unknown or named twice, or the
             shares are not a valid preference.
 
-    >>> parse_want("harmless=1, helpful=3", ["helpful", "harmless"])
+    >>> parse_target("harmless=1, helpful=3", ["helpful", "harmless"])
     [3.0, 1.0]
     """
     known, shares = ", ".join(objectives), {}
@@ -355,7 +355,7 @@ def merged_card(picked: PickedModel) -> ModelCard:
 {markdown_table(["reward in [0, 1]", "base", "expected"], picked.reward_rows)}"""
     return model_card(
         base_model,
-        picked.in_words(picked.want),
+        picked.in_words(picked.target),
         text,
         "merge",
         has_tokenizer=bool(_tokenizer_files(picked.folders[0])),
@@ -373,7 +373,7 @@ def _tokenizer_files(adapter: Path) -> list[Path]:
 def main(cfg: PickConfig) -> Path:
     """Prints the model for the target preference; returns the adapter's folder."""
     picked = pick(cfg)
-    print(f"wanted    {picked.in_words(picked.want)}")
+    print(f"target    {picked.in_words(picked.target)}")
     if picked.front.is_conditioned:
         print(f"reached   at the preference {picked.in_words(picked.preference)}")
     for point, share in picked.parts:

@@ -30,7 +30,7 @@ def trained(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="session")
 def bent(trained, tmp_path_factory) -> Path:
-    """The same run with rewards that make wishes differ from preferences, all of them sound.
+    """The same run with rewards that make targets differ from preferences, all of them sound.
 
     No test changes it.
     """

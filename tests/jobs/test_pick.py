@@ -1,4 +1,4 @@
-"""A wish is answered by the nearest adapter or a merged one, and told what to expect of it."""
+"""A target is reached by the nearest adapter or a merged one, whose rewards are estimated."""
 
 import json
 import shlex
@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 
 from firm.cli.main import COMMANDS
 from firm.fronts import Front, Point
-from firm.jobs.pick import PickConfig, main, parse_want
+from firm.jobs.pick import PickConfig, main, parse_target
 from firm.run import parse, run_cli
 from tests.runs import edit_adapter, read_adapter
 from tests.smoke import POLICY
@@ -79,7 +79,7 @@ def printed_command(text: str, what: str) -> list[str]:
 def test_the_nearest_adapter_is_named_with_what_it_earned(front, capsys):
     assert pick(front, "positivity=3,brevity=7") == front.parent / "points/middle/adapter"
     printed = capsys.readouterr().out
-    assert "wanted    brevity 0.700, positivity 0.300" in printed
+    assert "target    brevity 0.700, positivity 0.300" in printed
     assert "middle, trained for brevity 0.500, positivity 0.500" in printed
     assert "0.600 ± 0.020" in printed
     assert "Measured on 8 held-out prompts" in printed
@@ -163,12 +163,12 @@ def test_a_model_of_a_front_without_its_runs_is_picked_with_the_base_model_s_nam
         ("", "pairs name=share"),
     ],
 )
-def test_a_wish_that_is_none_ends_in_a_line(want, reason, front, refused):
+def test_an_invalid_target_ends_in_a_line(want, reason, front, refused):
     assert reason in refused("--front", front, "--want", want)
 
 
 def test_pairs_stand_in_any_order():
-    assert parse_want("b=1, a=3", ["a", "b"]) == parse_want("a=3.0,b=1.0", ["a", "b"]) == [3, 1]
+    assert parse_target("b=1, a=3", ["a", "b"]) == parse_target("a=3.0,b=1.0", ["a", "b"]) == [3, 1]
 
 
 def test_what_is_gone_or_in_the_way_ends_in_a_line_and_nothing_is_written(front, tmp_path, refused):

@@ -18,7 +18,7 @@ from firm.fmoo.task_data import LOSSES
 from firm.jobs.alignment_config import AlignmentConfig
 from firm.jobs.compare import CompareConfig
 from firm.jobs.fmoo_config import ClassicConfig
-from firm.jobs.pick import parse_want
+from firm.jobs.pick import parse_target
 from firm.jobs.study import StudyConfig
 from firm.jobs.sweep import SweepConfig
 from firm.network.site import SitePolicy
@@ -95,7 +95,7 @@ REGISTRIES: Mapping[str, tuple[Any, Any]] = {
     "model": (lambda name: ModelConfig(name), MODELS),
     "loss": (lambda name: LOSSES[name], LOSSES),
     "reward": (check_name, REWARD_MODELS),
-    "objective": (lambda name: parse_want(f"{name}=1", ["helpful"]), ["helpful"]),
+    "objective": (lambda name: parse_target(f"{name}=1", ["helpful"]), ["helpful"]),
 }
 NAMES = [(what, name) for what, (_, known) in REGISTRIES.items() for name in known]
 
