@@ -24,25 +24,25 @@ class ServerStep:
     start: Adapter
     """θ_t."""
     updates: Sequence[Update]
-    """The updates that count; at least one."""
+    """Updates to average; at least one."""
     round: int
     """The round, from 1."""
     sampled: Sequence[str]
-    """Names of all clients that were asked."""
+    """Names of all clients that received a request."""
     num_clients: int
-    """Clients in all, C."""
+    """Total number of clients, C."""
     num_refused: int
-    """Clients whose answers were refused."""
+    """Number of clients with rejected answers."""
     memory: State
-    """The strategy's memory from round to round."""
+    """State of the strategy between rounds."""
     weights: Sequence[float] = ()
-    """Weight of each update, not scaled."""
+    """Unnormalised weight of each update."""
     lengths: Sequence[float] | None = None
-    """Divisor of each update; None leaves them as they are."""
+    """Norms by which updates are divided; None leaves updates unchanged."""
     adapter: Adapter = field(default_factory=dict)
-    """θ_{t+1}, once there is a mean."""
+    """θ_{t+1}, once the mean has been taken."""
     learning_rate: float = 1.0
-    """η that the step was taken with."""
+    """Learning rate η of the step."""
     entries: State = field(default_factory=dict)
     """Entries of the round's row, JSON-able."""
     hidden: tuple[str, ...] = ()
@@ -133,11 +133,11 @@ def shares(updates: Sequence[Any], *, by: Aggregation) -> list[int]:
     """Returns each client's unnormalised weight: 1, or the update's ``num_examples``.
 
     Raises:
-        ValueError: A size is negative, or all are zero.
+        ValueError: When a size is negative, or all are zero.
     """
     counts = [1 if by == "uniform" else update.num_examples for update in updates]
     if min(counts) < 0 or sum(counts) <= 0:
-        raise ValueError(f"Clients need examples to be weighed by, got counts {counts}.")
+        raise ValueError(f"Client sizes must be non-negative and not all 0, got {counts}.")
     return counts
 
 

@@ -1,6 +1,6 @@
 """Clients that train honestly but send manipulated updates, to test robust rules.
 
-Attacks on rewards or losses, and so on the training itself, are implemented by each wing.
+Attacks on rewards or losses are in ``firm.alignment.attacks`` and ``firm.fmoo.attacks``.
 """
 
 from collections.abc import Iterator
@@ -17,8 +17,8 @@ from firm.federation.serialization import pack
 from firm.registry import did_you_mean
 
 UpdateAttack = Literal["sign_flip", "scaling", "collusion"]
-"""sign_flip: θ_t - s(θ_c - θ_t) in place of θ_c. scaling: θ_t + s(θ_c - θ_t). collusion: from θ_t
-s‖θ_c - θ_t‖ far into a random direction that all colluders share."""
+"""sign_flip sends θ_t - s(θ_c - θ_t) instead of θ_c, scaling sends θ_t + s(θ_c - θ_t), and
+collusion moves θ_t by s‖θ_c - θ_t‖ in a random direction shared by all colluders."""
 
 
 class Attacker:

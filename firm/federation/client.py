@@ -18,7 +18,7 @@ Adapter = dict[str, torch.Tensor]
 """The trained parameters by name: detached CPU float tensors, always in the same order."""
 
 State = dict[str, Any]
-"""The contents of a checkpoint: nested dicts and lists of tensors, numbers, strings, bools, None.
+"""Contents of a checkpoint: nested dicts and lists of tensors, numbers, strings, bools and None.
 """
 
 
@@ -33,11 +33,11 @@ class Gradients:
     aux: Any = None
     """Opaque input of the client's own ``step``, such as a critic's gradients."""
     preferences: torch.Tensor | None = None
-    """Where the gradients are taken apart by preference: those of the minibatch, shape [K, M]. The
-    Jacobian is [K M, d] then: row k M + j is objective j's at preference k."""
+    """Preferences in the minibatch, shape [K, M], if the gradients are separated by preference. The
+    Jacobian then has shape [K M, d], with objective j at preference k in row k M + j."""
     served: Sequence[Sequence[int]] | None = None
-    """Objectives that the minibatch has losses for, a list per preference, or the only one: rows
-    of the others are zero. None: all that the client serves."""
+    """Objectives with losses in the minibatch, one list per preference (a single list without
+    preferences); rows of the others are zero. None for all that the client serves."""
 
 
 class Batch(Protocol):
@@ -75,7 +75,7 @@ class Client(ABC):
     name: str
     """Unique in the federation."""
     num_examples: int
-    """Size of the shard; ``by_examples`` aggregation weighs by it."""
+    """Size of the shard, the client's weight in ``by_examples`` aggregation."""
     objectives: tuple[str, ...]
     """Names of the M objectives, in the order of the Jacobian's rows."""
     capabilities: ClassVar[frozenset[Capability]] = frozenset()
@@ -180,7 +180,7 @@ class Client(ABC):
         """
         self.restore(state)
 
-    def skip_failed_batches(self) -> None:  # noqa: B027  # it is no duty of every client
+    def skip_failed_batches(self) -> None:  # noqa: B027 # optional for clients
         """Skips the batches drawn since ``load``, starting at the current state.
 
         Engines call it after a failure, once they have restored the accepted state: a client that
@@ -204,22 +204,21 @@ class Reply:
     bytes_down: int
     bytes_up: int
     dropped: int = 0
-    """Unknown fields that were left out of the answer."""
+    """Number of unknown fields that were dropped from the answer."""
 
 
 @dataclass(frozen=True)
 class Failure:
-    """A client that did not finish its part of a round or whose answer was refused, and why."""
+    """A client that failed in a round or sent an answer that was rejected, and the reason."""
 
     client: str
     reason: str
     bytes_down: int = 0
     bytes_up: int = 0
     is_refused: bool = False
-    """Whether an answer came that no honest client sends: it counts as one of the attackers that a
-    robust rule assumes."""
+    """Whether the client sent an answer that no honest client sends; it then counts as one of the
+    attackers assumed by a robust rule."""
     kind: str = field(default="", compare=False)
-    """Kind of the error and the machine's number for it, which quote no data; empty where there was
-    no error."""
+    """Type of the error and its OS error number, which reveal no data; empty without an error."""
     cause: BaseException | None = field(default=None, compare=False)
-    """The exception, where it was raised in this process."""
+    """The exception, if it was raised in this process."""

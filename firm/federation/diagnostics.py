@@ -26,9 +26,9 @@ from firm.schema import (
 from firm.solvers.regularised import firm_weights
 
 INERT_EFFECT = 0.05
-"""Below this β-effect a regulariser is said to do nothing."""
+"""β-effect below which the regulariser counts as inert."""
 ALARM_ROUNDS = 3
-"""Rounds after which an inert β, or a client that fails in all of them, is an alarm."""
+"""Rounds after which an inert β, or a client that failed in all of them, raises an alarm."""
 
 
 def _log_norm_ratio(row: Mapping[str, Any]) -> float | None:
@@ -48,8 +48,8 @@ register(
         "weights",
         "λ of {}",
         "mean weight λ",
-        "λ says how much each objective's gradient counts in a client's step; with FIRM each "
-        "client finds its own, and at the dashed line all objectives count alike.",
+        "λ is the weight of each objective's gradient in a client's step; with FIRM each client "
+        "solves for its own. The dashed line marks uniform weights.",
         type=Series[PerObjective[Share]],
         noisy=Series[PerObjective[Finite]],
         section="weights",
@@ -61,7 +61,7 @@ register(
         "weights_spread",
         "Spread of λ over clients",
         "SD of λ over clients",
-        "Clients whose lines lie apart weigh the objectives differently.",
+        "A larger spread means that clients weight the objectives differently.",
         kind="round",
         type=ByObjective[NonNegative | None],
         section="weights",
@@ -72,7 +72,7 @@ register(
         "cosines",
         "Cosine, {}",
         "cosine",
-        "Below a cosine of zero, what serves one objective hurts the other.",
+        "Gradients with a negative cosine conflict: a step along one increases the other's loss.",
         type=Series[PerPair[Correlation | None]],  # None in older logs, if a gradient is zero
         noisy=Series[PerPair[Finite]],
         reference=0.0,
@@ -89,9 +89,9 @@ register(
     _gradient(
         "beta_effect",
         "β-effect",
-        "share of the way",
-        "The β-effect is the share of the way to uniform weights that regularisation takes λ; "
-        "below 5 % (dashed) β does nothing.",
+        "share of the distance",
+        "The β-effect is the share of the distance to uniform weights by which regularisation "
+        "moves λ; below 5 % (dashed) β has almost no effect.",
         type=Series[NonNegative],
         reference=INERT_EFFECT,
         axis=PERCENT,
@@ -101,7 +101,7 @@ register(
         "drift",
         "Client drift",
         "spread / server step",
-        "Drift is the clients' distance from their mean, measured in steps of the server.",
+        "Drift is the clients' mean distance from the mean adapter, relative to the server's step.",
         kind="round",
         type=NonNegative,
         section="gradients",
@@ -110,10 +110,9 @@ register(
         "stationarity",
         "Bound on Pareto stationarity",
         "squared norm",
-        "The bound on Pareto stationarity is the most that the squared norm of the shortest common "
-        "gradient can be, on the batches that a round draws first, at the global model: near zero, "
-        "no step serves all objectives on these batches. For the objectives themselves it is an "
-        "estimate, which the batches' noise usually raises.",
+        "An upper bound on the squared norm of the min-norm gradient at the global model, on the "
+        "first batches of a round: near zero, no step improves all objectives on these batches. "
+        "For the expected objectives it is an estimate, which is usually raised by batch noise.",
         kind="round",
         section="gradients",
     ),
@@ -144,8 +143,8 @@ def cosines(gram: torch.Tensor) -> torch.Tensor:
 def norm_ratio(norms: Sequence[float]) -> float:
     """Returns the ratio of the largest to the smallest of M gradient norms, at least 1.
 
-    It is infinite if some gradients are zero, and 1 if all are. If it is far from 1, the weights
-    mostly compensate for a difference in scale.
+    Infinite if some gradients are zero, and 1 if all are. If it is far from 1, the weights mostly
+    compensate for a difference in scale.
     """
     smallest, largest = min(norms), max(norms)
     if smallest == largest:
@@ -212,10 +211,10 @@ def beta_alarm(rows: Sequence[Mapping[str, Any]], beta: float) -> str | None:
         if any(norms)
     ]
     return (
-        f"strategy.beta {beta:g} is inert, the weights λ are nearly those without it: over "
-        f"{ALARM_ROUNDS} rounds it moved them by {effect:.1%} of the way to uniform ones; about "
-        f"{median(solves):.2g} would move them by {INERT_EFFECT:.0%}. Where no regularisation "
-        "is wanted, set it to 0."
+        f"strategy.beta {beta:g} is inert, with almost no effect on the weights λ: over "
+        f"{ALARM_ROUNDS} rounds it moved them {effect:.1%} of the way to uniform weights; about "
+        f"{median(solves):.2g} would move them {INERT_EFFECT:.0%}. To disable regularisation, set "
+        "it to 0."
     )
 
 

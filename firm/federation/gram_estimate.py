@@ -34,7 +34,8 @@ CompressorName = Literal[
     "none", "low_rank", "top_k", "random_mask", "count_sketch", "hybrid", "quantizing"
 ]
 ONE_WAY_ONLY = ("none", "count_sketch", "hybrid")
-"""Exact already, or sketches, whose errors the two-way formula cannot correct."""
+"""Compressors without two-way communication: exact ones, and sketches, whose correlated errors the
+two-way formula neglects."""
 
 
 @configuration
@@ -42,24 +43,28 @@ class GramConfig(StrategyConfig):
     """Options of ApproxGramJacobian."""
 
     compressor: CompressorName = "low_rank"
-    """How Jacobians travel; the paper's is low_rank, none sends them whole."""
+    """Compressor of the uploaded Jacobians; low_rank is the paper's, none sends them
+    uncompressed."""
     upload_budget: PositiveFloat = 1.0
-    """Numbers that a Jacobian's message may take, in multiples of the shared parameters' number."""
+    """Size of a compressed Jacobian in 4-byte numbers, as a multiple of the number of shared
+    parameters."""
     communication: Literal["one_way", "two_way", "two_sample"] = "two_way"
-    """Whether the Gram matrix comes of one upload (Algorithm 3), is corrected after the server's
-    answer (Algorithm 6), or comes of two other samples of clients (Algorithm 9, the theory's)."""
+    """How the Gram matrix is estimated. one_way: from one upload (Algorithm 3); two_way: corrected
+    by a second upload after the server's broadcast (Algorithm 6); two_sample: from two separate
+    samples of clients (Algorithm 9, as in the theory)."""
 
     aggregation: Annotated[
         Literal["uniform"], Hint("the Gram matrix is that of the clients' plain mean")
     ] = "uniform"
-    """The Gram matrix is that of the clients' plain mean."""
+    """Fixed, because the Gram matrix is that of the clients' unweighted mean."""
 
     solves_on_server: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         if self.communication == "two_way" and self.compressor in ONE_WAY_ONLY:
             raise ValueError(
-                f"compressor {self.compressor} goes one way only; set communication to one_way."
+                f"compressor {self.compressor} supports one-way communication only; set "
+                "communication to one_way."
             )
         super().__post_init__()
 
@@ -91,23 +96,23 @@ class GramConfig(StrategyConfig):
 
 @dataclass(frozen=True)
 class Estimate:
-    """Gram matrix at θ_t of the active objectives, and the clients that train."""
+    """Estimated Gram matrix of the active objectives at θ_t, and the clients that train."""
 
     gram: torch.Tensor
-    """G of the A objectives that someone's batch has losses for, float64 [A, A]."""
+    """G of the A active objectives, which have a loss in at least one batch, float64 [A, A]."""
     active: list[int]
-    """The A objectives' indices; none where no batch has a loss of any."""
+    """Indices of the A active objectives; empty if no batch has a loss."""
     factors: list[float]
-    """n / |R_j|, which makes a mean over all clients one over those that serve j; 0 where nobody
-    does; shape [M]."""
+    """n / |R_j| by objective, which turns a mean over all clients into one over the clients R_j
+    that serve j; 0 if there are none; shape [M]."""
     clients: list[str]
     """Names of the clients that train."""
     num_skipped: int = 0
-    """Batches that the training leaves out, since they were used for the matrix."""
+    """Batches to skip in local training, since they were used for the estimate."""
     also: tuple[str, ...] = ()
-    """Clients that drew batches and do not train."""
+    """Clients that drew batches but do not train."""
     losses: tuple[tuple[list[float], list[int]], ...] = ()
-    """Each client's losses [M] and the objectives that it serves."""
+    """Losses [M] of each client, and the objectives it serves."""
 
     def spread(self, weights: Sequence[float]) -> list[float]:
         """Returns the A active objectives' weights, with zeros for the others, shape [M]."""
@@ -122,7 +127,7 @@ def estimate_gram(this_round: Round, state: ServerState, cfg: GramConfig) -> Est
     its training over the clients that serve it.
 
     Raises:
-        RoundFailed: Fewer than ``cfg.quorum`` clients sent the requested messages.
+        RoundFailed: When fewer than ``cfg.quorum`` clients sent the requested messages.
     """
     fields = {**cfg.jacobians(), "seed": this_round.seed("jacobians")}
     replies = _jacobians(this_round, this_round.sampled, fields, state, cfg)
@@ -297,7 +302,7 @@ def _jacobians(
 
     def check(content: JacobianShare) -> str | None:
         if is_two_sample and len(content.served) < len(state.objectives):
-            return "communication two_sample is for clients that serve all objectives"
+            return "communication two_sample requires clients that serve all objectives"
         if content.message is None:
             if cfg.compressor != "none":
                 return f"its Jacobian is not compressed by {cfg.compressor}"

@@ -18,8 +18,8 @@ import torch
 
 T = TypeVar("T")
 Work = Callable[[list[Any]], Sequence[Any]]
-"""From the arguments of all who wait to their results, in the same order. A result that is an
-exception is raised where it was asked for."""
+"""Maps the arguments of all waiting functions to their results, in the same order. A result that is
+an exception is raised in the function that requested it."""
 
 
 @dataclass(frozen=True)
@@ -36,13 +36,13 @@ class _Member(greenlet.greenlet):
 
     result: Any = None
     outcome: tuple[str, Any] = ("run", None)
-    """What it goes on with: a value, or an exception."""
+    """How to resume the function: with a value or by raising an exception."""
     request: _Request | None = None
     num_served: int = 0
     seconds: float = 0.0
-    """Those of its own so far, and its share of those that were spent together."""
+    """Time of the function itself so far, plus its share of batched work."""
     since: float = 0.0
-    """When it went on last."""
+    """When the function was last resumed."""
 
 
 def clock() -> float:
@@ -126,7 +126,7 @@ def _keeping_result(function: Callable[[], Any]) -> Callable[[], None]:
 
 def _go_on(member: _Member) -> None:
     how, value = member.outcome
-    member.outcome = ("run", None)  # results may be large
+    member.outcome = ("run", None)  # frees the result, which may be large
     member.request, member.since = None, time.perf_counter()
     if how == "raise":
         member.throw(value)
@@ -138,7 +138,7 @@ def _go_on(member: _Member) -> None:
 
 
 def _served(waiting: list[_Member], max_size: int | None) -> list[_Member]:
-    """Does the most urgent work, for all members that wait for it, and returns those members.
+    """Executes the most urgent work for all members waiting for it, and returns these members.
 
     If no work is urgent, the members served least often go first, so that the next work of the
     others can be batched with theirs.

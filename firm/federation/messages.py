@@ -1,8 +1,8 @@
 """Messages: a frozen dataclass for the request of each task, and one for its answer.
 
-Every field has a type against which it is validated on arrival, with every engine. A request with
-an unknown field is refused; unknown fields of an answer are dropped and counted, so that a newer
-client can work with an older server.
+Every field is validated against its type on arrival, with every engine. Requests with unknown
+fields are rejected; unknown fields of an answer are dropped and counted, so that newer clients can
+work with older servers.
 """
 
 from collections.abc import Mapping
@@ -28,11 +28,11 @@ from firm.federation.schema import (
 from firm.registry import Registry
 
 MAX_ROUND = 10**9
-"""More rounds than any run has."""
+"""Upper bound on the rounds of a run."""
 MAX_CLIENTS = 10**6
-"""More clients than any federation has."""
+"""Upper bound on the clients of a federation."""
 MAX_EXAMPLES = 10**9
-"""More examples than any client has."""
+"""Upper bound on the examples of a client."""
 Count = Annotated[int, Interval(ge=0, le=MAX_ROUND)]
 Steps = Annotated[int, Interval(ge=1, le=MAX_ROUND)]
 Examples = Annotated[int, Interval(ge=1, le=MAX_EXAMPLES)]
@@ -40,14 +40,14 @@ Examples = Annotated[int, Interval(ge=1, le=MAX_EXAMPLES)]
 
 @dataclass(frozen=True)
 class Sizes:
-    """Sizes of a client's work, from which a plan generates examples of answers."""
+    """Sizes of a client's work, from which example answers are generated to plan a run."""
 
     num_columns: int
-    """Columns of a Jacobian in an example; bytes of more follow by proportion."""
+    """Columns of a Jacobian in an example answer; its bytes are scaled to the true number."""
     num_passes: int
     """Optimizer steps of one local training."""
     metrics: dict[str, Any]
-    """The clients' own metrics of one training."""
+    """Metrics that the clients report for one training."""
 
 
 @dataclass(frozen=True)
@@ -67,7 +67,7 @@ class Message:
         The names of dropped fields are added to ``reading.dropped``.
 
         Raises:
-            Invalid: A field is missing, unknown, or not of its type.
+            Invalid: When a field is missing, unknown, or has the wrong type.
         """
         values = vars(content) if isinstance(content, cls) else content
         if not isinstance(values, Mapping):
@@ -111,13 +111,13 @@ class Request(Message):
     tells_of_data: ClassVar[bool] = True
 
     round: Steps
-    """The round that is being run, from 1."""
+    """Current round, from 1."""
     objectives: Annotated[tuple[Text, ...], Strict(False), Len(1, 100)]
     """Names of the M objectives, in order."""
     adapter: Model
     """θ_t."""
     accepted: Annotated[dict[Text, Count], Len(0, MAX_CLIENTS)] = field(default_factory=dict)
-    """The last round whose update was accepted, by client; clients without one are absent."""
+    """Last round with an accepted update, by client; clients without one are absent."""
 
     @property
     def num_trainings(self) -> int:
@@ -139,7 +139,7 @@ class Request(Message):
 
     def example(self, client: str, sizes: Sizes) -> Answer:
         """Returns an example answer of realistic size, with the adapter of the request."""
-        raise NotImplementedError(f"{type(self).__name__} must say what its answers are like.")
+        raise NotImplementedError(f"{type(self).__name__} must implement example.")
 
     def of(self, *clients: str) -> Self:
         """Returns the request for some clients, without information about the others."""
@@ -154,7 +154,7 @@ class Request(Message):
         """Returns a validated answer in the form that the server uses; by default unchanged.
 
         Raises:
-            Invalid: The answer is not from this client.
+            Invalid: When the answer does not have the required form.
         """
         return content
 
@@ -164,14 +164,14 @@ class Request(Message):
 
 
 ENVELOPE = ("round", "objectives", "adapter", "accepted")
-"""Fields of every request that the server sets anew for each round."""
+"""Fields of every request that the server sets in each round."""
 
 DECIDED_BY_SERVER = "decided by the server"
-"""Stands in place of a field that a strategy's server decides in each round."""
+"""Placeholder for a field that the strategy's server decides in each round."""
 
 
 SENT_FORMS: Registry[str, type] = Registry("sent form")
-"""Dataclasses of one field that may travel in the place of an adapter, by the field's name."""
+"""Dataclasses with one field that options send instead of an adapter, by the field's name."""
 
 
 def sent_form(kind: type) -> type:
@@ -196,7 +196,7 @@ def _sent_parameters(value: Any, info: ValidationInfo) -> Any:
 
 
 SentParameters = Annotated[Any, PlainValidator(_sent_parameters)]
-"""θ_c with the names, shapes and types of θ_t, or a form that an option sends in its place."""
+"""θ_c with the names, shapes and dtypes of θ_t, or a form that an option sends instead."""
 
 
 @dataclass(frozen=True)
@@ -205,7 +205,7 @@ class Update(Answer):
 
     client: Text
     adapter: SentParameters
-    """θ_c: an ``Adapter``, or on its way a registered form (``sent_form``)."""
+    """θ_c: an ``Adapter``, or in transit a registered form (``sent_form``)."""
     num_examples: Examples
     """Size of the client's shard."""
     metrics: Metrics

@@ -27,15 +27,15 @@ class ObjectiveUpdates(Answer):
     num_examples: Examples
     """Size of the client's shard."""
     num_shared: Count
-    """How many parameters, the first ones, all objectives share."""
+    """Number of parameters shared by all objectives, which come first."""
     metrics: Metrics
-    """Those of each training under "by_objective"."""
+    """Metrics, with those of each training under "by_objective"."""
 
     def check(self, reading: Reading) -> None:
         """Raises ``Invalid`` if there are no updates, or more shared parameters than parameters."""
         size = reading.num_parameters
         if not self.updates:
-            raise Invalid(f"updates are of none of {', '.join(reading.objectives)}")
+            raise Invalid(f"updates must have at least one of {', '.join(reading.objectives)}")
         if not 0 < self.num_shared <= size:
             raise Invalid(f"num_shared must be from 1 to {size}, got {self.num_shared}")
 
@@ -50,7 +50,7 @@ class ObjectiveTraining(Request):
     num_local_steps: Steps
     """Local steps K of each training."""
     num_local_epochs: Steps | None = None
-    """Local epochs E of each training, in place of K."""
+    """Local epochs E of each training, instead of K."""
 
     @property
     def num_trainings(self) -> int:
@@ -71,12 +71,12 @@ class ObjectiveTraining(Request):
 
 def _own_metrics(value: Any, info: ValidationInfo) -> dict[str, Any]:
     if isinstance(value, dict) and "by_objective" in value:
-        raise Invalid(" must have no trainings of its own")
+        raise Invalid(" must not contain by_objective again")
     return read(Metrics, value, "", context(info))
 
 
 OwnMetrics = Annotated[dict[str, Any], PlainValidator(_own_metrics)]
-"""Metrics of one training among several; theirs have no trainings of their own."""
+"""Metrics of one training among several, which cannot be nested further."""
 
 register(Quantity("by_objective", type=ByObjective[OwnMetrics]))
 

@@ -25,10 +25,10 @@ if TYPE_CHECKING:
     from firm.federation.rounds import Round
 
 Train = Callable[[Client, Any], Update]
-"""A client's local training: ``(client, request) -> update``, the request a ``LocalTraining``."""
+"""A client's local training: ``(client, request) -> update``, with a ``LocalTraining`` request."""
 
 Requests = dict[type[Request], dict[str, Any]]
-"""Fields of requests beside ``ENVELOPE``, by the requests' types."""
+"""Fields of requests, except ``ENVELOPE``, by request type."""
 
 
 @dataclass(frozen=True)
@@ -38,9 +38,9 @@ class Need:
     key: str
     """The key below ``strategy``, such as "aggregation" or "robust.rule"."""
     value: Any
-    """What it must be."""
+    """Required value."""
     reason: str
-    """Why; the message goes on with the key, the value and what was given."""
+    """Reason, the first part of the error message."""
 
 
 class Option:
@@ -67,8 +67,8 @@ class Option:
         fits = {"any": True, "mean": cfg.averages, "adapters": cfg.sends_adapters_only}
         if not fits[self.scope]:
             raise ValueError(
-                f"{self.key} {_SCOPES[self.scope]}; leave it out, or choose a strategy such as "
-                f"fedavg or firm, got {cfg.name}."
+                f"{self.key} {_SCOPES[self.scope]}; remove it, or choose a strategy such as fedavg "
+                f"or firm, got {cfg.name}."
             )
         for need in self.needs:
             given = _value(cfg, need.key, need.value)
@@ -78,7 +78,7 @@ class Option:
                     f"{_shown(given)}."
                 )
 
-    # On the clients
+    # --- On the clients
 
     def wrap(self, train: Train) -> Train:
         """Returns the local training with the option applied, in the client's own process."""
@@ -175,9 +175,9 @@ OptionsByKey = Annotated[dict[str, Any], PlainValidator(_options)]
 
 
 _SCOPES = {
-    "mean": "is for strategies that take the clients' mean",
-    "adapters": "covers the mean of adapters, and not the Jacobians, losses or updates by "
-    "objective that others send",
+    "mean": "requires a strategy that averages the clients' updates",
+    "adapters": "covers the mean of adapters only, not the Jacobians, losses or updates by "
+    "objective that other strategies send",
 }
 
 

@@ -11,9 +11,9 @@ from typing import Any
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 NUM_NAMED = 3
-"""How many a message names of those that failed for the same reason."""
+"""Maximum number of names that a message lists per reason."""
 MAX_NAME = 64
-"""Longest name of a run, a site or a client that becomes part of a path."""
+"""Maximum length of a name of a run, site or client, which may become part of a path."""
 
 
 def printable(text: object, *, max_length: int = 500) -> str:

@@ -4,20 +4,20 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 FLOAT_BYTES = 4
-"""Jacobians travel in single precision."""
+"""Jacobians are sent in single precision."""
 
 
 @dataclass(frozen=True)
 class Rival:
-    """Uploads of an algorithm."""
+    """Upload size of an algorithm."""
 
     upload: Callable[[int, int, int], int]
-    """Bytes of parameters and gradients that one client uploads in one round, of the number of
-    objectives M, the number of trainable parameters d, and the adapter's bytes. Names, shapes and
-    metrics come on top, some kilobytes with every algorithm alike."""
+    """Bytes of parameters and gradients that a client uploads per round, as a function of the
+    number of objectives M, the number of trainable parameters d, and the adapter's bytes. Excludes
+    names, shapes and metrics, some kilobytes that are the same for every algorithm."""
     text: str
-    """The same in words, after "would have uploaded"."""
+    """Description of the upload, to follow "would have uploaded"."""
 
 
 RIVALS: dict[str, Rival] = {}
-"""By the name that reports call them."""
+"""Rivals by their names in reports."""

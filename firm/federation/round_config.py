@@ -27,60 +27,60 @@ if TYPE_CHECKING:
 
 @configuration
 class RoundConfig:
-    """Settings of a round that every strategy has, without options."""
+    """Settings of a round that are common to all strategies, without options."""
 
     name: str = ""
-    """The strategy."""
+    """Strategy."""
     num_local_steps: Annotated[NumRounds, Ge(1), NOT_IN_PAPER] = 1
     """Local steps per round and client, K, each on a fresh batch."""
-    num_local_epochs: Annotated[BoundedInt | None, Hint("null counts in num_local_steps")] = None
-    """Passes of each client over its own shard per round, E of FedMGDA+'s Algorithm 1, in place of
-    a number of steps: a client's K is then E times the whole batches in its shard. null counts in
-    num_local_steps, which must stay 1 otherwise."""
+    num_local_epochs: Annotated[BoundedInt | None, Hint("null uses num_local_steps")] = None
+    """Local epochs E per round (FedMGDA+, Algorithm 1), instead of a number of steps: a client's K
+    is then E times the number of full batches in its shard. null uses num_local_steps, which must
+    be 1 otherwise."""
     aggregation: Aggregation = "uniform"
-    """Whether clients count alike (1/C, as in Algorithm 1 of FIRM) or by their number of
+    """Weights of the clients: uniform (1/C, as in Algorithm 1 of FIRM) or by their number of
     examples."""
-    clients_per_round: Annotated[PositiveInt | None, Hint("null takes all")] = None
-    """Clients drawn for each round, without replacement; null takes all, as the paper does."""
+    clients_per_round: Annotated[PositiveInt | None, Hint("null uses all")] = None
+    """Clients sampled per round, without replacement; null uses all clients, as in the paper."""
     always: Annotated[tuple[str, ...], NOT_IN_PAPER] = ()
-    """Names of clients that take part in every round, such as attackers; the others are drawn for
-    the places that are left."""
+    """Clients that take part in every round, such as attackers; the remaining places are filled by
+    sampling."""
     quorum: Annotated[PositiveInt, NOT_IN_PAPER] = 1
-    """Fewest clients whose updates a round needs; with fewer the run stops."""
+    """Minimum number of updates in a round; with fewer the run stops."""
     max_update_norm: Annotated[PositiveFloat | None, Hint("null accepts any"), NOT_IN_PAPER] = None
-    """Longest update ‖θ_c - θ_t‖ that is accepted; null accepts any length."""
+    """Maximum norm ‖θ_c - θ_t‖ of an accepted update; null accepts any norm."""
     share_gram: Annotated[bool, NOT_IN_PAPER] = False
-    """Whether clients send the Gram matrix of their first solve, M² numbers, with each update: at
-    the common model θ_t it bounds the disagreement drift and, for the batches drawn there, how far
-    θ_t is from Pareto stationarity."""
+    """Whether clients send the Gram matrix of their first solve, M² numbers, with each update.
+    These matrices, all at θ_t, bound the disagreement drift and, on the sampled batches, the
+    distance of θ_t from Pareto stationarity."""
     server_learning_rate: PositiveFloat = 1.0
-    """Server learning rate η, the factor of the clients' combined update; 1 takes their mean, as
-    Algorithm 1 of FIRM does."""
+    """Server learning rate η, a factor of the combined update; 1 sets the model to the clients'
+    mean, as in Algorithm 1 of FIRM."""
 
     preference_key: ClassVar[str | None] = None
-    """Name of the key that takes a preference of the objectives; None where there is none."""
+    """Name of the key for a preference of the objectives; None if the strategy has none."""
     sends_adapters_only: ClassVar[bool] = False
-    """Whether clients send nothing that trains the model but their adapters, which is all that
-    privacy covers."""
+    """Whether adapters are the only messages of clients that train the model, as required by
+    privacy."""
     reads_losses: ClassVar[bool] = False
     """Whether clients send their losses at θ_t."""
     solves_on_server: ClassVar[bool] = False
     """Whether the server solves for weights in every round."""
     averages: ClassVar[bool] = True
-    """Whether the server takes a mean of the clients' updates."""
+    """Whether the server averages the clients' updates."""
 
     def __post_init__(self) -> None:
         if self.num_local_epochs is not None and self.num_local_steps != 1:
             raise ValueError(
-                "local training has num_local_steps or num_local_epochs, got both, "
-                f"{self.num_local_steps} and {self.num_local_epochs}; leave one of them out."
+                "num_local_steps and num_local_epochs are mutually exclusive, got "
+                f"{self.num_local_steps} and {self.num_local_epochs}; remove one of them."
             )
         if len(set(self.always)) < len(self.always):
             raise ValueError(f"always must name each client once, got {list(self.always)}.")
         if self.clients_per_round is not None and self.clients_per_round <= len(self.always):
             raise ValueError(
-                f"clients_per_round must be more than the {len(self.always)} that always take "
-                f"part, got {self.clients_per_round}."
+                f"clients_per_round must exceed the number of clients in always, "
+                f"{len(self.always)}, got {self.clients_per_round}."
             )
         if self.clients_per_round is not None and self.quorum > self.clients_per_round:
             raise ValueError(
@@ -115,7 +115,7 @@ class RoundConfig:
         Other fields have their defaults; fields with the value ``DECIDED_BY_SERVER`` are set by the
         server in each round. A site agrees to these requests and to no others.
         """
-        raise NotImplementedError(f"{type(self).__name__} must say what it asks of clients.")
+        raise NotImplementedError(f"{type(self).__name__} must implement requests.")
 
     def alarms(self, rows: Sequence[Mapping[str, Any]]) -> list[str]:
         """Returns alarms to show after a round, each only once, from the log's rows so far."""

@@ -45,8 +45,8 @@ class Round:
             always=cfg.always,
         )
         self.failures: list[Failure] = []
-        """Clients that did not answer, or whose answers were refused, so far."""
-        self._bytes: dict[str, list[int]] = {}  # down and up, by client
+        """Clients that did not answer or sent rejected answers so far."""
+        self._bytes: dict[str, list[int]] = {}  # bytes [down, up] by client
         self.entries: State = {}
         """Entries of the round's row so far, JSON-able."""
 
@@ -203,17 +203,20 @@ def sample_clients(
     if unknown := set(always) - set(clients):
         known = ", ".join(clients[:5]) + (", ..." if len(clients) > 5 else "")
         near = did_you_mean(min(unknown), clients)
-        raise ValueError(f"No client is called {min(unknown)!r}; always may name {known}{near}")
+        raise ValueError(
+            f"always has the unknown client {min(unknown)!r}; choose from {known}{near}"
+        )
     if count is None:
         return list(clients)
     if not 1 <= count <= len(clients):
         raise ValueError(
-            f"Clients per round must be from 1 to the {len(clients)} that there are, got {count}."
+            f"Clients per round must be from 1 to the number of clients, {len(clients)}, "
+            f"got {count}."
         )
     num_always = len(set(always))
     if count <= num_always:
         raise ValueError(
-            f"Clients per round must be more than the {num_always} that always take part, "
+            f"Clients per round must exceed the number of clients in always, {num_always}, "
             f"got {count}."
         )
     others = [name for name in clients if name not in always]
@@ -226,10 +229,10 @@ def sample_clients(
 def losses_problem(losses: Sequence[float] | None, objectives: Sequence[str]) -> str | None:
     """Returns why these are not valid losses [M] of a client at θ_t; None if they are valid."""
     if losses is None:
-        return f"its answer has no loss for each of {', '.join(objectives)}"
+        return f"its answer lacks the losses of {', '.join(objectives)}"
     for name, loss in zip(objectives, losses, strict=True):
         if loss < 0:
-            return f"its loss of {name} is {loss:g}, and must not be negative"
+            return f"its loss of {name} must be non-negative, got {loss:g}"
     return None
 
 

@@ -245,7 +245,7 @@ def _metrics(value: Any, info: ValidationInfo) -> dict[str, Any]:
 # --- Types ----------------------------------------------------------------------------------------
 
 Text = Annotated[str, Len(0, MAX_TEXT), AfterValidator(_printable)]
-"""A short text, read without what a terminal would obey."""
+"""A short text; control characters are escaped when read."""
 Matrix = Annotated[torch.Tensor, PlainValidator(_matrix)]
 """A float tensor [M, M]."""
 Jacobian = Annotated[torch.Tensor, PlainValidator(_jacobian)]

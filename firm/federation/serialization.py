@@ -16,10 +16,10 @@ from firm.federation.outside import printable
 
 _LENGTH_BYTES = 8
 MAX_TEXT_BYTES = 16 * 2**20
-"""Most bytes of the text of a message from another party; its tensors come on top."""
+"""Maximum size of a message's JSON from another party, excluding tensors."""
 _FLOATS = ("nan", "inf", "-inf")
 _FLOAT_BYTES = len("-2.2250738585072014e-308")
-"""Most bytes of a finite float in JSON."""
+"""Maximum length of a finite float in JSON."""
 
 _MALFORMED = (
     SafetensorError,
@@ -31,7 +31,7 @@ _MALFORMED = (
     TypeError,
     ValueError,
 )
-"""Errors that reading can raise on bytes that are no message."""
+"""Errors that parsing invalid messages can raise."""
 
 
 def encode(value: Any, where: str, tensors: dict[str, torch.Tensor]) -> Any:
@@ -51,7 +51,7 @@ def encode(value: Any, where: str, tensors: dict[str, torch.Tensor]) -> Any:
         if value.layout != torch.strided or value.is_quantized:
             raise ValueError(f"{where} is a {value.layout} tensor; make it dense before saving.")
         name = str(len(tensors))
-        # A copy, because safetensors refuses tensors that share memory.
+        # a copy, because safetensors rejects tensors that share memory
         tensors[name] = torch.empty(value.shape, dtype=value.dtype).copy_(value.detach())
         return {"tensor": name}
     if isinstance(value, dict):
@@ -156,6 +156,6 @@ def unpack(packed: bytes, *, max_bytes: int | None = None) -> Any:
     except _MALFORMED as error:
         reason = printable(f"{type(error).__name__}: {error}", max_length=200)
         raise ValueError(
-            f"{len(packed)} bytes are no message ({reason}); they were damaged on the way, or are "
-            "not from this program."
+            f"{len(packed)} bytes are not a valid message ({reason}); they were corrupted in "
+            "transit or do not come from this program."
         ) from error

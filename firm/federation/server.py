@@ -41,13 +41,13 @@ class ServerState:
     objectives: tuple[str, ...]
     """Names of the M objectives, in the order of every [M, ...] tensor."""
     seed: int
-    """The run's seed; client sampling derives its own from it."""
+    """Seed of the run, from which client sampling derives its own."""
     round: int = 0
-    """Rounds finished."""
+    """Number of finished rounds."""
     accepted: dict[str, int] = field(default_factory=dict)
-    """The last round whose update was accepted, by client; clients without one are absent."""
+    """Last round with an accepted update, by client; clients without one are absent."""
     memory: State = field(default_factory=dict)
-    """A strategy's own state from round to round, such as the last round's weights."""
+    """State of the strategy between rounds, such as the last round's weights."""
 
     def advance(
         self, adapter: Adapter, clients: Sequence[str], *, memory: State | None = None
@@ -164,7 +164,7 @@ def _received(reply: Reply, request: Request) -> tuple[Reply, str | None]:
 
 def _problem(content: Any, request: Request, cfg: RoundConfig, check: Check | None) -> str | None:
     if not isinstance(content, request.answer):
-        return f"its answer is no {request.answer.__name__} but {type(content).__name__}"
+        return f"its answer must be of type {request.answer.__name__}, got {type(content).__name__}"
     try:
         if isinstance(content, Update):
             reason = too_long(content.adapter, request.adapter, cfg.max_update_norm)

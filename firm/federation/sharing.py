@@ -58,26 +58,26 @@ def _compressed(value: Any, info: ValidationInfo) -> dict[str, Any]:
 
 
 Compressed = Annotated[dict[str, Any], PlainValidator(_compressed)]
-"""A compressed Jacobian as a mapping; ``message_from_dict`` checks every field of it."""
+"""A compressed Jacobian as a mapping; ``message_from_dict`` checks every field."""
 
 
 @dataclass(frozen=True)
 class JacobianShare(Answer):
-    """A client's Jacobian, complete or compressed, with its objectives and losses."""
+    """A client's Jacobian, uncompressed or compressed, with its objectives and losses."""
 
     column_fields: ClassVar[tuple[str, ...]] = ("jacobian", "message")
 
     served: Annotated[list[Objective], Strict(False), Len(1, 100)]
     """Indices of the objectives that the client serves."""
     jacobian: Jacobian | None = None
-    """float32 [M, d] over the shared parameters; None where it is compressed."""
+    """Jacobian of the shared parameters, float32 [M, d]; None if compressed."""
     message: Compressed | None = None
-    """The compressed Jacobian (``message_to_dict``); None where it is whole."""
+    """Compressed Jacobian (``message_to_dict``); None if uncompressed."""
     start_losses: PerObjective[Finite] | None = None
-    """Losses at θ_t, shape [M]; None where they were not asked for."""
+    """Losses at θ_t, shape [M]; None if not requested."""
     scored: Annotated[list[Objective], Strict(False), Len(0, 100)] | None = None
-    """Indices of the served objectives that the batch has losses for, rows of the others are zero;
-    None where it has them for all."""
+    """Indices of the served objectives with losses in the batch; rows of the others are zero. None
+    for all served objectives."""
 
     @property
     def in_batch(self) -> list[int]:
@@ -103,15 +103,15 @@ class JacobianRequest(Request):
     answer: ClassVar[type[Answer]] = JacobianShare
 
     compressor: Annotated[str, OneOf(COMPRESSORS)] | None = None
-    """How it is compressed; None sends it whole."""
+    """Compressor; None sends the Jacobian uncompressed."""
     budget: Annotated[float, Interval(ge=0, le=1e6)] = 1.0
-    """Numbers of the upload, in multiples of the number of shared parameters."""
+    """Size of the upload in 4-byte numbers, as a multiple of the number of shared parameters."""
     seed: Annotated[int, Interval(ge=0, le=2**64)] = 0
-    """Of the round."""
+    """Seed of the round."""
     skipped_batches: SkippedBatches = 0
-    """Batches that are drawn and left before the one that is used."""
+    """Batches to draw and skip first."""
     share_losses: bool = False
-    """Whether the losses at θ_t are sent along."""
+    """Whether to send the losses at θ_t too."""
 
     @property
     def takes_whole_batches(self) -> bool:
@@ -135,9 +135,9 @@ class GramCorrection(Answer):
     """A client's second upload in two-way communication."""
 
     own_gram: Matrix
-    """[M, M]."""
+    """Gram matrix of the client's Jacobian, [M, M]."""
     correction: Matrix
-    """[M, M]."""
+    """Correction term (``TwoWayReply``), [M, M]."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -149,7 +149,7 @@ class CorrectionRequest(JacobianRequest):
     column_fields: ClassVar[tuple[str, ...]] = ("broadcast",)
 
     broadcast: Compressed
-    """The server's message to all (``message_to_dict``)."""
+    """The server's broadcast (``message_to_dict``)."""
 
     def example(self, client: str, sizes: Sizes) -> Answer:
         """Returns two unit matrices; see ``Request``."""
@@ -212,8 +212,8 @@ def _message(client: str, rows: torch.Tensor, request: JacobianRequest) -> Jacob
     budget = int(request.budget * rows.size(1))
     if request.compressor is None or budget < 1:
         raise ValueError(
-            f"an upload budget of {request.budget} leaves no number to send of "
-            f"{rows.size(1)} shared parameters; raise it."
+            f"an upload budget of {request.budget} times {rows.size(1)} shared parameters is less "
+            "than one number; raise it."
         )
     compressor: Any = COMPRESSORS[request.compressor]
     seed = derive_seed(request.seed, client, request.skipped_batches)

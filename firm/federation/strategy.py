@@ -19,25 +19,25 @@ from firm.registry import Registry
 
 @configuration
 class StrategyConfig(RoundConfig):
-    """Settings and options of a round that every strategy has; a strategy adds its own."""
+    """Settings and options common to all strategies."""
 
     lora_mean: Annotated[LoraMean, NOT_IN_PAPER] = "factors"
-    """What of a LoRA layer is averaged: A and B apart, as adapters are in Algorithm 1 of FIRM, or
-    their products B·A, which are then brought back to rank r."""
+    """Quantity averaged for a LoRA layer: its factors A and B separately, as in Algorithm 1 of
+    FIRM, or their product B·A, whose mean is truncated to rank r."""
     robust: Annotated[RobustConfig, NOT_IN_PAPER] = field(default_factory=RobustConfig)
-    """Robust aggregation, where some clients may attack."""
+    """Robust aggregation, for federations in which some clients may be attackers."""
     privacy: Annotated[PrivacyConfig | None, NOT_IN_PAPER] = None
-    """Differential privacy of the clients; null: none."""
+    """Client-level differential privacy; null disables it."""
     secure: Annotated[Secure | None, NOT_IN_PAPER] = None
-    """Secure aggregation: sites hide updates under masks, and the server learns their mean alone;
-    null: none."""
+    """Secure aggregation: sites mask their updates, so that the server learns only their mean; null
+    disables it."""
     masks: Annotated[MasksConfig, NOT_IN_PAPER] = field(default_factory=MasksConfig)
-    """Secure aggregation's masks."""
+    """Masks of secure aggregation."""
     upload: Annotated[UploadConfig | None, NOT_IN_PAPER] = None
-    """Quantised uploads; null sends updates in the adapter's own type."""
+    """Quantised uploads; null sends updates in the adapter's dtype."""
     ranks: Annotated[dict[str, PositiveInt], NOT_IN_PAPER] = field(default_factory=dict)
-    """Ranks of single clients, by name, where they are fewer than the adapter's: such a client
-    trains and sends the first ones of each LoRA layer."""
+    """Ranks of individual clients by name, if fewer than the adapter's: such a client trains and
+    sends only the first ranks of each LoRA layer."""
 
     @property
     def options(self) -> tuple[Option, ...]:
@@ -61,14 +61,14 @@ class StrategyConfig(RoundConfig):
 Strategy = Callable[..., tuple[Any, dict[str, Any]]]
 """One round of an algorithm: ``(state, clients, engine, cfg) -> (state, metrics)``.
 
-From the server's state (never changed), the names of all clients in the order in which their
-updates are summed, the engine that runs them and the strategy's configuration, to the state after
-the round and the round's rows for the log. Raises ``RoundFailed`` when fewer than ``cfg.quorum``
-clients finished.
+The arguments are the server's state (never modified), the names of all clients in the order in
+which their updates are summed, the engine that runs them and the strategy's configuration. Returns
+the state after the round and the round's rows for the log. Raises ``RoundFailed`` if fewer than
+``cfg.quorum`` clients finish.
 """
 
 STRATEGIES: Registry[str, Strategy] = Registry("strategy")
-"""Every strategy by its configuration's ``name``."""
+"""Strategies by the ``name`` of their configuration."""
 _CONFIGS: dict[str, type[StrategyConfig]] = {}
 
 Function = TypeVar("Function", bound=Strategy)

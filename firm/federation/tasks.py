@@ -16,9 +16,9 @@ class Task:
     """A function that runs on a client, and the type of the request for it."""
 
     function: Callable[[Client, Any], Answer]
-    """From a client and the request to the answer."""
+    """Maps a client and the request to the answer."""
     request: type[Request]
-    """The message that asks for it."""
+    """Type of the request."""
 
 
 TASKS: Registry[str, Task] = Registry("task")

@@ -43,11 +43,11 @@ from firm.solvers.fixed import fixed_weights
 
 SkippedBatches = Annotated[int, Interval(ge=0, le=100)]
 MAX_STAGES = 50
-"""Most stages that a client times."""
+"""Maximum number of stages that a client times."""
 WEIGHTINGS: Registry[str, Callable[..., torch.Tensor]] = Registry("weighting")
-"""Functions that find weights, by the name that travels; see ``weighting``."""
+"""Functions that compute weights, by the name sent in requests; see ``weighting``."""
 _OPTIONS: dict[str, Any] = {}
-"""Types of their options."""
+"""Types of the options of all weightings."""
 
 WeightingFunction = TypeVar("WeightingFunction", bound=Callable[..., torch.Tensor])
 
@@ -96,30 +96,30 @@ class LocalTraining(Request):
     num_local_steps: Steps
     """Local steps K."""
     num_local_epochs: Steps | None = None
-    """Local epochs E in place of K."""
+    """Local epochs E, instead of K."""
     weighting: Annotated[str, OneOf(WEIGHTINGS)]
-    """How weights are found, a name in ``WEIGHTINGS``."""
+    """Name of the function in ``WEIGHTINGS`` that computes the weights."""
     weighting_options: WeightingOptions = field(default_factory=dict)
-    """Arguments of that function."""
+    """Keyword arguments of the weighting."""
     options_by_client: Annotated[dict[Text, WeightingOptions], Len(0, MAX_CLIENTS)] = field(
         default_factory=dict
     )
-    """Arguments of clients that have their own."""
+    """Keyword arguments by client, for clients that differ."""
     solve_per: Literal["minibatch", "batch"] = "minibatch"
-    """Whether each minibatch has its own weights; or the whole batch's gradients give them once,
-    and they hold for all its minibatches."""
+    """Whether weights are computed for each minibatch, or once per batch from its whole
+    gradients."""
     share_gram: bool = False
-    """Whether the first solve's Gram matrix is sent along, as "gram": that of θ_t itself."""
+    """Whether to send the Gram matrix of the first solve, at θ_t, as "gram"."""
     share_losses: bool = False
-    """Whether the losses at θ_t are sent along, as "start_losses"."""
+    """Whether to send the losses at θ_t, as "start_losses"."""
     proximal: NonNegative = 0.0
-    """μ, for a local loss with + μ/2 ‖θ - θ_t‖²."""
+    """Strength μ of the proximal term μ/2 ‖θ - θ_t‖² in the local loss."""
     skipped_batches: SkippedBatches = 0
-    """Batches that are drawn and left before the first one that is used."""
+    """Batches to draw and skip first."""
     factors: PerObjective[NonNegative] | None = None
     """Factor of each objective's fixed weight, shape [M]."""
     options: OptionsByKey = field(default_factory=dict)
-    """Options that clients need, by key, each an ``Option``; the first wraps the training first."""
+    """Options that clients apply, by key; the first is the innermost wrapper of the training."""
 
     @property
     def num_trainings(self) -> int:
@@ -144,7 +144,7 @@ class LocalTraining(Request):
 
     def example(self, client: str, sizes: Sizes) -> Answer:
         """Returns an update with the metrics of every solve; see ``Request``."""
-        count, digits = len(self.objectives), 1 / 3  # 18 digits, as most figures have
+        count, digits = len(self.objectives), 1 / 3  # 1/3 has 18 digits in JSON, as most metrics do
         solve = {
             "weights": [digits] * count,
             "gradient_norms": [digits] * count,
@@ -185,7 +185,7 @@ class LocalTraining(Request):
             content = option.received(content, self)
         if not isinstance(content.adapter, dict):
             form = type(content.adapter).__name__
-            raise Invalid(f"its update must come as an adapter, got a {form}")
+            raise Invalid(f"its update must be an adapter, got a {form}")
         return content
 
     def to_network(self, *clients: str) -> "LocalTraining":
@@ -234,7 +234,7 @@ def _train_on_solves(client: Client, request: LocalTraining) -> dict[str, Any]:
     options = request.options_by_client.get(client.name, request.weighting_options)
     find, served = partial(WEIGHTINGS[request.weighting], **options), served_objectives(client)
     gradients_of = client.gradients
-    if "preference" in options:  # examples with their own preferences are solved at those
+    if "preference" in options:  # a conditioned model has a separate problem for each preference
         gradients_of = client.gradients_by_preference
     num_steps, solves = 0, []
     weights = torch.empty(0)
@@ -349,10 +349,10 @@ def _solve(
 
 
 def served_objectives(client: Client) -> tuple[int, ...]:
-    """Returns the indices of the objectives that a client has losses for.
+    """Returns the indices of the objectives that a client serves.
 
     Raises:
-        ValueError: There are none, or one does not exist.
+        ValueError: When there are none, or an index is out of range.
     """
     count = len(client.objectives)
     served = client.served

@@ -26,7 +26,7 @@ _LIBRARY_FOLDERS = tuple(
     f"{folder}/" for folder in {sysconfig.get_path("stdlib"), sysconfig.get_path("platstdlib")}
 )
 _PACKAGE_FOLDERS = ("/site-packages/", "/dist-packages/")
-"""Where installed packages are."""
+"""Folders of installed packages."""
 
 
 @contextmanager

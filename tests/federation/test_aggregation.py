@@ -80,7 +80,7 @@ def test_updates_are_not_changed_and_not_shared():
 
 
 def test_nothing_to_weigh_is_refused():
-    with pytest.raises(ValueError, match=r"need examples to be weighed by, got counts \[0, 0\]"):
+    with pytest.raises(ValueError, match=r"must be non-negative and not all 0, got \[0, 0\]"):
         shares([_update("x", 0, a=[1.0]), _update("y", 0, a=[1.0])], by="by_examples")
 
 

@@ -105,10 +105,10 @@ def test_an_inert_beta_is_told_once_with_one_that_matters():
     told = beta_alarm(rows, 0.01)
     assert told is not None
     assert beta_alarm([*rows, _client_row(4, 0.01, -0.4)], 0.01) is None
-    assert told.startswith("strategy.beta 0.01 is inert, the weights λ are nearly those without it")
+    assert told.startswith("strategy.beta 0.01 is inert, with almost no effect on the weights λ")
     # trace-normalised, G12 is -0.4 * 2 * 0.5 / 2.125
     needed = (2 + 2 * 0.4 / 2.125) * 0.05 / 0.95
-    assert f"about {needed:.2g} would move them by 5%" in told
+    assert f"about {needed:.2g} would move them 5%" in told
     assert beta_effect(*_two_weights(needed)) == pytest.approx(0.05, rel=1e-3)
 
 

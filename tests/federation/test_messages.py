@@ -149,5 +149,5 @@ def test_a_request_without_an_example_says_so():
     class Silent(JacobianRequest):
         example = Request.example
 
-    with pytest.raises(NotImplementedError, match="Silent must say what its answers are like"):
+    with pytest.raises(NotImplementedError, match="Silent must implement example"):
         Silent(round=1, objectives=OBJECTIVES, adapter=LARGER).example("a", SIZES)

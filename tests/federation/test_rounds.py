@@ -57,10 +57,13 @@ def test_the_draws_of_a_seed_stay_what_they_are():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"count": 9}, "from 1 to the 8 that there are, got 9"),
-        ({"count": 0}, "from 1 to the 8"),
-        ({"always": ["phd"]}, r"No client is called 'phd'; always may name client_0, .*\.\.\."),
-        ({"always": ["client_0"], "count": 1}, "more than the 1 that always take part, got 1"),
+        ({"count": 9}, "from 1 to the number of clients, 8, got 9"),
+        ({"count": 0}, "from 1 to the number of clients, 8"),
+        (
+            {"always": ["phd"]},
+            r"always has the unknown client 'phd'; choose from client_0, .*\.\.\.",
+        ),
+        ({"always": ["client_0"], "count": 1}, "exceed the number of clients in always, 1, got 1"),
     ],
 )
 def test_sizes_and_names_that_do_not_fit_are_refused(options, message):

@@ -94,7 +94,7 @@ INVALID = {
         _update(num_examples="many"),
         "num_examples must be an integer, got 'many'",
     ),
-    "another client's": (_update(client="a"), "client must be the one that was asked"),
+    "another client's": (_update(client="a"), "client must be the one that received the request"),
     "weights of another layout": (
         _update(metrics={"weights": [[0.5, 0.5], [1.0]]}),
         "metrics.weights[1] must be a list of 2 items, got [1.0]",
@@ -161,7 +161,7 @@ def test_what_no_engine_has_read_is_no_answer(start):
     replies = [Reply("a", vars(_update()), 100, 70), _reply("b", 1.0, [[0.5, 0.5]])]
     accepted, failures = accept(_request(start), replies, [], cfg=StrategyConfig())
     assert [reply.client for reply in accepted] == ["b"]
-    assert failures[0].reason == "its answer is no Update but dict"
+    assert failures[0].reason == "its answer must be of type Update, got dict"
 
 
 def test_a_strategy_checks_what_it_needs_and_a_check_that_raises_refuses(start):
@@ -322,8 +322,14 @@ def test_the_disagreement_bound_and_the_norm_ratio_by_hand(start):
     ("values", "message"),
     [
         ({"num_local_steps": 0}, "num_local_steps must be at least 1 and at most .*, got 0"),
-        ({"num_local_epochs": 0}, "num_local_epochs must be at least 1, got 0; null counts in"),
-        ({"num_local_epochs": 2, "num_local_steps": 3}, "got both, 3 and 2; leave one of them out"),
+        (
+            {"num_local_epochs": 0},
+            "num_local_epochs must be at least 1, got 0; null uses num_local_steps",
+        ),
+        (
+            {"num_local_epochs": 2, "num_local_steps": 3},
+            "mutually exclusive, got 3 and 2; remove one of them",
+        ),
         ({"clients_per_round": 0}, "clients_per_round must be at least 1, got 0"),
         ({"quorum": 0}, "quorum must be at least 1, got 0"),
         ({"quorum": 3, "clients_per_round": 2}, r"quorum must be at most clients_per_round \(2\)"),

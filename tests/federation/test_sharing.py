@@ -88,7 +88,7 @@ def test_the_correction_is_of_the_message_that_was_sent(new_client, start):
 @pytest.mark.parametrize(
     ("budget", "message"),
     [
-        (0.1, "an upload budget of 0.1 leaves no number"),
+        (0.1, "an upload budget of 0.1 times"),
         (1.0, "a budget of 3 numbers is too small"),
     ],
 )

@@ -18,8 +18,8 @@ class Engine(Protocol):
 
     A client's state is transactional. A task starts from the state after the last round that the
     server accepted (0: the initial state); the state after the task is pending until a later
-    request tells whether it was accepted. If a client is lost or refused, its state is rolled back.
-    The same applies if it raises or hangs, except that the batches it had drawn are skipped
+    request states whether it was accepted. If a client is lost or rejected, its state is rolled
+    back. The same applies if it raises or hangs, except that the batches it had drawn are skipped
     (``Client.skip_failed_batches``).
     """
 
@@ -70,7 +70,7 @@ def checked_reply(
     try:
         answer = request.answer.read(content, reading)
         if getattr(answer, "client", client) != client:
-            raise Invalid("client must be the one that was asked")
+            raise Invalid("client must be the one that received the request")
     except Exception as error:  # any error caused by a hostile answer is its sender's failure
         kind = "" if isinstance(error, Invalid) else f"{type(error).__name__}: "
         reason = printable(f"its answer is refused: {kind}{error}")
@@ -89,7 +89,7 @@ def check_states(states: State, clients: Collection[str]) -> None:
     """Checks that a checkpoint has the states of exactly these clients.
 
     Raises:
-        ValueError: It has the states of other clients.
+        ValueError: When the clients differ.
     """
     if states.keys() != set(clients):
         raise ValueError(

@@ -35,11 +35,11 @@ from firm.federation.user_code import ENDS
 logger = logging.getLogger(__name__)
 
 MACHINE_ERRORS = (OSError, MemoryError, torch.OutOfMemoryError)
-"""Errors of the machine, and not of the batch that met them; a passed time limit aside."""
+"""Errors caused by the machine rather than the batch. TimeoutError, an OSError, is excluded."""
 
 
 class StateMissing(RuntimeError):
-    """Raised when a client's state is missing; the message names rounds, and quotes no data."""
+    """Raised when a client's state is missing; the message names rounds, but reveals no data."""
 
     def __init__(self, client: str, round: int, kept: list[int]) -> None:
         super().__init__(
@@ -164,7 +164,7 @@ class LocalEngine:
         the error (out of memory, disk full).
         """
         if self._timeout is not None and threading.current_thread() is not threading.main_thread():
-            raise RuntimeError("only the program's main thread can keep a time limit.")
+            raise RuntimeError("a time limit can only be enforced from the program's main thread.")
         run = partial(self._run_and_tell, request, request_sizes(request))
         return divided(list(self._pool.map(run, clients) if self._pool else map(run, clients)))
 
@@ -232,9 +232,11 @@ class LocalEngine:
             raise TeamLost(f"{name}: {error}") from error
         except ENDS:
             raise
-        except BaseException as error:  # a client may run any code; it must not end the run
+        except (
+            BaseException
+        ) as error:  # a client may run arbitrary code, which must not end the run
             logger.debug("%s failed in round %d", name, request.round, exc_info=True)
-            traceback.clear_frames(error.__traceback__)  # they may hold a whole autograd graph
+            traceback.clear_frames(error.__traceback__)  # frames may hold a whole autograd graph
             reason, kind = f"{type(error).__name__}: {error}", error_kind(error)
             outcome = Failure(name, reason, bytes_down, kind=kind, cause=error)
             if isinstance(error, MACHINE_ERRORS) and not isinstance(error, TimeoutError):
@@ -251,7 +253,7 @@ class LocalEngine:
         except ENDS:
             raise
         except BaseException:  # the same error has been reported already
-            logger.warning("%s cannot leave out its failed batches", client.name, exc_info=True)
+            logger.warning("%s could not skip its failed batches", client.name, exc_info=True)
 
 
 def _state_of(client: Client) -> State:

@@ -32,14 +32,14 @@ from firm.federation.tasks import TASKS
 Result = TypeVar("Result")
 
 _LAUNCHER = ("WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
-"""Variables that a launcher sets for a process beside its RANK."""
+"""Environment variables that a launcher sets for a process, in addition to RANK."""
 
 _MOMENT = 0.2
-"""Seconds in which a process that was gone before shows that it is, and one that is told to end now
-does not yet."""
+"""Seconds to wait for lost connections: enough to notice a process that has already exited, and too
+short for one that is being stopped now."""
 
 _PATIENCE = timedelta(days=30)
-"""A process may wait as long as a round takes; a peer that dies is noticed by its closed socket."""
+"""Timeout of collectives: a process may wait for a whole round; a dead peer closes its socket."""
 
 
 class Processes:
@@ -148,8 +148,8 @@ class Processes:
         hosted = self.hosted(self.clients, rank)
         work = f", which worked on {', '.join(hosted)}," if hosted else ""
         return ProcessLost(
-            f"process {rank} of the run's {self.size}{work} is gone; unless it was killed, its own "
-            "message stands above; repair the cause, then resume from the last checkpoint."
+            f"process {rank} of the run's {self.size}{work} is gone; unless it was killed, see its "
+            "own message above; repair the cause, then resume from the last checkpoint."
         )
 
     def _stopped(self, signum: int, frame: FrameType | None) -> NoReturn:
@@ -160,8 +160,8 @@ class Processes:
                 if error := other.exception():
                     raise error
         raise ProcessLost(
-            "the launcher stopped this process, as another one of the run has ended; its own "
-            "message stands above; repair the cause, then resume from the last checkpoint."
+            "the launcher stopped this process, because another process of the run has ended; see "
+            "its message above; repair the cause, then resume from the last checkpoint."
         )
 
     def broadcast(self, message: Any = None) -> Any:
@@ -182,11 +182,11 @@ class Team:
     """
 
     rank: int
-    """This process's place in the team."""
+    """Rank of this process in the team."""
     size: int
-    """How many they are."""
+    """Number of processes."""
     group: Any = None
-    """Their process group."""
+    """Process group of the team."""
 
     def share(self, num_rows: int) -> slice:
         """Returns this process's rows of a batch, split nearly evenly in order of rank."""
@@ -220,16 +220,16 @@ class Team:
             yield
         except RuntimeError as error:
             raise TeamLost(
-                f"a process of the client's {self.size} is gone, its own message stands above; "
-                "repair the cause, then resume from the last checkpoint."
+                f"a process of the client's {self.size} is gone; see its message above; repair the "
+                "cause, then resume from the last checkpoint."
             ) from error
 
     @contextmanager
     def unanimous(self) -> Iterator[None]:
         """Raises an error on every member if the block raises one on any member.
 
-        A member's own error is raised unchanged, another member's as ``RuntimeError``. So no member
-        waits for one that has given up.
+        A member's own error is raised unchanged, another member's as ``RuntimeError``. No member
+        then waits for one that has failed.
         """
         error = None
         try:
@@ -350,8 +350,9 @@ class ProcessesEngine:
             return self._processes.expect(rank).result(patience and patience + GRACE)
         except TimeoutError as error:
             raise ProcessLost(
-                f"process {rank} of the run's {self._processes.size} does not answer, which works "
-                f"on {', '.join(clients)}; end it, then resume from the last checkpoint."
+                f"process {rank} of the run's {self._processes.size}, which works on "
+                f"{', '.join(clients)}, does not respond; end it, then resume from the last "
+                "checkpoint."
             ) from error
 
     def _hosted(self, rank: int, clients: Sequence[str]) -> list[str]:

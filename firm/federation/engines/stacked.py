@@ -11,8 +11,8 @@ from firm.federation.lockstep import clock, lockstep
 from firm.federation.messages import Request
 
 MAX_ROWS = 128
-"""With the miniature on a CPU 32 to 128 rows take as long, 256 half as much again: what is larger
-than the cache waits for memory."""
+"""With the miniature on a CPU, passes of 32 to 128 rows take equally long per row; 256 rows exceed
+the cache and take half as long again."""
 
 
 @engine("stacked")
@@ -45,8 +45,8 @@ class StackedEngine(LocalEngine):
     ) -> None:
         if timeout is not None:
             raise ValueError(
-                f"timeout must be None, got {timeout:g}: a joint pass has no single client to "
-                "interrupt."
+                f"timeout must be None, got {timeout:g}: a batched pass cannot be interrupted for "
+                "a single client."
             )
         super().__init__(clients, **options)
         self._max_rows = max_rows

@@ -12,7 +12,7 @@ from typing import NoReturn
 from firm.federation.errors import TimeLimitError
 
 GRACE = 10.0
-"""Seconds beyond its limit that work has to end in, once it is interrupted."""
+"""Seconds after its time limit within which interrupted work must end."""
 
 
 @contextmanager

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 
 class PrivacyFigures(TypedDict):
-    """Privacy spent by a run, in the row of a round; None is an infinite ε."""
+    """Privacy spent by a run, as logged for a round; None is an infinite ε."""
 
     epsilon: NonNegative | None
     epsilon_if_unknown: NotRequired[NonNegative | None]
@@ -41,9 +41,9 @@ class PrivacyFigures(TypedDict):
 register(Quantity("privacy", kind="round", type=PrivacyFigures))
 
 _SAMPLED_ORDERS = (1.25, 1.5, 1.75, *range(2, 65), 80, 96, 128)
-"""Orders at which sampled rounds are summed. Between whole ones their bound is only interpolated,
-and the time of each grows with its square. At small ε the best order is often between 32 and 64: a
-step of 8 there gives ε 0.261 for 0.237 (10 of 1,000 clients, z = 4, 16 rounds)."""
+"""Rényi orders for sampled rounds. The bound is only interpolated between integer orders, and the
+time per order grows with its square. For small ε the best order is often between 32 and 64, where a
+step of 8 gives ε 0.261 instead of 0.237 (10 of 1,000 clients, z = 4, 16 rounds)."""
 
 
 def require_accountant() -> None:

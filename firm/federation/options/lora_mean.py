@@ -21,13 +21,13 @@ RANK_TOLERANCE = 1e-8
 """Singular values below this share of the largest count as zero; float32 resolves 6e-8."""
 
 NUM_HALVINGS = 100
-"""Of an interval of floats: none is left to halve after 64 or so."""
+"""Bisection steps; after about 64 the interval has no floats left between its ends."""
 
 _FACTOR = re.compile(r"(.*\blora_)([AB])((?:\.[^.]+)?\.weight)")
 _FURTHER = re.compile(r"(.*\blora_B)(\d+)((?:\.[^.]+)?\.weight)")
 
 
-_WHY = "products of factors are averaged as they are"
+_WHY = "lora_mean products averages unmodified products of factors"
 
 
 class LoraProducts(Option):
@@ -47,8 +47,8 @@ class LoraProducts(Option):
         rule = getattr(cfg, "robust").rule  # noqa: B009  # a key of strategies, not of rounds
         if rule not in ("none", "multi_krum"):
             raise ValueError(
-                "lora_mean products takes whole adapters, which of the robust rules only "
-                f"multi_krum leaves several of; set lora_mean to factors with robust.rule {rule}."
+                "lora_mean products averages whole adapters; multi_krum is the only robust rule "
+                f"that keeps several of them; with robust.rule {rule} set lora_mean to factors."
             )
 
     def steps(self, steps: Sequence[Transform], cfg: RoundConfig) -> Sequence[Transform]:
@@ -71,9 +71,9 @@ class LoraPair:
     """Parameter names of the two factors of a layer."""
 
     a: str
-    """Of A, shape [r, in]."""
+    """Name of A, shape [r, in]."""
     b: str
-    """Of B, shape [out, r]."""
+    """Name of B, shape [out, r]."""
 
 
 def lora_pairs(adapter: Adapter) -> list[LoraPair]:
@@ -96,8 +96,8 @@ def lora_pairs(adapter: Adapter) -> list[LoraPair]:
         other = pair.b if letter == "A" else pair.a
         if other not in adapter:
             raise ValueError(
-                f"{name!r} has no partner {other!r}, so that there is no product to average; "
-                "factors alone are averaged exactly as they are: set lora_mean to factors."
+                f"{name!r} has no partner {other!r}, so there is no product to average; single "
+                "factors are averaged without error: set lora_mean to factors."
             )
         if letter == "A":
             shape_a, shape_b = adapter[pair.a].shape, adapter[pair.b].shape
@@ -138,8 +138,8 @@ def product_mean(adapters: Sequence[Adapter], weights: Sequence[float]) -> Adapt
     first = adapters[0]
     if not (pairs := lora_pairs(first)):
         raise ValueError(
-            "the adapter has no pair lora_A and lora_B whose products could be averaged, first "
-            f"{next(iter(first), None)!r}; set lora_mean to factors."
+            "the adapter has no pairs of lora_A and lora_B to average products of; its first "
+            f"parameter is {next(iter(first), None)!r}; set lora_mean to factors."
         )
     mean = {}
     for name in first:

@@ -45,64 +45,62 @@ from firm.schema import NonNegative
 register(Quantity("clipped"), Quantity("update_norm", type=NonNegative))
 
 NoiseSource = Callable[[int], bytes]
-"""Returns as many random bytes as it is asked for."""
+"""Returns the requested number of random bytes."""
 
 ROUNDING = 1e-6
-"""Share by which a delta may be longer than the limit, so that no other machine's sum is refused;
-of 4.5e6 float64 squares two orders of summing differ by less than 1e-9."""
+"""Relative tolerance of the norm limit, for sums computed in another order on another machine; sums
+of 4.5e6 float64 squares in two orders differ by less than 1e-9."""
 
 
 @option
 @configuration(source=NOT_IN_PAPER)
 class PrivacyConfig(Option):
-    """Differential privacy of a client's part in a round."""
+    """Client-level differential privacy of each round."""
 
     key: ClassVar[str] = "privacy"
     travels: ClassVar[bool] = True
     row_entry: ClassVar[str | None] = "privacy"
     scope: ClassVar[str] = "adapters"
     needs: ClassVar[tuple[Need, ...]] = (
-        Need(
-            "aggregation", "uniform", "one client must not change the mean by more than its share"
-        ),
-        Need(
-            "max_update_norm", None, "privacy.clip_norm limits updates, and a refusal tells of one"
-        ),
-        Need("normalize_updates", False, "privacy limits the updates' lengths itself"),
-        Need("lora_mean", "factors", "privacy clips A and B, whose products have no such limit"),
-        Need("robust.rule", "none", "privacy is accounted for the plain mean"),
+        Need("aggregation", "uniform", "privacy bounds each client's influence on a uniform mean"),
+        Need("max_update_norm", None, "privacy.clip_norm limits updates; a rejection would leak"),
+        Need("normalize_updates", False, "privacy limits the updates' norms itself"),
+        Need("lora_mean", "factors", "privacy clips A and B, which does not bound their products"),
+        Need("robust.rule", "none", "privacy is accounted for the unmodified mean"),
     )
 
     clip_norm: PositiveFloat
-    """Longest delta ‖θ_c - θ_t‖ that leaves a client, S; a longer one is scaled down to it."""
-    noise_multiplier: Annotated[NonNegativeFloat, Hint("0 is no noise")]
-    """Standard deviation of the noise in multiples of S, z: in each coordinate of the sum of the
-    deltas, or of each one where clients add it. 0 only clips, which protects nobody."""
+    """Maximum norm S of a client's delta θ_c - θ_t; longer deltas are scaled down to it."""
+    noise_multiplier: Annotated[NonNegativeFloat, Hint("0 adds no noise")]
+    """Standard deviation of the noise z, in multiples of S, per coordinate of the summed deltas, or
+    of each delta if clients add the noise. 0 only clips, which gives no privacy."""
     at: Literal["server", "client"] = "server"
-    """Who adds the noise: a trusted server to the sum, or each client to what it sends, which
-    protects it against the server too and costs far more accuracy."""
+    """Where noise is added: by a trusted server to the sum, or by each client to its delta, which
+    also protects it from the server but costs far more accuracy."""
     delta: Annotated[float, Interval(gt=0, lt=1)] = 1e-5
-    """Probability δ that the guarantee leaves out; well below one over the number of clients."""
+    """Probability δ with which the ε guarantee may fail; should be well below one over the number
+    of clients."""
     statistics: Literal["none", "noisy", "exact"] = "none"
-    """What of λ and the gradients' geometry leaves a client beside its adapter. none: nothing;
-    noisy: round means of λ and of the cosines, and whether the delta was clipped, with noise that ε
-    counts; exact: all figures as without privacy, which ε does not cover."""
+    """Statistics on λ and the gradients that a client sends with its adapter. none: nothing; noisy:
+    round means of λ and the cosines, and whether the delta was clipped, with noise that ε accounts
+    for; exact: all statistics, as without privacy, which ε does not cover."""
     noise_seed: Seed | None = None
-    """null draws noise from the operating system's entropy. A number makes runs repeatable bit for
-    bit, for tests and replays, and lets all who know it subtract the noise."""
+    """Seed of the noise; null draws it from the operating system's entropy. A seed makes runs
+    reproducible bit for bit, for tests and replays, but anyone who knows it can subtract the
+    noise."""
 
     def check(self, cfg: RoundConfig) -> None:
         """Raises ``ValueError`` if ε would not cover the messages of clients."""
         super().check(cfg)
         if cfg.share_gram and self.statistics != "exact":
             raise ValueError(
-                "share_gram sends exact Gram matrices; with privacy set it to false, or "
+                "share_gram sends exact Gram matrices; with privacy, set it to false or set "
                 f"privacy.statistics to exact, got {self.statistics}."
             )
         if getattr(cfg, "upload", None) is not None and self.at == "server":
             raise ValueError(
-                "rounding makes a clipped update longer than privacy.clip_norm, which the server "
-                "refuses; with upload set privacy.at to client, got server."
+                "quantising can make a clipped update longer than privacy.clip_norm, so that the "
+                "server rejects it; with upload, set privacy.at to client, got server."
             )
         require_accountant()
 
@@ -142,15 +140,17 @@ class PrivacyConfig(Option):
         """Returns warnings about these settings that ε does not express; none by default."""
         notes = []
         if self.noise_multiplier == 0:
-            notes.append("privacy.noise_multiplier is 0: deltas are clipped, nobody is protected.")
+            notes.append(
+                "privacy.noise_multiplier is 0: deltas are clipped, but there is no privacy."
+            )
         if self.noise_seed is not None:
             notes.append(
-                "privacy.noise_seed is set: ε holds only against those who do not know it, and "
-                "config.yaml has it."
+                "privacy.noise_seed is set: ε holds only against observers who do not know it; it "
+                "is written to config.yaml."
             )
         if self.statistics == "exact":
             notes.append(
-                "privacy.statistics is exact: ε covers the adapters alone; keep the log as secret "
+                "privacy.statistics is exact: ε covers the adapters only; keep the log as secret "
                 "as the data."
             )
         return notes
@@ -198,7 +198,7 @@ def clipped(adapter: Adapter, start: Adapter, clip_norm: float) -> Adapter:
     """
     norm = update_length(start, adapter)
     if not isfinite(norm):
-        raise ValueError(f"the update's length is {norm}; nothing of it can be sent.")
+        raise ValueError(f"the update's norm is {norm}; it cannot be sent.")
     if norm <= clip_norm:
         return adapter
     scale = clip_norm / norm * (1 - 1e-12)  # the sum of squares is rounded as well
@@ -296,8 +296,8 @@ def errors_kept_back() -> Iterator[None]:
         raise
     except BaseException as error:  # any error may quote data
         raise RuntimeError(
-            f"{type(error).__name__} in the local training; with privacy its text stays with the "
-            "client, in its log at level DEBUG"
+            f"{type(error).__name__} in local training; with privacy, its text is only in the "
+            "client's log at level DEBUG"
         ) from error
 
 

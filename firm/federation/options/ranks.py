@@ -32,7 +32,7 @@ def _numbers(value: Any, info: ValidationInfo) -> torch.Tensor:
 
 
 Numbers = Annotated[torch.Tensor, PlainValidator(_numbers)]
-"""A vector of floats, at most as many as θ_t has parameters."""
+"""A vector of floats, no longer than θ_t."""
 
 
 @sent_form
@@ -41,13 +41,13 @@ class PartialUpdate:
     """The parameters of θ_c that a client trains, which are sent instead of θ_c."""
 
     partial: Numbers
-    """The numbers one after the other, [k]."""
+    """The trained parameters, concatenated, [k]."""
 
 
 @option
 @dataclass(frozen=True)
 class Ranks(Option):
-    """Number of ranks that some clients train, the first ones of each LoRA layer."""
+    """Restricts clients to the first ranks of each LoRA layer."""
 
     key: ClassVar[str] = "ranks"
     travels: ClassVar[bool] = True
@@ -61,7 +61,7 @@ class Ranks(Option):
     )
 
     ranks: Annotated[Mapping[Text, Rank], Len(0, MAX_CLIENTS)]
-    """Ranks by client; the others train all."""
+    """Number of ranks by client; other clients train all ranks."""
 
     def of(self, clients: Sequence[str]) -> Self:
         """Returns the ranks of these clients."""
@@ -96,7 +96,7 @@ class Ranks(Option):
         if trained is None or not isinstance(content, dict | PartialUpdate):
             return update
         if isinstance(content, dict):
-            raise Invalid("its update must come as some of its ranks, got an adapter")
+            raise Invalid("its update must contain only its ranks, got a whole adapter")
         numbers = flat(request.adapter, None).clone()
         size = int(trained.sum())
         if content.partial.shape != (size,) or content.partial.dtype != numbers.dtype:
@@ -130,7 +130,7 @@ class _LimitedClient:
         return self._within(self._client.weighted_gradients(minibatch, weights))
 
     def weighted_steps(self, num_steps: int, weights: torch.Tensor, *, proximal: float) -> int:
-        return 0  # ``weighted_steps`` of the client ignores ranks
+        return 0  # the client's own ``weighted_steps`` would ignore the ranks
 
     def _within(self, gradients: Gradients) -> Gradients:
         rows = gradients.jacobian
@@ -169,7 +169,7 @@ def rank_mask(adapter: Adapter, rank: int) -> torch.Tensor:
     for name, parameter in adapter.items():
         factor = _FACTOR.fullmatch(name)
         if factor is None:
-            raise ValueError(f"{name!r} is no factor of LoRA, of which a client could train ranks.")
+            raise ValueError(f"{name!r} is not a LoRA factor; ranks apply to LoRA adapters only.")
         axis = 0 if factor[1] == "A" else 1
         if parameter.size(axis) < rank:
             raise ValueError(

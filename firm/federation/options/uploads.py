@@ -29,7 +29,7 @@ from firm.gradients.messages import message_from_dict, message_to_dict
 from firm.gradients.quantization import MAX_BITS, QuantizingCompressor
 
 CARRIED = "upload_error"
-"""Name under which a client carries what rounding took of its last update, [d], to the next."""
+"""Name in ``Client.carried`` of the last update's rounding error, [d]."""
 
 
 def _message(value: Any, info: ValidationInfo) -> dict[str, Any]:
@@ -46,7 +46,7 @@ def _message(value: Any, info: ValidationInfo) -> dict[str, Any]:
 
 
 QuantizedMessage = Annotated[dict[str, Any], PlainValidator(_message)]
-"""A quantised update as ``message_to_dict`` gives it."""
+"""A quantised update in the form of ``message_to_dict``."""
 
 
 @sent_form
@@ -55,22 +55,23 @@ class QuantizedUpdate:
     """Quantised θ_c - θ_t, which is sent instead of θ_c."""
 
     quantized: QuantizedMessage
-    """The numbers that the client trains, as a Jacobian of one row (``message_to_dict``)."""
+    """The deltas of the parameters that the client trains, as a Jacobian with one row
+    (``message_to_dict``)."""
 
 
 @option
 @configuration(source=NOT_IN_PAPER)
 class UploadConfig(Option):
-    """How many bits clients' updates are sent in."""
+    """Quantised uploads of the clients' updates."""
 
     key: ClassVar[str] = "upload"
     travels: ClassVar[bool] = True
 
     bits: Annotated[int, Interval(ge=2, le=MAX_BITS)] = 8
-    """Bits of each number of an update; a scale of 4 bytes for every 128 of them comes on top."""
+    """Bits per value of an update; each 128 values also take a scale of 4 bytes."""
     rounding: Literal["nearest", "random"] = "nearest"
-    """nearest has the smallest error, which a client keeps and adds to its next update; random is
-    right in the mean, and nothing is kept."""
+    """nearest has the smallest error, which the client adds to its next update (error feedback);
+    random is unbiased, without error feedback."""
 
     def num_bytes(self, num_parameters: int) -> int:
         """Returns the size in bytes of the quantised parameters and their scales."""
@@ -108,7 +109,7 @@ class UploadConfig(Option):
         """
         content = update.adapter
         if not isinstance(content, QuantizedUpdate):
-            raise Invalid(f"its update must come quantised, got {type(content).__name__}")
+            raise Invalid(f"its update must be quantised, got {type(content).__name__}")
         trained = request.trained(update.client)
         numbers = flat(request.adapter, None).clone()
         size = numbers.numel() if trained is None else int(trained.sum())

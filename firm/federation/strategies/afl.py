@@ -25,15 +25,15 @@ class AflConfig(ScalarConfig):
     """Options of AFL; γ_w is the server learning rate."""
 
     name: Literal["afl"] = "afl"
-    """The strategy."""
+    """Strategy."""
     weights_learning_rate: NonNegativeFloat = 0.1
-    """Step size γ_λ of the clients' weights along their losses."""
+    """Step size γ_λ of the ascent on the clients' weights."""
     average_iterates: bool = False
-    """Whether the model is the mean of all rounds' iterates, as Mohri et al. return it, and not the
-    last one; training goes on from the last all the same."""
+    """Whether to return the mean of all rounds' iterates, as in Mohri et al., instead of the last
+    one; training always continues from the last."""
 
     aggregation: Annotated[Literal["uniform"], Hint("AFL learns the clients' weights")] = "uniform"
-    """AFL learns the clients' weights."""
+    """Fixed, because AFL learns the clients' weights."""
 
     averages: ClassVar[bool] = False
     reads_losses: ClassVar[bool] = True

@@ -26,12 +26,12 @@ class ScalarConfig(StrategyConfig):
     """Options of local training on a fixed weighted sum of the objectives."""
 
     weights: tuple[float, ...] | None = None
-    """Weight of each objective, scaled to sum 1; null weighs them alike."""
+    """Weight of each objective, scaled to sum 1; null weights them equally."""
     proximal: Annotated[NonNegativeFloat, Hint("0 is off")] = 0.0
-    """Strength μ of the pull back to the server's model: the local loss gets + μ/2 ‖θ - θ_t‖²."""
+    """Strength μ of the proximal term μ/2 ‖θ - θ_t‖² in the local loss."""
     decay: Annotated[float, Interval(gt=0, le=1), Hint("1 is none")] = 1.0
-    """Factor of the server learning rate every 100 rounds, in (0, 1]. FedMGDA+ has β = D^(100/T)
-    for a decay by D in T rounds: 0.891 for a tenth in 2000."""
+    """Factor of the server learning rate every 100 rounds, in (0, 1]. FedMGDA+ uses β = D^(100/T)
+    for a total decay by D in T rounds: 0.891 for a decay to a tenth in 2000 rounds."""
 
     preference_key: ClassVar[str | None] = "weights"
 
@@ -67,9 +67,9 @@ class FedAvgConfig(ScalarConfig):
     """Options of FedAvg on a weighted sum."""
 
     name: Literal["fedavg"] = "fedavg"
-    """The strategy."""
+    """Strategy."""
     normalize_updates: bool = False
-    """Whether every update is scaled to unit length first (FedAvg-n); a zero update stays zero."""
+    """Whether to normalise every update to norm 1 first (FedAvg-n); a zero update stays zero."""
 
     sends_adapters_only: ClassVar[bool] = True
 

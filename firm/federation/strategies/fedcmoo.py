@@ -37,7 +37,7 @@ RIVALS["FedCMOO-A"] = Rival(  # one-way FedCMOO without a compressor, on adapter
 )
 
 BIASED = ("low_rank", "top_k", "random_mask")
-"""Compressors without the mean that Assumption 5 asks for."""
+"""Compressors that are not unbiased, as Assumption 5 requires."""
 
 
 @configuration
@@ -45,23 +45,23 @@ class FedCmooConfig(GramConfig):
     """Options of FedCMOO."""
 
     name: Literal["fedcmoo"] = "fedcmoo"
-    """The strategy."""
+    """Strategy."""
     gram_clients: PositiveInt | None = None
-    """Clients in each of the two samples, n'; null takes as many as train."""
+    """Clients n' in each of the two samples; null uses the number of clients that train."""
     solver: Literal["steps", "exact", "upgrad"] = "steps"
-    """How weights are found: by projected gradient steps from the last round's (Algorithm 2),
-    exactly (Eq. 3), or as UPGrad does (``upgrad_weights``), which is another algorithm and needs
-    the extra torchjd."""
+    """Solver of the weights. steps: projected gradient steps from the last round's weights
+    (Algorithm 2); exact: the exact solution (Eq. 3); upgrad: UPGrad (``upgrad_weights``), a
+    different algorithm that needs the extra torchjd."""
     step_size: float = 0.001
     """Step size β of Algorithm 2."""
     num_steps: BoundedInt = 1000
-    """Steps K of Algorithm 2; the theory has 1."""
+    """Steps K of Algorithm 2; the theory uses 1."""
     normalize_gram: Annotated[bool, NOT_IN_PAPER] = True
-    """Whether the Gram matrix is divided by the square of the mean gradient norm for the steps,
-    which gives the step size a scale, as in the authors' experiments; for the exact solution by the
-    mean of its diagonal, which gives β one (Eq. 9 of FIRM)."""
+    """Whether to normalise the Gram matrix. The steps divide it by the squared mean gradient norm,
+    as in the authors' experiments, which makes the step size scale-invariant; the exact solver
+    divides it by the mean of its diagonal, which does the same for β (Eq. 9 of FIRM)."""
     beta: Annotated[float, NOT_IN_PAPER] = 0.0
-    """Strength of the pull of the exact solution towards uniform weights, FIRM's β."""
+    """Strength of FIRM's regularisation β of the exact solution towards uniform weights."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -69,16 +69,16 @@ class FedCmooConfig(GramConfig):
             upgrad_weights(torch.eye(1))  # raises if TorchJD is missing
         firm_weights(np.eye(1), beta=self.beta)
         if self.beta > 0 and self.solver != "exact":
-            raise ValueError(f"beta belongs to solver exact, got {self.beta} with {self.solver}.")
+            raise ValueError(f"beta requires solver exact, got {self.beta} with {self.solver}.")
         num_steps = min(1, self.num_steps)
         fedcmoo_weights(np.ones(1), np.eye(1), step_size=self.step_size, num_steps=num_steps)
         if self.communication != "two_sample":
             if self.gram_clients is not None:
-                raise ValueError("gram_clients belongs to communication two_sample.")
+                raise ValueError("gram_clients requires communication two_sample.")
             return
         if self.gram_clients is not None and self.gram_clients <= len(self.always):
             raise ValueError(
-                f"gram_clients must be more than the {len(self.always)} that always take part, "
+                f"gram_clients must exceed the number of clients in always, {len(self.always)}, "
                 f"got {self.gram_clients}."
             )
         if self.compressor in BIASED:
@@ -88,8 +88,8 @@ class FedCmooConfig(GramConfig):
             )
         if self.solver != "steps" or self.normalize_gram:
             raise ValueError(
-                "communication two_sample gives a matrix that need not be positive semidefinite; "
-                "use solver steps and normalize_gram false, as the theory does."
+                "communication two_sample estimates a matrix that may be indefinite; use solver "
+                "steps and normalize_gram false, as in the theory."
             )
 
 

@@ -24,21 +24,21 @@ class FedCmooPrefConfig(GramConfig):
     """Options of FedCMOO-Pref."""
 
     name: Literal["fedcmoo_pref"] = "fedcmoo_pref"
-    """The strategy."""
+    """Strategy."""
     communication: Literal["one_way", "two_way"] = "two_way"
-    """Whether the Gram matrix comes of one upload (Algorithm 3), or is corrected after the
-    server's answer (Algorithm 6)."""
+    """How the Gram matrix is estimated. one_way: from one upload (Algorithm 3); two_way: corrected
+    by a second upload after the server's broadcast (Algorithm 6)."""
     preference: tuple[float, ...] | None = None
-    """r: losses in inverse proportion are aimed at, r₁F₁ = ... = r_M F_M; null asks for equal
-    ones."""
+    """Preference r, which targets losses with r₁F₁ = ... = r_M F_M; null targets equal losses."""
     threshold: float = 0.01
-    """Divergence ε of the losses from the wanted ratios below which their sum is lowered."""
+    """Divergence ε of the losses from the target ratios; at or below it, the sum of the losses is
+    minimised."""
     min_weight: float | None = None
-    """Least weight of an objective; null takes 1/(5M), the paper's practical improvement, and 0
-    follows the preference alone."""
+    """Minimum weight of an objective; null uses 1/(5M), the paper's practical improvement. 0
+    imposes no minimum."""
     variant: Literal["printed", "released"] = "printed"
-    """The programme of the weights as the paper prints it, or as the authors' released code has it:
-    see ``firm.solvers.fedcmoo_pref_weights`` for their three differences."""
+    """Linear programme of the weights: as printed in the paper, or as in the authors' released
+    code. ``firm.solvers.fedcmoo_pref_weights`` lists the three differences."""
 
     preference_key: ClassVar[str | None] = "preference"
     reads_losses: ClassVar[bool] = True

@@ -33,12 +33,12 @@ class FedMgdaConfig(ScalarConfig):
     """Options of FedMGDA+; FedMGDA is the same without normalisation."""
 
     name: Literal["fedmgda"] = "fedmgda"
-    """The strategy."""
+    """Strategy."""
     normalize_updates: bool = True
-    """Whether every update is scaled to unit length first (FedMGDA+); a zero update stays zero."""
+    """Whether to normalise every update to norm 1 first (FedMGDA+); a zero update stays zero."""
     epsilon: Fraction = 1.0
-    """How far a client's weight may be from its λ₀ of the aggregation, ε of Eq. 25: 0 is FedAvg
-    (FedAvg-n with normalisation), 1 is free."""
+    """Maximum deviation ε of a client's weight from its aggregation weight λ₀ (Eq. 25): 0 is FedAvg
+    (FedAvg-n with normalisation), 1 is unconstrained."""
 
     averages: ClassVar[bool] = False
     solves_on_server: ClassVar[bool] = True

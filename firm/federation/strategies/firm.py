@@ -29,29 +29,29 @@ class FirmConfig(StrategyConfig):
     """Options of FIRM."""
 
     name: Literal["firm"] = "firm"
-    """The strategy."""
+    """Strategy."""
     beta: Annotated[float, Paper("A.1", (0.01,))] = 0.01
-    """Strength of the pull towards uniform weights, β of Eq. 9; unused with a preference."""
+    """Strength β of the regularisation towards uniform weights (Eq. 9); not used with a
+    preference."""
     preference: tuple[float, ...] | None = None
-    """Preference of each objective, p of Eq. 54, scaled to sum 1; 0 leaves an objective out."""
+    """Preference p of the objectives (Eq. 54), scaled to sum 1; 0 excludes an objective."""
     preferences: dict[str, tuple[float, ...]] = field(default_factory=dict)
-    """Preferences of single clients, by name, in place of the one for all."""
+    """Preferences of individual clients by name, which override the common preference."""
     preference_strength: float = 1.0
-    """Factor of the preference term Diag(1/p); the paper's form is 1."""
+    """Factor of the preference term Diag(1/p); 1 in the paper."""
     normalize: Annotated[bool, Paper("A.1")] = True
-    """Whether the Gram matrix is divided by the mean of its diagonal, as in Eq. 9, or not, as in
-    Eq. 2."""
+    """Whether to divide the Gram matrix by the mean of its diagonal (Eq. 9; false is Eq. 2)."""
     norm_power: Annotated[float, NOT_IN_PAPER] = 0.0
-    """Power of its norm that each gradient is divided by for the solve: 0 as in the paper, 1 for
+    """Each gradient is divided by this power of its norm for the solve: 0 as in the paper, 1 for
     unit gradients, as in GAPO (arXiv:2507.01915)."""
     solver: Solver = "exact"
-    """How weights are found; cvxpy is for constraints, and takes milliseconds."""
+    """Solver of the weights; cvxpy supports constraints, but takes milliseconds per solve."""
     constraints: Annotated[tuple[str, ...], NOT_IN_PAPER] = ()
-    """Linear inequalities between weights, by the objectives' names, such as 'harmless >= 0.3' or
-    'helpful <= 2 * harmless'; for solver cvxpy."""
+    """Linear constraints on the weights, in terms of the objectives' names, such as 'harmless >=
+    0.3' or 'helpful <= 2 * harmless'; require solver cvxpy."""
     solve_per: Annotated[Literal["minibatch", "batch"], NOT_IN_PAPER, NOT_IN_PAPER] = "minibatch"
-    """Whether each minibatch has its own weights, or a batch's hold in all of its: known before,
-    they leave one backward pass per minibatch in place of one per objective."""
+    """Whether weights are solved for each minibatch, or once per batch; the latter needs only one
+    backward pass per minibatch instead of one per objective."""
 
     preference_key: ClassVar[str | None] = "preference"
     sends_adapters_only: ClassVar[bool] = True
@@ -59,7 +59,7 @@ class FirmConfig(StrategyConfig):
     def __post_init__(self) -> None:
         num_objectives = 1 if self.preference is None else max(1, len(self.preference))
         if self.constraints and self.solver == "exact":
-            raise ValueError("constraints need solver cvxpy, got solver exact.")
+            raise ValueError("constraints require solver cvxpy, got solver exact.")
         # the constraints are checked once the objectives' names are known
         options = {**self.weighting_options(), "solver": "exact"}
         firm_weights(np.eye(num_objectives), **options)

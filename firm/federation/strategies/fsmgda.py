@@ -39,13 +39,14 @@ class FsmgdaConfig(StrategyConfig):
     """Options of FSMGDA."""
 
     name: Literal["fsmgda"] = "fsmgda"
-    """The strategy."""
+    """Strategy."""
     server_learning_rate: PositiveFloat = 1.0
     """Factor of the combined update, a difference of parameters. The paper's global learning rate
-    η_t multiplies sums of gradients: with SGD it is this times the local learning rate."""
+    η_t multiplies sums of gradients; with SGD it equals this factor times the local learning
+    rate."""
     gram_columns: Literal["shared", "all"] = "shared"
-    """Parameters whose updates decide on the weights: those that all objectives share, or also the
-    objectives' own heads. The paper's models have shared ones only."""
+    """Parameters used to compute the weights: the shared ones, or all, including the objectives'
+    heads. The paper's models have shared parameters only."""
 
     averages: ClassVar[bool] = False
     solves_on_server: ClassVar[bool] = True
@@ -53,12 +54,12 @@ class FsmgdaConfig(StrategyConfig):
     def __post_init__(self) -> None:
         if self.share_gram:
             raise ValueError(
-                "FSMGDA's clients see one objective at a time; share_gram is for firm."
+                "fsmgda does not support share_gram: its clients train one objective at a time."
             )
         if self.upload is not None:
             raise ValueError(
-                "upload is for one update per client, and FSMGDA's clients send one per objective; "
-                f"it must be null, got {self.upload.bits} bits."
+                "upload supports one update per client, but fsmgda sends one per objective; it "
+                f"must be null, got {self.upload.bits} bits."
             )
         super().__post_init__()
 

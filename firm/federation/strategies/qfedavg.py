@@ -15,7 +15,7 @@ from firm.federation.strategy import strategy
 from firm.fields import Hint, NonNegativeFloat, PositiveFloat, configuration
 
 MIN_LOSS = 1e-10
-"""Replaces a zero loss, whose power q - 1 would be infinite below q = 1."""
+"""Lower bound of losses: the power q - 1 of a zero loss is infinite for q < 1."""
 
 
 @configuration
@@ -23,25 +23,26 @@ class QFedAvgConfig(ScalarConfig):
     """Options of q-FedAvg."""
 
     name: Literal["qfedavg"] = "qfedavg"
-    """The strategy."""
+    """Strategy."""
     q: NonNegativeFloat = 1.0
-    """Power of the losses: 0 is FedAvg with equal clients, a large one looks at the worst alone."""
+    """Exponent q of the losses: 0 is FedAvg with uniform weights; large q focuses on the worst
+    client."""
     lipschitz: PositiveFloat = 1.0
-    """Estimate L of the losses' smoothness at q = 0. Li et al. take one over the local learning
-    rate; Hu et al. tried 0.1, 1 and 10."""
+    """Estimate of the Lipschitz constant L of the losses' gradients at q = 0. Li et al. use one
+    over the local learning rate; Hu et al. tried 0.1, 1 and 10."""
     normalize_updates: bool = False
-    """Whether every update is scaled to unit length first; Hu et al. found it unstable for large
+    """Whether to normalise every update to norm 1 first, which Hu et al. found unstable for large
     q. A zero update stays zero."""
 
     losses: Literal["mean", "total"] = "mean"
-    """Whether F_k is a client's mean loss, or its total, the mean times its number of examples, by
-    which the clients with much data decide at large q. Li et al. have the mean, Hu et al. the
-    total, in sums of their batches' means."""
+    """Definition of F_k: the client's mean loss, as in Li et al., or its total, the mean times the
+    number of examples, with which large clients dominate at large q. Hu et al. use the total, as
+    the sum of their batches' mean losses."""
 
-    aggregation: Annotated[Literal["uniform"], Hint("q-FedAvg weighs clients by their losses")] = (
+    aggregation: Annotated[Literal["uniform"], Hint("q-FedAvg weights clients by their losses")] = (
         "uniform"
     )
-    """Losses weigh the clients."""
+    """Fixed, because q-FedAvg weights clients by their losses."""
 
     averages: ClassVar[bool] = False
     reads_losses: ClassVar[bool] = True

@@ -136,7 +136,10 @@ def test_what_cannot_be_interrupted_ends_its_process_with_a_line(program):
             "killed between rounds",
             "lost: process 1 of the run's 2, which worked on client_1, is gone; unless",
         ),
-        ("frozen", "lost: process 1 of the run's 2 does not answer, which works on client_1; end"),
+        (
+            "frozen",
+            "lost: process 1 of the run's 2, which works on client_1, does not respond; end",
+        ),
     ],
 )
 def test_a_process_that_is_killed_or_frozen_is_named_with_its_clients(two_processes, how, told):
@@ -162,4 +165,4 @@ def test_a_limit_needs_the_main_thread(new_client, request_of):
     thread = threading.Thread(target=run)
     thread.start()
     thread.join()
-    assert raised == ["only the program's main thread can keep a time limit."]
+    assert raised == ["a time limit can only be enforced from the program's main thread."]

@@ -405,6 +405,6 @@ def test_what_epsilon_does_not_cover_is_said():
     (seed,) = SEEDED.notes()
     assert "noise_seed" in seed
     (exact,) = PrivacyConfig(clip_norm=1.0, noise_multiplier=1.0, statistics="exact").notes()
-    assert "adapters alone" in exact
+    assert "adapters only" in exact
     (none,) = PrivacyConfig(clip_norm=1.0, noise_multiplier=0.0).notes()
-    assert "nobody is protected" in none
+    assert "there is no privacy" in none

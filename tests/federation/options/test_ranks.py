@@ -41,8 +41,8 @@ def test_a_rank_is_a_row_of_a_and_a_column_of_every_b():
 @pytest.mark.parametrize(
     ("adapter", "reason"),
     [
-        ({"head.weight": torch.zeros(5, 5)}, "'head.weight' is no factor of LoRA"),
-        ({"q.lora_A1.weight": torch.zeros(5, 5)}, "'q.lora_A1.weight' is no factor of LoRA"),
+        ({"head.weight": torch.zeros(5, 5)}, "'head.weight' is not a LoRA factor"),
+        ({"q.lora_A1.weight": torch.zeros(5, 5)}, "'q.lora_A1.weight' is not a LoRA factor"),
         ({A: torch.zeros(2, 9)}, "has 2 ranks; a client cannot train 3 of them"),
     ],
 )
@@ -92,8 +92,8 @@ def test_the_ranks_that_are_trained_travel_and_no_other(cfg, new_client):
 @pytest.mark.parametrize(
     ("content", "ranks", "reason"),
     [
-        (START, {"a": 1}, "must come as some of its ranks, got an adapter"),
-        (PartialUpdate(torch.zeros(7)), {}, "must come as an adapter, got a PartialUpdate"),
+        (START, {"a": 1}, "must contain only its ranks, got a whole adapter"),
+        (PartialUpdate(torch.zeros(7)), {}, "must be an adapter, got a PartialUpdate"),
         (PartialUpdate(torch.zeros(6)), {"a": 1}, "must be 7 numbers, got a tensor"),
         (PartialUpdate(torch.zeros(7).double()), {"a": 1}, "must be 7 numbers"),
     ],
@@ -218,5 +218,5 @@ def test_what_a_mean_by_rank_rules_out_is_refused(kind, options, reason):
 
 
 def test_a_model_without_lora_is_told(new_client, start):
-    with pytest.raises(RoundFailed, match="'first' is no factor of LoRA"):
+    with pytest.raises(RoundFailed, match="'first' is not a LoRA factor"):
         firm_round(start, ["a"], LocalEngine([new_client("a")]), FirmConfig(ranks={"a": 1}))

@@ -255,10 +255,10 @@ def test_too_few_rows_are_refused(call, message):
     [
         ({"rule": "mode"}, "rule must be one of none, .*median.*, got 'mode'"),
         ({"rule": "median", "num_attackers": -1}, "must be non-negative, got -1"),
-        ({"num_attackers": 2}, "needs a rule that bears them, got 2"),
+        ({"num_attackers": 2}, "requires a robust rule, got 2"),
         ({"rule": "krum"}, "rule krum needs num_attackers of at least 1, got 0"),
         ({"rule": "trimmed_mean"}, "trimmed_mean needs num_attackers of at least 1, got 0"),
-        ({"rule": "krum", "num_attackers": 1, "clip_norm": 1.0}, "clip_norm belongs to rule norm"),
+        ({"rule": "krum", "num_attackers": 1, "clip_norm": 1.0}, "clip_norm requires rule norm"),
         ({"rule": "norm_clipping", "clip_norm": 0.0}, "positive, got 0.0"),
     ],
 )
@@ -271,7 +271,7 @@ def test_rules_that_mean_nothing_are_refused(options, message):
     ("options", "message"),
     [
         ({"aggregation": "by_examples"}, "with robust, aggregation must be uniform"),
-        ({"lora_mean": "products"}, "set lora_mean to factors with robust.rule krum"),
+        ({"lora_mean": "products"}, "with robust.rule krum set lora_mean to factors"),
         ({"clients_per_round": 6}, "needs clients_per_round of at least 7, got 6"),
     ],
 )
@@ -285,7 +285,7 @@ def test_keys_that_do_not_go_with_a_rule_are_refused(options, message):
 
 @pytest.mark.parametrize("config", [AflConfig, FedMgdaConfig, FsmgdaConfig, QFedAvgConfig])
 def test_strategies_that_take_no_mean_have_no_rule(config):
-    with pytest.raises(ValueError, match="robust is for strategies that take the clients' mean"):
+    with pytest.raises(ValueError, match="robust requires a strategy that averages the clients'"):
         config(robust=RobustConfig("median"))
 
 

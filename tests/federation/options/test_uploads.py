@@ -209,12 +209,12 @@ def test_an_update_of_another_size_is_refused(new_client):
 @pytest.mark.parametrize(
     ("kind", "options", "reason"),
     [
-        (FsmgdaConfig, {}, "FSMGDA's clients send one per objective"),
+        (FsmgdaConfig, {}, "fsmgda sends one per objective"),
         (FirmConfig, {"secure": "masks"}, "with secure, upload must be null, got"),
         (
             FirmConfig,
             {"privacy": PrivacyConfig(clip_norm=1.0, noise_multiplier=1.0)},
-            "with upload set privacy.at to client",
+            "with upload, set privacy.at to client",
         ),
     ],
 )

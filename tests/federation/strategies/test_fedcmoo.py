@@ -304,7 +304,7 @@ def test_named_clients_are_in_every_sample_of_the_theory(new_client, start):
 
 def test_the_theory_is_for_clients_that_serve_everything(new_plain_client, origin, run_rounds):
     client = new_plain_client("a", [LEFT, RIGHT], served=(1,))
-    with pytest.raises(RoundFailed, match="two_sample is for clients that serve all objectives"):
+    with pytest.raises(RoundFailed, match="two_sample requires clients that serve all objectives"):
         run_rounds(fedcmoo, [client], origin, THEORY)
 
 
@@ -381,7 +381,7 @@ def test_a_budget_without_a_rank_stops_the_run_with_its_reason(
     new_client, start, run_rounds, budget
 ):
     cfg = FedCmooConfig(upload_budget=budget)
-    with pytest.raises(RoundFailed, match=r"leaves no number to send|too small for rank 1"):
+    with pytest.raises(RoundFailed, match=r"less than one number|too small for rank 1"):
         run_rounds(fedcmoo, _clients(new_client), start, cfg)
 
 
@@ -484,13 +484,17 @@ def test_a_broken_correction_is_a_failure(new_client, start, meddled_engine, cha
         (FedCmooConfig, {"step_size": 0.0}, "step_size must be positive"),
         (FedCmooConfig, {"num_steps": 0}, "num_steps must be at least 1, got 0"),
         (FedCmooConfig, {"communication": "none"}, "one of one_way, two_way, two_sample"),
-        (FedCmooConfig, {"compressor": "count_sketch"}, "count_sketch goes one way only"),
-        (FedCmooConfig, {"compressor": "none"}, "none goes one way only"),
-        (FedCmooConfig, {"gram_clients": 3}, "gram_clients belongs to communication two_sample"),
+        (
+            FedCmooConfig,
+            {"compressor": "count_sketch"},
+            "count_sketch supports one-way communication only",
+        ),
+        (FedCmooConfig, {"compressor": "none"}, "none supports one-way communication only"),
+        (FedCmooConfig, {"gram_clients": 3}, "gram_clients requires communication two_sample"),
         (
             FedCmooConfig,
             {"communication": "two_sample", "gram_clients": 1, "always": ("a",)},
-            "gram_clients must be more than the 1 that always take part, got 1",
+            "gram_clients must exceed the number of clients in always, 1, got 1",
         ),
         (
             FedCmooConfig,
@@ -504,7 +508,11 @@ def test_a_broken_correction_is_a_failure(new_client, start, meddled_engine, cha
         ),
         (FedCmooPrefConfig, {"communication": "two_sample"}, "one of one_way, two_way, got"),
         (FedCmooPrefConfig, {"preference": (0.0, 0.0)}, "not all zero"),
-        (FedCmooPrefConfig, {"preference": (1.0, 1.0), "min_weight": 0.6}, "min_weight must lie"),
+        (
+            FedCmooPrefConfig,
+            {"preference": (1.0, 1.0), "min_weight": 0.6},
+            "min_weight must be between",
+        ),
         (FedCmooPrefConfig, {"threshold": -1.0}, "threshold must be non-negative"),
     ],
 )

@@ -215,7 +215,7 @@ def test_named_clients_take_part_in_every_round(new_client, start):
     drawn = [row["round"]["clients"] for row in rows]
     assert all(len(clients) == 2 and "client_3" in clients for clients in drawn)
     assert len(set(map(tuple, drawn))) > 1
-    with pytest.raises(ValueError, match="No client is called 'phd'"):
+    with pytest.raises(ValueError, match="unknown client 'phd'"):
         _run([new_client()], start, FirmConfig(always=("phd",)))
 
 
@@ -271,7 +271,10 @@ def test_the_given_state_stays_as_it_was(new_client, start):
         ({"preference": (1.0, 1.0), "preference_strength": -1.0}, "preference_strength"),
         ({"num_local_steps": 0}, "num_local_steps must be at least 1"),
         ({"clients_per_round": 0}, "clients_per_round must be at least 1"),
-        ({"clients_per_round": 2, "always": ("a", "b")}, "more than the 2 that always take part"),
+        (
+            {"clients_per_round": 2, "always": ("a", "b")},
+            "exceed the number of clients in always, 2",
+        ),
         ({"always": ("a", "a")}, "always must name each client once"),
         ({"server_learning_rate": 0.0}, "server_learning_rate must be positive"),
         ({"server_learning_rate": float("nan")}, "a finite number, got nan"),
@@ -296,7 +299,7 @@ def test_constraints_are_checked_against_the_objectives():
     cfg.check(["left", "right"])
     with pytest.raises(ValueError, match="names 'left', but the objectives are a, b"):
         cfg.check(["a", "b"])
-    with pytest.raises(ValueError, match="constraints need solver cvxpy"):
+    with pytest.raises(ValueError, match="constraints require solver cvxpy"):
         FirmConfig(constraints=("left >= 0.6",))
 
 

@@ -154,7 +154,10 @@ BROKEN = {
         lambda content: {**content, "updates": {"up": content["updates"]["left"]}},
         "updates must be a mapping with names among left, right",
     ),
-    "nothing": (lambda content: {**content, "updates": {}}, "updates are of none of left, right"),
+    "nothing": (
+        lambda content: {**content, "updates": {}},
+        "updates must have at least one of left, right",
+    ),
     "columns": (
         lambda content: {**content, "num_shared": 4},
         "num_shared must be from 1 to 3",
@@ -179,7 +182,7 @@ def test_a_broken_reply_is_a_failure_with_its_reason(new_client, start, meddled_
     [
         ({"server_learning_rate": 0.0}, "server_learning_rate must be positive"),
         ({"gram_columns": "heads"}, "gram_columns must be one of shared, all, got 'heads'"),
-        ({"share_gram": True}, "share_gram is for firm"),
+        ({"share_gram": True}, "does not support share_gram"),
     ],
 )
 def test_configurations_that_cannot_run_are_refused(options, message):

@@ -84,9 +84,9 @@ def test_a_client_with_an_unusable_loss_is_left_out(two_clients, origin, run_rou
     state, rows = run_rounds(qfedavg, two_clients(bias=bias), origin, QFedAvgConfig(q=0.0))
     (failure,) = rows[0]["round"]["failures"]
     assert failure["client"] == "b"
-    assert "loss of left is" in failure["reason"] or "not finite" in failure["reason"]
+    assert "loss of left must be" in failure["reason"] or "not finite" in failure["reason"]
     assert point(state).tolist() == [2.0, 0.0, 0.0]
-    with pytest.raises(RoundFailed, match=r"loss of left is|not finite"):
+    with pytest.raises(RoundFailed, match=r"loss of left must be|not finite"):
         run_rounds(qfedavg, two_clients(bias=bias)[1:], origin, QFedAvgConfig())
 
 

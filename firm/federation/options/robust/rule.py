@@ -32,7 +32,7 @@ class Rule:
 
 
 RULES: Registry[str, Rule] = Registry("robust rule")
-"""Every robust rule by name."""
+"""Robust rules by name."""
 
 
 def robust_rule(
@@ -57,10 +57,10 @@ def robust_rule(
 
 @configuration(source=NOT_IN_PAPER)
 class RobustConfig(Option):
-    """Robust aggregation; by default the mean is that of all updates, as they are.
+    """Robust aggregation of updates; off by default.
 
-    What clients send beside their updates is not covered: FedCMOO's weights come of all Jacobians,
-    an attacker's among them.
+    Covers updates only, not other messages of clients: FedCMOO's weights depend on all Jacobians,
+    including those of attackers.
     """
 
     key: ClassVar[str] = "robust"
@@ -70,26 +70,26 @@ class RobustConfig(Option):
         Need(
             "normalize_updates",
             False,
-            "a robust rule sees to the updates' lengths, and rule normalization gives all their "
-            "median length",
+            "robust rules handle the updates' norms; rule normalization scales all of them to "
+            "their median",
         ),
     )
 
     rule: Annotated[str, OneOf(RULES, "none")] = "none"
-    """none: all updates. median, trimmed_mean: one that is merged coordinate by coordinate. krum,
-    multi_krum: the one, or the N - num_attackers, with the nearest neighbours. norm_clipping: all,
-    none longer than clip_norm. normalization: all, each with their median length."""
+    """none averages all updates. median and trimmed_mean aggregate coordinate-wise. krum selects
+    the update closest to its neighbours, multi_krum averages the N - num_attackers closest ones.
+    norm_clipping limits the updates' norms to clip_norm; normalization scales them to their
+    median."""
     num_attackers: NonNegativeInt = 0
-    """Clients among those of a round that may send anything, f; what trimmed_mean leaves out on
-    each side. A round needs 2f + 1 updates, 2f + 3 for krum and multi_krum."""
-    clip_norm: Annotated[PositiveFloat | None, Hint("null takes the median length")] = None
-    """Length ‖θ_c - θ_t‖ that norm_clipping clips to; null takes the median of the lengths."""
+    """Number f of attackers assumed among the clients of a round, and of values that trimmed_mean
+    removes on each side. A round needs 2f + 1 updates, 2f + 3 for krum and multi_krum."""
+    clip_norm: Annotated[PositiveFloat | None, Hint("null uses the median norm")] = None
+    """Maximum norm ‖θ_c - θ_t‖ of norm_clipping; null uses the median norm."""
 
     def __post_init__(self) -> None:
         if self.rule == "none" and self.num_attackers > 0:
             raise ValueError(
-                f"num_attackers needs a rule that bears them, got {self.num_attackers} with rule "
-                "none."
+                f"num_attackers requires a robust rule, got {self.num_attackers} with rule none."
             )
         if self.rule != "none" and RULES[self.rule].needs_attackers and self.num_attackers < 1:
             raise ValueError(
@@ -97,7 +97,7 @@ class RobustConfig(Option):
             )
         if self.clip_norm is not None and self.rule != "norm_clipping":
             raise ValueError(
-                f"clip_norm belongs to rule norm_clipping, got {self.clip_norm} with {self.rule}."
+                f"clip_norm requires rule norm_clipping, got {self.clip_norm} with {self.rule}."
             )
 
     @property
