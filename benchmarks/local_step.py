@@ -147,7 +147,6 @@ def local_step(
         tokenizer=tokenizer,
         reward_fns={f"objective_{j}": reward for j in range(num_objectives)},
         num_rounds=REPEATS,
-        use_cpu=True,
     )
     client = AlignmentClient("client_0", prompts, trainer, seed=0)
     start = client.state()

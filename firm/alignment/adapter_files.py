@@ -25,6 +25,7 @@ from firm.alignment.policy import (
     PolicyConfig,
     check_fits,
     load_base_model,
+    take_device,
     without_needless_warnings,
 )
 from firm.alignment.self_check import check_passes
@@ -85,9 +86,7 @@ def load_adapters(
                 "use the base model that it was made for."
             ) from error
         fill_adapter_(policy, folder, config.path, name=name, preference=preference)
-    accelerator = torch.accelerator.current_accelerator()
-    device = accelerator if accelerator and torch.accelerator.is_available() else "cpu"
-    policy.to(device).eval()
+    policy.to(take_device(config.device)).eval()
     check_passes(policy, config.path)
     return policy
 

@@ -68,7 +68,8 @@ class PolicyConfig:
     """Type of the frozen parameters; the adapter is float32."""
     device: str = "auto"
     """Where the policy is and the adapter learns: "auto" takes the accelerator where there is one,
-    and each of several processes another; or "cpu", "cuda", or one of several such as "cuda:1"."""
+    and each of several processes another; or "cpu", a type that torch knows, such as "cuda", "mps",
+    "xpu" or "npu", or one of several by its index, such as "cuda:1"."""
     gradient_checkpointing: Annotated[bool, NOT_IN_PAPER] = False
     """Whether activations are computed again in each backward pass instead of kept: less memory,
     more time, the same gradients."""
@@ -103,6 +104,9 @@ def take_device(name: str, *, num_processes: int = 1) -> torch.device:
             of several processes has an accelerator already.
         num_processes: Number of processes that work together.
 
+    Returns:
+        The device, with its index if it is an accelerator.
+
     Raises:
         ValueError: There is no such device here, or several processes would share it.
     """
@@ -110,8 +114,10 @@ def take_device(name: str, *, num_processes: int = 1) -> torch.device:
         device = named_device(name)
     except ValueError as error:
         raise ValueError(f"policy.device: {error}") from error
-    if device.type == "cpu" or device.index is None:
+    if device.type == "cpu":
         return device
+    if device.index is None:
+        return torch.device(device.type, torch.accelerator.current_device_index())
     if num_processes > 1:
         raise ValueError(
             f"policy.device must be auto or {device.type} with {num_processes} processes, each of "
@@ -330,7 +336,8 @@ def borrowed(model: PreTrainedModel | None) -> Iterator[None]:
     if model is None:
         yield
         return
-    flags = [(parameter, parameter.requires_grad) for parameter in model.parameters()]
+    # by name, as some backends replace parameters when the model moves there
+    flags = {name: parameter.requires_grad for name, parameter in model.named_parameters()}
     dropouts = [(m, m.p) for m in model.modules() if isinstance(m, torch.nn.Dropout)]
     modes = [(module, module.training, _checkpointing(module)) for module in model.modules()]
     try:
@@ -339,8 +346,8 @@ def borrowed(model: PreTrainedModel | None) -> Iterator[None]:
         for name, layer in adapted_modules(model).items():
             model.set_submodule(name, layer.get_base_layer())
         vars(model).pop("peft_config", None)
-        for parameter, requires_grad in flags:
-            parameter.requires_grad_(requires_grad)
+        for name, parameter in model.named_parameters():
+            parameter.requires_grad_(flags[name])
         for dropout, probability in dropouts:
             dropout.p = probability
         for module, is_training, checkpointing in modes:

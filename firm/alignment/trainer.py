@@ -17,7 +17,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from accelerate import Accelerator
 from peft import PeftModel
 from transformers import PreTrainedTokenizerBase, TrainerState
 
@@ -85,14 +84,13 @@ class MultiObjectiveTrainer:
         config: The estimator and its hyperparameters of a local step.
         rollout_config: How responses are sampled and where they end.
         prompt_format: How the policy reads a dialogue.
-        policy: A `PeftModel` with one adapter slot.
+        policy: A `PeftModel` with one adapter slot, on the device that it learns on.
         tokenizer: The policy's, as `load_tokenizer` returns it.
         reward_fns: Name and reward function of every objective, in the order of the rows.
         num_rounds: Rounds of the run, over which the learning rates' schedule extends.
         value_model: Critic that the estimator trains beside the adapter; a new one by default.
         team: Processes among which the rows of every batch are divided. All hold the same adapter,
             take the same steps, and call the stages at the same time.
-        use_cpu: Whether the policy stays on the CPU where there is an accelerator.
         adam: Factory of optimizers, called with parameters and `lr`.
 
     Attributes:
@@ -116,7 +114,6 @@ class MultiObjectiveTrainer:
         num_rounds: int,
         value_model: torch.nn.Module | None = None,
         team: Team | Alone = ALONE,
-        use_cpu: bool = False,
         adam: Callable[..., torch.optim.Optimizer] = ADAM,
     ) -> None:
         if config.minibatch_size < team.size:
@@ -146,12 +143,10 @@ class MultiObjectiveTrainer:
         self._sampler = self._new_sampler(
             policy, tokenizer, rollout_config, policy.disable_adapter, self.prompt_format
         )
-        self._use_cpu = use_cpu
         self.critic = value_model or config.new_critic(policy, len(reward_fns))
         for model in filter(None, (policy, self.critic)):
             model.eval()  # `set_mode` switches the adapter's dropout on
-        self.device = Accelerator(cpu=use_cpu).device
-        policy.to(self.device)
+        self.device = policy.device
 
     def _adapter(self) -> dict[str, torch.nn.Parameter]:
         return adapter_parameters(self.policy_model)
@@ -173,7 +168,6 @@ class MultiObjectiveTrainer:
             "reward_fns": self.reward_fns,
             "num_rounds": self.num_rounds,
             "value_model": self.critic,
-            "use_cpu": self._use_cpu,
             "adam": self._adam,
         }
 

@@ -15,8 +15,10 @@ Departures from TRL, each with its reason:
 
 import itertools
 import math
+import os
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -37,6 +39,9 @@ from firm.alignment.sequences import Queries
 from firm.alignment.trainer import MultiObjectiveTrainer
 from firm.gradients.jacobian import gram_matrix
 from firm.solvers.regularised import firm_weights
+
+_ACCELERATE_DEVICE = "ACCELERATE_TORCH_DEVICE"
+"""Variable in which Accelerate reads the device of a process."""
 
 
 class MultiObjectivePPOTrainer(PPOTrainer):
@@ -74,12 +79,17 @@ class MultiObjectivePPOTrainer(PPOTrainer):
         **arguments: Any,
     ) -> None:
         self.solver = solver
-        with tempfile.TemporaryDirectory() as folder, without_needless_warnings():
+        device = arguments["policy"].device
+        with (
+            tempfile.TemporaryDirectory() as folder,
+            without_needless_warnings(),
+            _accelerate_on(device),
+        ):
             self.args = _trl_config(
                 config,
                 arguments["rollout_config"],
                 arguments["num_rounds"],
-                use_cpu=arguments.get("use_cpu", False),
+                use_cpu=device.type == "cpu",
                 # TRL creates its output folder here: a temporary one if none is given
                 **{"output_dir": folder, **(trl_arguments or {})},
             )
@@ -184,6 +194,24 @@ _TRL_NAMES = {
     "policy_loss": "loss/policy_avg",
     "value_loss": "loss/value_avg",
 }
+
+
+@contextmanager
+def _accelerate_on(device: torch.device) -> Iterator[None]:
+    """Has Accelerate take the policy's device, of a type that it may not know.
+
+    TRL's trainer moves the policy to Accelerate's device.
+    """
+    before = os.environ.get(_ACCELERATE_DEVICE)
+    if device.type != "cpu":
+        os.environ[_ACCELERATE_DEVICE] = str(device)
+    try:
+        yield
+    finally:
+        if before is not None:
+            os.environ[_ACCELERATE_DEVICE] = before
+        else:
+            os.environ.pop(_ACCELERATE_DEVICE, None)
 
 
 def _trl_config(

@@ -1,6 +1,16 @@
-"""Lookup of this machine's devices by name."""
+"""The devices of this machine: their names, random generators and memory.
+
+No other module asks torch for a particular maker's devices. Functions go through
+``torch.accelerator`` and ``torch.get_device_module``, so that any type that torch knows will do:
+CUDA and ROCm ("cuda"), Apple ("mps"), Intel ("xpu"), and backends from other packages, such as
+"npu".
+"""
+
+from collections.abc import Sequence
+from typing import Any
 
 import torch
+import torch.distributed
 
 
 def named_device(name: str) -> torch.device:
@@ -16,14 +26,13 @@ def named_device(name: str) -> torch.device:
     Raises:
         ValueError: This machine has no such device.
     """
-    available = torch.accelerator.is_available()
-    accelerator = torch.accelerator.current_accelerator() if available else None
+    accelerator = accelerator_type()
     if name == "auto":
-        return accelerator or torch.device("cpu")
+        return torch.device(accelerator or "cpu")
     known = ["cpu"]
     if accelerator is not None:
-        count = torch.accelerator.device_count()
-        known += [accelerator.type, *(f"{accelerator.type}:{index}" for index in range(count))]
+        indices = range(torch.accelerator.device_count())
+        known += [accelerator, *(f"{accelerator}:{index}" for index in indices)]
     try:
         device = torch.device(name)
     except RuntimeError:  # torch knows dozens of device types, most of which are absent
@@ -33,3 +42,148 @@ def named_device(name: str) -> torch.device:
             f"there is no device {name!r} here: choose 'auto' or one of {', '.join(known)}."
         )
     return device
+
+
+def accelerator_type() -> str | None:
+    """Returns the type of this machine's accelerators, such as "cuda"; None without any."""
+    if not torch.accelerator.is_available():
+        return None
+    accelerator = torch.accelerator.current_accelerator()
+    return accelerator and accelerator.type
+
+
+def num_accelerators() -> int:
+    """Returns the number of accelerators that torch sees."""
+    return torch.accelerator.device_count() if accelerator_type() else 0
+
+
+def process_group_backend() -> str:
+    """Returns the communication backends of a process group, for the CPU and the accelerator."""
+    kind = accelerator_type() or "cpu"
+    own = torch.distributed.Backend.default_device_backend_map.get(kind, "gloo")
+    return "gloo" if own == "gloo" else f"cpu:gloo,{kind}:{own}"
+
+
+def communicates(device: torch.device) -> bool:
+    """Returns whether processes exchange tensors on a device without copies on the CPU."""
+    return device.type == "cpu" or device.type in process_group_backend()
+
+
+# --- Random generators ----------------------------------------------------------------------------
+
+
+def generator_states() -> list[torch.Tensor]:
+    """Returns the states of the accelerators' default generators, in order of their indices."""
+    return [_generator_state(index) for index in range(_num_generators())]
+
+
+def set_generator_states(states: Sequence[torch.Tensor]) -> None:
+    """Restores states that ``generator_states`` returned."""
+    for index, state in enumerate(states):
+        _set_generator_state(index, state)
+
+
+def fresh_generator_states(seed: int) -> list[torch.Tensor]:
+    """Returns the states that the accelerators' generators have after seeding."""
+    kind, indices = accelerator_type(), range(_num_generators())
+    return [torch.Generator(f"{kind}:{i}").manual_seed(seed).get_state() for i in indices]
+
+
+def has_generator_states() -> bool:
+    """Returns whether the generators' states can be saved; without accelerators, they can."""
+    return num_accelerators() == _num_generators()
+
+
+def copy_of_generator(device: torch.device) -> torch.Generator:
+    """Returns a copy of torch's default generator of a device.
+
+    Where the backend gives no state, it is a new generator seeded by the CPU's.
+    """
+    generator = torch.Generator(device)
+    if device.type == "cpu":
+        return generator.set_state(torch.get_rng_state())
+    if not has_generator_states():
+        return generator.manual_seed(int(torch.randint(2**62, ())))
+    return generator.set_state(_generator_state(_index(device)))
+
+
+def set_generator(generator: torch.Generator) -> None:
+    """Copies a generator's state to torch's default generator of the same device."""
+    if generator.device.type == "cpu":
+        torch.set_rng_state(generator.get_state())
+    elif has_generator_states():
+        _set_generator_state(_index(generator.device), generator.get_state())
+
+
+def _num_generators() -> int:
+    kind = accelerator_type()
+    has_states = kind is not None and hasattr(torch.get_device_module(kind), "get_rng_state")
+    return num_accelerators() if has_states else 0
+
+
+def _generator_state(index: int) -> torch.Tensor:
+    kind = accelerator_type()
+    module = torch.get_device_module(kind)
+    return module.get_rng_state() if kind == "mps" else module.get_rng_state(index)
+
+
+def _set_generator_state(index: int, state: torch.Tensor) -> None:
+    kind = accelerator_type()
+    module = torch.get_device_module(kind)
+    if kind == "mps":  # Apple's has one device, and takes no index
+        module.set_rng_state(state)
+    else:
+        module.set_rng_state(state, index)
+
+
+def _index(device: torch.device) -> int:
+    return torch.accelerator.current_device_index() if device.index is None else device.index
+
+
+# --- Measurements ---------------------------------------------------------------------------------
+
+
+def device_title(device: torch.device) -> str | None:
+    """Returns the name of an accelerator's model; None for the CPU or if the backend has none."""
+    name = _function(device, "get_device_name")
+    return None if name is None else str(name(device))
+
+
+def synchronize(device: torch.device) -> None:
+    """Waits until a device has done its work; on the CPU it has."""
+    if device.type != "cpu":
+        torch.accelerator.synchronize(device)
+
+
+def release_memory(device: torch.device) -> None:
+    """Returns the memory that torch's allocator holds back to the device."""
+    if empty := _function(device, "empty_cache"):
+        empty()
+
+
+def reset_peak_bytes(device: torch.device) -> None:
+    """Starts a new measurement of ``peak_bytes``."""
+    if reset := _function(device, "reset_peak_memory_stats"):
+        reset(device)
+
+
+def peak_bytes(device: torch.device) -> int | None:
+    """Returns the most bytes allocated on a device since ``reset_peak_bytes``.
+
+    None for the CPU, and for backends that do not count.
+    """
+    peak = _function(device, "max_memory_allocated")
+    return None if peak is None else peak(device)
+
+
+def total_bytes(device: torch.device) -> int | None:
+    """Returns the size of a device's memory; None for the CPU or if the backend does not say."""
+    sizes = _function(device, "mem_get_info")
+    return None if sizes is None else sizes(device)[1]
+
+
+def _function(device: torch.device, name: str) -> Any:
+    """Returns a function of a device's backend; None for the CPU or if the backend has none."""
+    if device.type == "cpu":
+        return None
+    return getattr(torch.get_device_module(device), name, None)

@@ -16,6 +16,8 @@ import greenlet
 import numpy as np
 import torch
 
+from firm.federation.devices import generator_states, set_generator_states
+
 T = TypeVar("T")
 Work = Callable[[list[Any]], Sequence[Any]]
 """Maps the arguments of all waiting functions to their results, in the same order. A result that is
@@ -182,21 +184,19 @@ def _each(
 
 
 def _surroundings() -> tuple[Any, ...]:
-    devices = range(torch.cuda.device_count() if torch.cuda.is_available() else 0)
     return (
         torch.is_grad_enabled(),
         torch.get_rng_state(),
-        [torch.cuda.get_rng_state(device) for device in devices],
+        generator_states(),
         np.random.get_state(),
         random.getstate(),
     )
 
 
 def _surround(surroundings: tuple[Any, ...]) -> None:
-    has_gradients, torch_state, cuda_states, numpy_state, python_state = surroundings
+    has_gradients, torch_state, accelerator_states, numpy_state, python_state = surroundings
     torch.set_grad_enabled(has_gradients)
     torch.set_rng_state(torch_state)
-    for device, state in enumerate(cuda_states):
-        torch.cuda.set_rng_state(state, device)
+    set_generator_states(accelerator_states)
     np.random.set_state(numpy_state)
     random.setstate(python_state)

@@ -15,6 +15,12 @@ import numpy as np
 import torch
 
 from firm.federation.client import State
+from firm.federation.devices import (
+    accelerator_type,
+    fresh_generator_states,
+    generator_states,
+    set_generator_states,
+)
 
 
 def derive_seed(seed: int, *names: str | int) -> int:
@@ -32,7 +38,7 @@ def derive_seed(seed: int, *names: str | int) -> int:
 class RandomStream:
     """A named stream of random numbers, used as ``with stream: ...``.
 
-    Inside the block, the global generators of torch (CPU and every CUDA device), numpy (the legacy
+    Inside the block, the global generators of torch (CPU and every accelerator), numpy (the legacy
     one) and Python have this stream's state. At the end of the block the advanced states are saved
     in the stream and the outer states are restored, also after an exception. Streams can be nested,
     but a stream cannot be nested in itself.
@@ -68,23 +74,19 @@ class RandomStream:
     def restore(self, state: State) -> None:
         """Restores a state returned by ``state``.
 
-        CUDA states of devices that this machine does not have are dropped; devices missing from the
-        state start from the stream's seed.
+        States of accelerators that this machine does not have, or of another type, are dropped;
+        accelerators missing from the state start from the stream's seed.
         """
-        missing = _fresh_state(self._seed)["cuda"][len(state["cuda"]) :]
-        self._state = copy.deepcopy(state)
-        self._state["cuda"] = (self._state["cuda"] + missing)[: _num_cuda_devices()]
-
-
-def _num_cuda_devices() -> int:
-    return torch.cuda.device_count() if torch.cuda.is_available() else 0
+        fresh, saved = fresh_generator_states(self._seed), state["accelerators"]
+        known = saved["states"] if saved["type"] == accelerator_type() else []
+        states = [*known, *fresh[len(known) :]][: len(fresh)]
+        self._state = copy.deepcopy({**state, "accelerators": _typed(states)})
 
 
 def _fresh_state(seed: int) -> State:
-    devices = range(_num_cuda_devices())
     return {
         "torch": torch.Generator().manual_seed(seed).get_state(),
-        "cuda": [torch.Generator(f"cuda:{i}").manual_seed(seed).get_state() for i in devices],
+        "accelerators": _typed(fresh_generator_states(seed)),
         "numpy": _pack_numpy(np.random.RandomState([seed >> 32, seed & 0xFFFFFFFF]).get_state()),
         "python": _pack_python(random.Random(seed).getstate()),
     }
@@ -93,7 +95,7 @@ def _fresh_state(seed: int) -> State:
 def _global_state() -> State:
     return {
         "torch": torch.get_rng_state(),
-        "cuda": [torch.cuda.get_rng_state(i) for i in range(_num_cuda_devices())],
+        "accelerators": _typed(generator_states()),
         "numpy": _pack_numpy(np.random.get_state()),
         "python": _pack_python(random.getstate()),
     }
@@ -101,13 +103,17 @@ def _global_state() -> State:
 
 def _set_global_state(state: State) -> None:
     torch.set_rng_state(state["torch"])
-    for device, device_state in enumerate(state["cuda"]):
-        torch.cuda.set_rng_state(device_state, device)
+    set_generator_states(state["accelerators"]["states"])
     packed = state["numpy"]
     keys = packed["keys"].numpy().astype(np.uint32)
     np.random.set_state(("MT19937", keys, packed["pos"], packed["has_gauss"], packed["gauss"]))
     packed = state["python"]
     random.setstate((packed["version"], tuple(packed["keys"].tolist()), packed["gauss"]))
+
+
+def _typed(states: list[torch.Tensor]) -> State:
+    """Returns the accelerators' states with their type, as others cannot read them."""
+    return {"type": accelerator_type(), "states": states}
 
 
 def _pack_numpy(state: Any) -> State:

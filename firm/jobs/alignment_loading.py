@@ -154,6 +154,7 @@ def load(
         num_objectives=len(cfg.rewards),
         given=given.model,
     )
+    policy.to(device)  # before anything refers to its parameters, which some backends replace
     check_vocabulary(policy, tokenizer, f"policy.path: the tokenizer of {cfg.policy.path}")
     with RandomStream(cfg.seed, "critic"):  # a value network is initialized randomly
         trainer = build_trainer(
@@ -165,7 +166,6 @@ def load(
             reward_fns={name: reward_fns[name] for name in cfg.rewards},
             num_rounds=max(1, cfg.rounds),
             team=processes.team() or ALONE,
-            use_cpu=device.type == "cpu",
         )
     check_passes(policy, cfg.policy.path)
     if cfg.estimator.needs_independent_rows:

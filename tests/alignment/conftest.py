@@ -180,7 +180,6 @@ def make_trainer(tokenizer, make_policy) -> Callable[..., MultiObjectiveTrainer]
             reward_fns=rewards,
             num_rounds=num_rounds,
             value_model=value_model,
-            use_cpu=True,
         )
         if not hasattr(trainer, "learner"):  # one for tests that call the stages themselves
             trainer.learner = trainer.new_learner()

@@ -12,6 +12,7 @@ def accelerator(request, monkeypatch):
         "is_available": True,
         "current_accelerator": torch.device(request.param),
         "device_count": 2,
+        "current_device_index": 1,
     }.items():
         monkeypatch.setattr(torch.accelerator, name, lambda value=value: value)
     return request.param
@@ -30,10 +31,12 @@ def test_an_accelerator_is_named_by_its_type_or_by_its_index(accelerator):
 def test_only_an_index_changes_the_device_of_the_process(accelerator, monkeypatch):
     taken = []
     monkeypatch.setattr(torch.accelerator, "set_device_index", taken.append)
-    for name in ("auto", "cpu", accelerator):
-        take_device(name, num_processes=2)
+    current = torch.device(accelerator, 1)
+    assert take_device("cpu", num_processes=2) == torch.device("cpu")
+    for name in ("auto", accelerator):
+        assert take_device(name, num_processes=2) == current
     assert taken == []
-    take_device(f"{accelerator}:1")
+    assert take_device(f"{accelerator}:1") == current
     assert taken == [1]
     with pytest.raises(ValueError, match=rf"must be auto or {accelerator} with 2 processes"):
         take_device(f"{accelerator}:1", num_processes=2)

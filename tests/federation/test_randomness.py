@@ -113,19 +113,3 @@ def test_derived_seeds_are_distinct_and_fixed_for_ever():
     assert len({derive_seed(0, *name) for name in names}) == len(names)
     assert derive_seed(0, "ab", "c") != derive_seed(0, "a", "bc")
     assert derive_seed(0, "sampling", 1) == 1021085013816111908
-
-
-@pytest.mark.gpu
-def test_a_stream_covers_the_cuda_generators():
-    with RandomStream(0, "a"):
-        first = torch.rand(3, device="cuda")
-    torch.cuda.manual_seed_all(1)
-    stream = RandomStream(0, "a")
-    with stream:
-        assert torch.equal(torch.rand(3, device="cuda"), first)
-    state = stream.state()
-    with stream:
-        second = torch.rand(3, device="cuda")
-    stream.restore(state)
-    with stream:
-        assert torch.equal(torch.rand(3, device="cuda"), second)

@@ -94,7 +94,6 @@ class Place:
             tokenizer=self.tokenizer,
             reward_fns={"first": _first, "second": _second},
             num_rounds=4,
-            use_cpu=True,
         )
 
 

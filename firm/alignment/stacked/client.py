@@ -11,6 +11,7 @@ from firm.alignment.rollout import Sampler
 from firm.alignment.sequences import Queries, Sequences
 from firm.alignment.stacked.model import Losses, StackedModel, Weighted
 from firm.alignment.stacked.passes import Output, Part, PassPosition
+from firm.federation.devices import copy_of_generator, set_generator
 from firm.federation.lockstep import together
 
 
@@ -36,7 +37,7 @@ class StackedPolicy(Policy):
             return super().forward(rows, model)
         is_training, has_gradient = self.model.training, torch.is_grad_enabled()
         is_tapped = self._latest.is_tapped and has_gradient
-        generator = _own_generator(self.model.device)
+        generator = copy_of_generator(self.model.device)
         part = Part(
             rows,
             self.adapter,
@@ -47,7 +48,7 @@ class StackedPolicy(Policy):
         )
         key = is_training, has_gradient, is_tapped
         output = together(self.stack.forward, part, key=key, size=rows.num_rows)
-        _advance(generator)
+        set_generator(generator)
         if has_gradient:
             self._latest.place = output.place
         return output
@@ -111,7 +112,7 @@ class StackedSampler(Sampler):
 
         `on_token` is not called at each token, since a joint pass samples for several clients.
         """
-        generator = _own_generator(self.model.device)
+        generator = copy_of_generator(self.model.device)
         part = Part(
             queries,
             self.policy.adapter,
@@ -121,7 +122,7 @@ class StackedSampler(Sampler):
         )
         work = self.policy.stack.generate
         ids, logprobs = together(work, part, size=queries.num_rows)
-        _advance(generator)
+        set_generator(generator)
         return ids.masked_fill(ids < 0, self.pad_token_id), logprobs
 
     def logprobs(self, sequences: Sequences, *, of_reference: bool) -> torch.Tensor:
@@ -133,19 +134,3 @@ class StackedSampler(Sampler):
             for rows in sequences.split(self.config.forward_batch_size)
         ]
         return torch.cat([together(work, p, key=of_reference, size=p.rows.num_rows) for p in parts])
-
-
-def _own_generator(device: torch.device) -> torch.Generator:
-    """Returns a copy of torch's global generator for the device."""
-    generator = torch.Generator(device)
-    is_cuda = device.type == "cuda"
-    generator.set_state(torch.cuda.get_rng_state(device) if is_cuda else torch.get_rng_state())
-    return generator
-
-
-def _advance(generator: torch.Generator) -> None:
-    """Copies this generator's state to torch's global generator."""
-    if generator.device.type == "cuda":
-        torch.cuda.set_rng_state(generator.get_state(), generator.device)
-    else:
-        torch.set_rng_state(generator.get_state())

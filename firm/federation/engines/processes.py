@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 
 from firm.federation.client import Failure, Reply, State
+from firm.federation.devices import communicates, num_accelerators, process_group_backend
 from firm.federation.engines.engine import check_states, checked_reply, divided, tell_finished
 from firm.federation.engines.local import LocalEngine
 from firm.federation.engines.time_limit import GRACE
@@ -69,17 +70,16 @@ class Processes:
 
         Other libraries must not mistake the processes for data-parallel copies of one training
         (Accelerate would average the gradients of different clients): after this call they see a
-        single process, on the CUDA device of its local rank if there are any.
+        single process, on the accelerator of its local rank if there are any.
         """
         place = {name: os.environ.pop(name) for name in _LAUNCHER if name in os.environ}
         size = int(place.get("WORLD_SIZE", 1))
         processes = cls(int(os.environ.get("RANK", 0)), size, per_client)
         if size > 1:
-            if torch.cuda.is_available():
-                torch.cuda.set_device(int(place["LOCAL_RANK"]) % torch.cuda.device_count())
-            backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
+            if count := num_accelerators():
+                torch.accelerator.set_device_index(int(place["LOCAL_RANK"]) % count)
             dist.init_process_group(
-                backend, rank=processes.rank, world_size=size, timeout=_PATIENCE
+                process_group_backend(), rank=processes.rank, world_size=size, timeout=_PATIENCE
             )
             signal.signal(signal.SIGTERM, processes._stopped)
         return processes
@@ -195,10 +195,10 @@ class Team:
 
     def sum(self, tensor: torch.Tensor) -> torch.Tensor:
         """Returns the sum of all members' tensors, which must have the same shape."""
-        total = tensor.clone()
+        total = tensor.clone() if communicates(tensor.device) else tensor.cpu()
         with self._connected():
             dist.all_reduce(total, group=self.group)
-        return total
+        return total.to(tensor.device)
 
     def gather(self, content: Any) -> list[Any]:
         """Returns the values of all members in order of rank; any value that `pack` accepts."""
