@@ -102,7 +102,9 @@ def spend(
       and so do not know the participants. The run's seed reveals them, and must be kept secret too.
       It is the smaller of two bounds, since who knows less learns no more: amplification by
       sampling over all rounds, and none over the rounds of the client with the most of them.
-    - "epsilon_server", if clients add the noise: the server, which receives their messages.
+    - "epsilon_server", if clients add the noise: the server, which receives their messages. With
+      noise of the sum it is that of the sum, as far as the masks hold: no more clients than
+      assumed collude with the server.
 
     Args:
         cfg: The limits and the noise.
@@ -133,7 +135,7 @@ def spend(
         hidden = gaussian_epsilon(models, cfg.delta, sample=sample)
         known = gaussian_epsilon(models_seen, cfg.delta)
         entry["epsilon_if_unknown"] = _finite(min(hidden, known))
-    if cfg.at == "client":
+    if cfg.at != "server":
         is_covered = cfg.statistics != "exact"
         full = _compose({message: longest}, statistics, cfg.delta) if is_covered else inf
         entry["epsilon_server"] = _finite(full)
@@ -146,9 +148,9 @@ def spend(
 def message_epsilon(cfg: "PrivacyConfig", num_messages: int) -> float:
     """Returns the ε at ``cfg.delta`` spent by ``num_messages`` messages of one client.
 
-    If the client adds the noise, ε applies to every reader of the messages; if an honest server
-    adds it, to everyone except the server. ε is infinite without noise, and with exact statistics,
-    which it does not cover.
+    If the client adds the noise, ε applies to every reader of the messages, or of their sum where
+    it adds a share; if an honest server adds it, to everyone except the server. ε is infinite
+    without noise, and with exact statistics, which it does not cover.
     """
     if cfg.statistics == "exact":
         return inf if num_messages else 0.0
@@ -166,7 +168,8 @@ def share_clipped(updates: Sequence[Update]) -> State:
 def _models(cfg: "PrivacyConfig", sizes: Sequence[int]) -> Counter[float]:
     """Counts rounds by the noise of their mean, in multiples of one client's sensitivity.
 
-    If n clients add independent noise, the noise of the sum is √n times as large.
+    If n clients add independent noise, the noise of the sum is √n times as large. If they add
+    shares of the sum's noise, the honest ones are counted on for no more than the whole.
     """
     factor = cfg.noise_multiplier / 2
     return Counter(factor * (size**0.5 if cfg.at == "client" else 1.0) for size in sizes)

@@ -73,10 +73,12 @@ class PrivacyConfig(Option):
     """Maximum norm S of a client's delta θ_c - θ_t; longer deltas are scaled down to it."""
     noise_multiplier: Annotated[NonNegativeFloat, Hint("0 adds no noise")]
     """Standard deviation of the noise z, in multiples of S, per coordinate of the summed deltas, or
-    of each delta if clients add the noise. 0 only clips, which gives no privacy."""
-    at: Literal["server", "client"] = "server"
-    """Where noise is added: by a trusted server to the sum, or by each client to its delta, which
-    also protects it from the server but costs far more accuracy."""
+    of each delta with at client. 0 only clips, which gives no privacy."""
+    at: Literal["server", "client", "sum"] = "server"
+    """Where noise is added. server: by a trusted server, to the sum. client: by each client to its
+    delta, which also protects it from the server but costs far more accuracy. sum: by each client,
+    a share under the masks of secure aggregation, such that the shares of the clients that do not
+    collude add up to the noise of the sum."""
     delta: Annotated[float, Interval(gt=0, lt=1)] = 1e-5
     """Probability δ with which the ε guarantee may fail; should be well below one over the number
     of clients."""
@@ -96,6 +98,17 @@ class PrivacyConfig(Option):
             raise ValueError(
                 "share_gram sends exact Gram matrices; with privacy, set it to false or set "
                 f"privacy.statistics to exact, got {self.statistics}."
+            )
+        if cfg.num_local_epochs is not None and self.statistics != "exact":
+            raise ValueError(
+                "the number of local steps in an epoch tells a shard's size; with privacy, "
+                "num_local_epochs must be null, or privacy.statistics exact, got "
+                f"{cfg.num_local_epochs} and {self.statistics}."
+            )
+        if self.at == "sum" and getattr(cfg, "secure", None) is None:
+            raise ValueError(
+                "a client's share of the noise protects a sum alone; with privacy.at sum, secure "
+                "must be masks, got null."
             )
         if getattr(cfg, "upload", None) is not None and self.at == "server":
             raise ValueError(
@@ -127,6 +140,23 @@ class PrivacyConfig(Option):
                     f"the update has norm {norm:.4g}, above privacy.clip_norm {self.clip_norm:g}"
                 )
         return update
+
+    def share_of_noise(
+        self, client: str, round_number: int, size: int, num_honest: int
+    ) -> np.ndarray:
+        """Returns a client's share of the noise of a sum, N(0, (zS)² / h), float64 [size].
+
+        The shares of the h clients that do not collude have the whole noise, whoever drops out:
+        a sum is opened only if it has as many of them.
+
+        Args:
+            client: The client.
+            round_number: The round.
+            size: Number of parameters.
+            num_honest: Fewest clients in the sum that do not collude, h.
+        """
+        std = self.noise_multiplier * self.clip_norm / num_honest**0.5
+        return std * gaussian([size], noise_source(self.noise_seed, client, round_number)).numpy()
 
     def steps(self, steps: Sequence[Transform], cfg: RoundConfig) -> Sequence[Transform]:
         """Returns the steps, followed by the server's noise and the accounting of ε."""
@@ -273,7 +303,7 @@ class ServerNoise:
             has_regulars=self.has_regulars,
         )
         # the drift would be computed from deltas without noise
-        is_exact = self.cfg.at == "client" or self.cfg.statistics == "exact"
+        is_exact = self.cfg.at != "server" or self.cfg.statistics == "exact"
         return replace(
             step,
             adapter=adapter,
@@ -314,7 +344,7 @@ def server_noised(
     The noise of the sum of the n clipped deltas is N(0, (zS)²) in each coordinate; the step is η/n
     of the sum.
     """
-    if cfg.at == "client":
+    if cfg.at != "server":
         return adapter
     std = learning_rate * cfg.noise_multiplier * cfg.clip_norm / num_updates
     return noised(adapter, std, noise_source(cfg.noise_seed, "server", round_number))

@@ -361,7 +361,7 @@ BAD_OPTIONS = {
     "nan": ({"clip_norm": float("nan")}, "clip_norm must be a finite number, got nan"),
     "noise": ({"noise_multiplier": -1.0}, "noise_multiplier must be non-negative"),
     "no noise": ({"noise_multiplier": float("nan")}, "noise_multiplier must be a finite number"),
-    "at": ({"at": "both"}, "at must be one of server, client, got 'both'"),
+    "at": ({"at": "both"}, "at must be one of server, client, sum, got 'both'"),
     "delta": ({"delta": 1.0}, "delta must be greater than 0 and less than 1, got 1.0"),
     "statistics": (
         {"statistics": "some"},
@@ -389,6 +389,7 @@ BAD_ROUNDS = {
     "norm": (FirmConfig, {"max_update_norm": 1.0}, "max_update_norm must be null, got 1"),
     "gram": (FirmConfig, {"share_gram": True}, "share_gram sends exact Gram matrices"),
     "unit": (FedAvgConfig, {"normalize_updates": True}, "normalize_updates must be false"),
+    "epochs": (FirmConfig, {"num_local_epochs": 2}, "num_local_epochs must be null.* got 2 and"),
 }
 
 

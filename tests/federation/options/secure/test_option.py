@@ -143,6 +143,49 @@ def test_noise_of_clients_goes_under_masks(new_clients, start):
     assert secure_rows[-1]["round"]["privacy"] == rows[-1]["round"]["privacy"]
 
 
+@pytest.mark.parametrize("num_lost", [0, 2])
+def test_shares_of_the_noise_are_enough_whoever_drops_out(num_lost, new_client, start):
+    """Six clients, f = 1, so four in a sum and three of them honest: each adds zS / √3."""
+    names, size = list("abcdef"), 20_000
+    parameters = {"first": torch.zeros(size)}
+    privacy = PrivacyConfig(clip_norm=0.5, noise_multiplier=2.0, at="sum", noise_seed=3)
+    cfg = FedAvgConfig(secure="masks", masks=MasksConfig(num_colluders=1), privacy=privacy)
+    clients = [
+        new_client(name, torch.zeros(2, size), parameters=parameters, lr=0.0) for name in names
+    ]
+    lost = {("send_masked", name) for name in names[:num_lost]}
+    engine = Losing(cfg.around(LocalEngine(clients)), lost)
+    state, rows = fedavg(replace(start, adapter=parameters), names, engine, cfg)
+    count = len(names) - num_lost
+    assert len(rows["round"]["clients"]) == count
+    noise_of_sum = count * state.adapter["first"].double().numpy()
+    share = 2.0 * 0.5 / 3**0.5
+    assert noise_of_sum.std() == pytest.approx(share * count**0.5, rel=0.03)
+    assert 3**0.5 * share == pytest.approx(2.0 * 0.5)  # the three honest ones of the fewest
+    # ε is that of a trusted server's noise, for the server too
+    central = replace(privacy, at="server")
+    _, plain = fedavg(
+        replace(start, adapter=parameters),
+        names,
+        LocalEngine(clients),
+        FedAvgConfig(privacy=central),
+    )
+    entry = rows["round"]["privacy"]
+    assert entry["epsilon"] == entry["epsilon_server"] == plain["round"]["privacy"]["epsilon"]
+    assert cfg.spent_epsilon(1) == pytest.approx(entry["epsilon"])
+
+
+def test_noise_of_the_sum_costs_less_than_that_of_each_client(new_clients, start):
+    results = {}
+    for at in ("client", "sum"):
+        privacy = PrivacyConfig(clip_norm=0.1, noise_multiplier=1.0, at=at, noise_seed=3)
+        cfg = FedAvgConfig(privacy=privacy, secure="masks")
+        _, rows = _run(fedavg, cfg.around(LocalEngine(new_clients())), start, cfg)
+        results[at] = rows[-1]["round"]["privacy"]
+    assert results["sum"]["epsilon_server"] == results["client"]["epsilon_server"]
+    assert results["sum"]["epsilon"] > results["client"]["epsilon"]  # of √n times the noise
+
+
 # --- what the server has --------------------------------------------------------------------------
 
 
@@ -389,6 +432,12 @@ def test_opening_spends_no_epsilon(new_network, start):
 def test_what_needs_single_updates_is_refused(kind, options, reason):
     with pytest.raises(ValueError, match=reason):
         kind(**options, secure="masks")
+
+
+def test_a_share_of_noise_is_for_sums_under_masks():
+    privacy = PrivacyConfig(clip_norm=1.0, noise_multiplier=1.0, at="sum")
+    with pytest.raises(ValueError, match=r"with privacy.at sum, secure must be masks, got null"):
+        FirmConfig(privacy=privacy)
 
 
 def test_a_client_without_its_site_has_no_key(new_clients, start):
