@@ -5,65 +5,70 @@ possible; `trainer` joins them, in `trl_ppo` inside TRL's; `client` is the feder
 `evaluation` measures a policy on held-out prompts.
 """
 
-from firm.alignment.adapter_files import (
-    check_settings,
-    fill_adapter_,
-    load_adapters,
-    refold_adapter_,
-    save_adapter,
-    save_folded,
-    select_adapter,
-)
-from firm.alignment.adapters import LoraSettings
-from firm.alignment.adapters.target_modules import default_target_modules
-from firm.alignment.advantages import KLConfig
-from firm.alignment.build import build_trainer
-from firm.alignment.client import AlignmentClient
-from firm.alignment.estimators import EstimatorConfig, PPOConfig
-from firm.alignment.evaluation import (
-    Evaluation,
-    MetricComparison,
-    Replies,
-    comparison_table,
-    evaluate,
-    sample_replies,
-)
-from firm.alignment.generation import RolloutConfig
-from firm.alignment.kl_alarms import kl_alarm, mismatch_alarm, ratio_alarm
-from firm.alignment.policy import (
-    PolicyConfig,
-    borrowed,
-    check_context,
-    check_vocabulary,
-    copy_adapter,
-    is_stored_at,
-    load_adapter_,
-    load_base_model,
-    load_policy,
-    load_tokenizer,
-    read_tokenizer,
-    take_device,
-)
-from firm.alignment.prompt_data import (
-    PromptsConfig,
-    load_prompts,
-    loose_text,
-    overlap_notes,
-    read_prompts,
-)
-from firm.alignment.prompts import (
-    ChatMessage,
-    Prompt,
-    PromptFormat,
-    as_prompt,
-    check_prompts,
-    prompt_of,
-    reader_of,
-)
-from firm.alignment.rewards import Calibration, Judges, RewardFn, calibrate, check_same, score
-from firm.alignment.rollout import logprobs_from
-from firm.alignment.self_check import check_passes, check_rows
-from firm.alignment.trainer import MultiObjectiveTrainer
+from typing import TYPE_CHECKING
+
+from firm.lazy import lazy
+
+if TYPE_CHECKING:
+    from firm.alignment.adapter_files import (
+        check_settings,
+        fill_adapter_,
+        load_adapters,
+        refold_adapter_,
+        save_adapter,
+        save_folded,
+        select_adapter,
+    )
+    from firm.alignment.adapters import LoraSettings
+    from firm.alignment.adapters.target_modules import default_target_modules
+    from firm.alignment.advantages import KLConfig
+    from firm.alignment.build import build_trainer
+    from firm.alignment.client import AlignmentClient
+    from firm.alignment.estimators import EstimatorConfig, PPOConfig
+    from firm.alignment.evaluation import (
+        Evaluation,
+        MetricComparison,
+        Replies,
+        comparison_table,
+        evaluate,
+        sample_replies,
+    )
+    from firm.alignment.generation import RolloutConfig
+    from firm.alignment.kl_alarms import kl_alarm, mismatch_alarm, ratio_alarm
+    from firm.alignment.policy import (
+        PolicyConfig,
+        borrowed,
+        check_context,
+        check_vocabulary,
+        copy_adapter,
+        is_stored_at,
+        load_adapter_,
+        load_base_model,
+        load_policy,
+        load_tokenizer,
+        read_tokenizer,
+        take_device,
+    )
+    from firm.alignment.prompt_data import (
+        PromptsConfig,
+        load_prompts,
+        loose_text,
+        overlap_notes,
+        read_prompts,
+    )
+    from firm.alignment.prompts import (
+        ChatMessage,
+        Prompt,
+        PromptFormat,
+        as_prompt,
+        check_prompts,
+        prompt_of,
+        reader_of,
+    )
+    from firm.alignment.rewards import Calibration, Judges, RewardFn, calibrate, check_same, score
+    from firm.alignment.rollout import logprobs_from
+    from firm.alignment.self_check import check_passes, check_rows
+    from firm.alignment.trainer import MultiObjectiveTrainer
 
 __all__ = [
     "AlignmentClient",
@@ -125,3 +130,5 @@ __all__ = [
     "select_adapter",
     "take_device",
 ]
+
+__getattr__ = lazy(__name__)

@@ -4,16 +4,21 @@ A strategy is one round of a paper's algorithm and reads from top to bottom; an 
 clients; a client keeps its data and its state. All three are independent of the data modality.
 """
 
-from firm.federation.client import Adapter, Batch, Client, Failure, Gradients, Reply, State
-from firm.federation.diagnostics import beta_alarm, failure_alarms
-from firm.federation.engines import Engine, LocalEngine, Processes, ProcessesEngine, Team
-from firm.federation.errors import ProcessLost, RoundFailed
-from firm.federation.messages import Update
-from firm.federation.partition import dirichlet_partition, iid_partition
-from firm.federation.randomness import RandomStream, derive_seed
-from firm.federation.server import ServerState
-from firm.federation.strategies import STRATEGIES
-from firm.federation.training import local_training
+from typing import TYPE_CHECKING
+
+from firm.lazy import lazy
+
+if TYPE_CHECKING:
+    from firm.federation.client import Adapter, Batch, Client, Failure, Gradients, Reply, State
+    from firm.federation.diagnostics import beta_alarm, failure_alarms
+    from firm.federation.engines import Engine, LocalEngine, Processes, ProcessesEngine, Team
+    from firm.federation.errors import ProcessLost, RoundFailed
+    from firm.federation.messages import Update
+    from firm.federation.partition import dirichlet_partition, iid_partition
+    from firm.federation.randomness import RandomStream, derive_seed
+    from firm.federation.server import ServerState
+    from firm.federation.strategies import STRATEGIES
+    from firm.federation.training import local_training
 
 __all__ = [
     "STRATEGIES",
@@ -41,3 +46,5 @@ __all__ = [
     "iid_partition",
     "local_training",
 ]
+
+__getattr__ = lazy(__name__)

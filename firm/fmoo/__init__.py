@@ -15,6 +15,8 @@ algorithms know which parameters all objectives share:
     >>> from torch import nn
     >>> from torch.utils.data import TensorDataset
     >>> from firm.federation import LocalEngine, ServerState
+    >>> from firm.fmoo import LocalConfig, MultiTaskModel, SupervisedClient, TaskData, Workspace
+    >>> from firm.fmoo import loss
     >>> from firm.federation.strategies.fedcmoo import FedCmooConfig, fedcmoo
     >>> @loss("huber")
     ... def huber(outputs, targets):
@@ -43,13 +45,18 @@ with the decorators `dataset`, `loss` and `model` in a file listed under `plugin
 fmoo` or `firm.jobs.fmoo.run_classic`.
 """
 
-from firm.fmoo.attacks import LossAttackConfig
-from firm.fmoo.client import SupervisedClient
-from firm.fmoo.data import DatasetConfig, Splits, TaskData, dataset, load_data
-from firm.fmoo.models import ModelConfig, build_model, model, num_parameters
-from firm.fmoo.modules import Dropout, MultiTaskModel
-from firm.fmoo.task_data import loss
-from firm.fmoo.workspace import LocalConfig, ObjectiveMetrics, Workspace
+from typing import TYPE_CHECKING
+
+from firm.lazy import lazy
+
+if TYPE_CHECKING:
+    from firm.fmoo.attacks import LossAttackConfig
+    from firm.fmoo.client import SupervisedClient
+    from firm.fmoo.data import DatasetConfig, Splits, TaskData, dataset, load_data
+    from firm.fmoo.models import ModelConfig, build_model, model, num_parameters
+    from firm.fmoo.modules import Dropout, MultiTaskModel
+    from firm.fmoo.task_data import loss
+    from firm.fmoo.workspace import LocalConfig, ObjectiveMetrics, Workspace
 
 __all__ = [
     "DatasetConfig",
@@ -70,3 +77,5 @@ __all__ = [
     "model",
     "num_parameters",
 ]
+
+__getattr__ = lazy(__name__)

@@ -15,6 +15,7 @@ from math import inf
 from pathlib import Path
 from typing import Annotated, Any
 
+import firm.federation.strategies  # noqa: F401 - registers every task
 from firm.federation.messages import DECIDED_BY_SERVER, ENVELOPE, Request
 from firm.federation.round_config import RoundConfig
 from firm.federation.schema import Model, Reading, read, shown

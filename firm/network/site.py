@@ -8,6 +8,7 @@ from typing import Annotated, Any
 
 from annotated_types import Interval, Len
 
+import firm.federation.strategies  # noqa: F401 - registers every task
 from firm.federation.client import Failure, Reply, State
 from firm.federation.engines.engine import Engine, error_kind
 from firm.federation.engines.local import StateMissing

@@ -14,8 +14,15 @@ invalid values, becomes a note on the page and a warning; it never ends a run.
 `python -m firm.report FOLDER` embeds plotly into the page of a run, sweep or study.
 """
 
-from firm.report.page import alarms
-from firm.report.record import Record, read_record
-from firm.report.run_page import update_report, write_report
+from typing import TYPE_CHECKING
+
+from firm.lazy import lazy
+
+if TYPE_CHECKING:
+    from firm.report.page import alarms
+    from firm.report.record import Record, read_record
+    from firm.report.run_page import update_report, write_report
 
 __all__ = ["Record", "alarms", "read_record", "update_report", "write_report"]
+
+__getattr__ = lazy(__name__)

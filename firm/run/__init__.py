@@ -5,19 +5,24 @@ A configuration is a frozen dataclass filled from YAML and the command line (`ru
 folder of runs. `Tracker` forwards metrics to W&B if enabled, and `Progress` displays the progress.
 """
 
-from firm.run.checkpoint import OtherFormat, load_state, save_state
-from firm.run.command_line import parse, run_cli
-from firm.run.config import compose, to_dict, to_yaml
-from firm.run.differences import leaves
-from firm.run.directory import CheckpointConfig, Run, run_to_resume
-from firm.run.errors import UserError, exit_on_user_error
-from firm.run.files import make_private_folder
-from firm.run.names import check_folder_name, check_slugs, dated_folder, slug
-from firm.run.progress import Progress, print_table
-from firm.run.resuming import Resume, continued_by, study_to_resume
-from firm.run.sweep import Outcome, Sweep, summarise
-from firm.run.tracking import Tracker, TrackingConfig
-from firm.run.yaml_text import read_yaml
+from typing import TYPE_CHECKING
+
+from firm.lazy import lazy
+
+if TYPE_CHECKING:
+    from firm.run.checkpoint import OtherFormat, load_state, save_state
+    from firm.run.command_line import parse, run_cli
+    from firm.run.config import compose, to_dict, to_yaml
+    from firm.run.differences import leaves
+    from firm.run.directory import CheckpointConfig, Run, run_to_resume
+    from firm.run.errors import UserError, exit_on_user_error
+    from firm.run.files import make_private_folder
+    from firm.run.names import check_folder_name, check_slugs, dated_folder, slug
+    from firm.run.progress import Progress, print_table
+    from firm.run.resuming import Resume, continued_by, study_to_resume
+    from firm.run.sweep import Outcome, Sweep, summarise
+    from firm.run.tracking import Tracker, TrackingConfig
+    from firm.run.yaml_text import read_yaml
 
 __all__ = [
     "CheckpointConfig",
@@ -51,3 +56,5 @@ __all__ = [
     "to_dict",
     "to_yaml",
 ]
+
+__getattr__ = lazy(__name__)

@@ -103,13 +103,20 @@ KEYS = {
 
 
 def load_quantities(settings: Any) -> None:
-    """Imports the package that wrote a run's log, which registers the quantities in it.
+    """Imports the modules that register the quantities of a run's log.
 
-    Programs that only read a log have not imported the package; they infer it from the run's
-    settings.
+    Programs that only read a log have not imported them; they infer them from the run's settings.
     """
     is_language = isinstance(settings, Mapping) and "policy" in settings
-    import_module("firm.alignment" if is_language else "firm.fmoo")
+    for name in _REGISTERING["language" if is_language else "classic"]:
+        import_module(name)
+
+
+_REGISTERING = {
+    "language": ("firm.federation.strategies", "firm.alignment.client"),
+    "classic": ("firm.federation.strategies", "firm.fmoo.client"),
+}
+"""Modules that register quantities, or import all others that do, by kind of run."""
 
 
 # --- Valid rows ---------------------------------------------------------------------------------

@@ -6,7 +6,7 @@ import re
 import numpy as np
 import pytest
 
-import firm.alignment
+import firm.alignment.client
 import firm.jobs.fmoo_measures  # noqa: F401 - both register what their runs measure
 from firm.report import read_record
 from firm.report.criteria import criteria_of

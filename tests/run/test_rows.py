@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-import firm.alignment
-import firm.fmoo  # noqa: F401  (both wings register quantities)
+import firm.alignment.client
+import firm.fmoo.client  # noqa: F401  (both wings register quantities)
 from firm.run import Run
 from firm.run.rows import valid_row, valid_rows
 from firm.schema import LARGEST

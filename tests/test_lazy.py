@@ -1,0 +1,31 @@
+import subprocess
+import sys
+from importlib import import_module
+
+import pytest
+
+PACKAGES = ("firm.alignment", "firm.federation", "firm.fmoo", "firm.report", "firm.run")
+
+
+@pytest.mark.parametrize("name", PACKAGES)
+def test_every_public_name_is_there(name):
+    package = import_module(name)
+    for public in package.__all__:
+        assert getattr(package, public) is not None
+
+
+@pytest.mark.parametrize("name", PACKAGES)
+def test_an_unknown_name_is_an_attribute_error_of_the_package(name):
+    with pytest.raises(AttributeError, match=f"module '{name}' has no attribute 'nothing'"):
+        _ = import_module(name).nothing
+
+
+def test_importing_a_package_loads_no_torch_and_a_name_loads_its_module_alone():
+    code = f"""
+import sys
+import {", ".join(PACKAGES)}
+assert not {{"torch", "transformers", "wandb"}} & set(sys.modules)
+from firm.federation import Client
+assert "firm.federation.strategies" not in sys.modules
+"""
+    subprocess.run([sys.executable, "-c", code], check=True)
