@@ -15,13 +15,12 @@ from firm.alignment.adapters.conditioned import PreferenceStream, check_estimato
 from firm.alignment.advantages import masked_mean
 from firm.alignment.estimators.estimator import LOG_RATIO, Experience
 from firm.alignment.policy import copy_adapter, load_adapter_
-from firm.alignment.prompt_stream import PromptStream
 from firm.alignment.prompts import Prompt
 from firm.alignment.rewards import Judges, reward_diagnostics
 from firm.alignment.sequences import Rollouts
 from firm.alignment.trainer import Learner, MultiObjectiveTrainer
 from firm.federation.client import Adapter, Client, Gradients
-from firm.federation.randomness import RandomStream
+from firm.federation.randomness import RandomStream, ShuffledPasses
 from firm.federation.serialization import pack
 from firm.quantities import CENTERED, PERCENT, Quantity, register
 from firm.schema import ByObjective, ByPair, Correlation, Finite, Named, NonNegative, Share
@@ -198,7 +197,7 @@ class AlignmentClient(Client):
             RandomStream(seed, stream_name or name, purpose)
             for purpose in ("prompts", "rollout", "update")
         )
-        self._prompts = PromptStream(prompts, prompt_order)
+        self._prompts = ShuffledPasses(prompts, prompt_order)
         self._streams = {"prompts": self._prompts, "rollout": self._rollout, "update": self._update}
         self._preferences = preferences
         if preferences is not None:

@@ -13,7 +13,7 @@ from transformers import GenerationConfig
 from firm.alignment.adapters.forward import forward_of
 from firm.alignment.policy import adapter_parameters, set_mode
 from firm.federation.outside import first_line
-from firm.gradients import PerSequenceGradients
+from firm.gradients.per_sequence import PerSequenceGradients
 
 LENGTH, SHORTER, NEW = 12, 7, 3
 """Tokens of two texts that stand in one batch, and of what is generated after them."""

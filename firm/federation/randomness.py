@@ -8,8 +8,9 @@ import copy
 import hashlib
 import json
 import random
+from collections.abc import Sequence
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Generic, Self, TypeVar
 
 import numpy as np
 import torch
@@ -21,6 +22,8 @@ from firm.federation.devices import (
     generator_states,
     set_generator_states,
 )
+
+Item = TypeVar("Item")
 
 
 def derive_seed(seed: int, *names: str | int) -> int:
@@ -126,3 +129,53 @@ def _pack_numpy(state: Any) -> State:
 def _pack_python(state: Any) -> State:
     version, keys, gauss = state
     return {"version": version, "keys": torch.tensor(keys, dtype=torch.int64), "gauss": gauss}
+
+
+class ShuffledPasses(Generic[Item]):
+    """Endless shuffled passes over a client's examples, such as its prompts.
+
+    Every pass uses each example once. A batch that spans two passes has no example twice either:
+    the new pass contributes only examples that the old one did not.
+
+    Args:
+        examples: The client's shard.
+        stream: Random stream of the shuffles, not shared with anything else.
+    """
+
+    def __init__(self, examples: Sequence[Item], stream: RandomStream) -> None:
+        self.examples = tuple(examples)
+        self._stream = stream
+        self._order: list[int] = []  # remaining indices of this pass
+
+    def draw(self, batch_size: int) -> list[Item]:
+        """Returns the next examples, all different.
+
+        Raises:
+            ValueError: The shard has fewer examples than the batch.
+        """
+        if not 1 <= batch_size <= len(self.examples):
+            raise ValueError(
+                f"a batch of {batch_size} different examples cannot be drawn from a shard of "
+                f"{len(self.examples)}: lower the batch size, or give the client more of them."
+            )
+        picked = self._order[:batch_size]
+        self._order = self._order[batch_size:]
+        if len(picked) < batch_size:
+            with self._stream:
+                order: list[int] = torch.randperm(len(self.examples)).tolist()
+            old = set(picked)
+            new = [index for index in order if index not in old][: batch_size - len(picked)]
+            used = set(new)
+            self._order = [index for index in order if index not in used]
+            picked += new
+        return [self.examples[index] for index in picked]
+
+    def state(self) -> dict[str, Any]:
+        """Returns a deep copy of the rest of this pass, and of the shuffle's generator."""
+        order = torch.tensor(self._order, dtype=torch.long)
+        return {"order": order, "stream": self._stream.state()}
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """Restores a state of passes over the same examples."""
+        self._order = state["order"].tolist()
+        self._stream.restore(state["stream"])

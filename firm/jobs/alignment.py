@@ -179,7 +179,8 @@ def align(cfg: AlignmentConfig, given: Given | None = None) -> Result | None:
     progress = progress_of(cfg)
     loaded = load(cfg, processes, given=given, on_event=progress.event)
     calibrations = shared_calibrations(loaded, cfg, out, on_event=progress.event)
-    clients = build_clients(loaded, cfg, calibrations, on_event=progress.event)
+    on_stage = progress.event if progress.is_live else None
+    clients = build_clients(loaded, cfg, calibrations, on_event=on_stage)
     engine = build_engine(clients, cfg, processes, on_event=progress.event)
     if not processes.is_server:
         serve(engine)

@@ -135,6 +135,11 @@ class Progress:
     def __exit__(self, *_: object) -> None:
         self._live.stop()
 
+    @property
+    def is_live(self) -> bool:
+        """Whether events within a round are displayed, as on a terminal."""
+        return self._console.is_terminal
+
     def event(self, name: str, **info: Any) -> None:
         """Handles an event listed in the class docstring; raises ``ValueError`` on any other."""
         match name:

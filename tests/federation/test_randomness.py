@@ -4,8 +4,11 @@ import random
 import numpy as np
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from firm.federation import RandomStream, derive_seed
+from firm.federation.randomness import ShuffledPasses
 
 
 def _draw():
@@ -113,3 +116,49 @@ def test_derived_seeds_are_distinct_and_fixed_for_ever():
     assert len({derive_seed(0, *name) for name in names}) == len(names)
     assert derive_seed(0, "ab", "c") != derive_seed(0, "a", "bc")
     assert derive_seed(0, "sampling", 1) == 1021085013816111908
+
+
+@given(size=st.integers(1, 12), data=st.data())
+def test_passes_use_every_example_once_and_no_batch_repeats_one(size, data):
+    batch_size = data.draw(st.integers(1, size))
+    stream = ShuffledPasses(range(size), RandomStream(0, "order"))
+    batches = [stream.draw(batch_size) for _ in range(3 * size)]
+    assert all(len(set(batch)) == batch_size for batch in batches)
+    counts = [sum(example in batch for batch in batches) for example in range(size)]
+    assert counts == [3 * batch_size] * size
+
+
+def test_drawing_ahead_leaves_the_global_generator_alone():
+    torch.manual_seed(0)
+    expected = torch.rand(1)
+    torch.manual_seed(0)
+    ShuffledPasses(range(5), RandomStream(0, "order")).draw(3)
+    assert torch.equal(torch.rand(1), expected)
+
+
+def test_passes_differ_and_seeds_decide():
+    def orders(seed):
+        stream = ShuffledPasses(range(9), RandomStream(seed, "order"))
+        return [stream.draw(9) for _ in range(2)]
+
+    assert orders(0) == orders(0)
+    assert orders(0) != orders(1)
+    assert orders(0)[0] != orders(0)[1]
+
+
+def test_a_restored_stream_goes_on_as_if_nothing_had_happened():
+    stream = ShuffledPasses(range(7), RandomStream(0, "order"))
+    stream.draw(3)
+    state = stream.state()
+    expected = [stream.draw(3) for _ in range(5)]
+    other = ShuffledPasses(range(7), RandomStream(1, "order"))
+    for target in (stream, other):
+        target.restore(state)
+        assert [target.draw(3) for _ in range(5)] == expected
+
+
+@pytest.mark.parametrize("batch_size", [0, 4])
+def test_a_shard_smaller_than_the_batch_is_refused(batch_size):
+    stream = ShuffledPasses(range(3), RandomStream(0, "order"))
+    with pytest.raises(ValueError, match=f"a batch of {batch_size} .* shard of 3"):
+        stream.draw(batch_size)
