@@ -1,8 +1,8 @@
 """Public names of packages, imported when they are first used (PEP 562).
 
 A package lists its names for readers and type checkers under ``if TYPE_CHECKING``, and defines
-``__getattr__ = lazy(__name__)``. Importing one of its modules then imports nothing else of it:
-a report needs no torch, and a round no strategy but its own.
+``__getattr__, __dir__ = lazy(__name__)``. Importing one of its modules then imports only what that
+module needs.
 """
 
 import ast
@@ -14,8 +14,10 @@ from pathlib import Path
 from typing import Any
 
 
-def lazy(package: str) -> Callable[[str], Any]:
-    """Returns a package's ``__getattr__``, which imports a name from the module that defines it.
+def lazy(package: str) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
+    """Returns a package's ``__getattr__`` and ``__dir__``.
+
+    The first imports a name from the module that defines it, the second lists all names.
 
     The modules are read from the package's own ``if TYPE_CHECKING`` block, so that each name is
     written once, as with the stub files of ``lazy_loader`` (SPEC 1).
@@ -34,7 +36,10 @@ def lazy(package: str) -> Callable[[str], Any]:
         setattr(sys.modules[package], name, value)
         return value
 
-    return __getattr__
+    def __dir__() -> list[str]:
+        return sorted({*vars(sys.modules[package]), *modules()})
+
+    return __getattr__, __dir__
 
 
 def _imported_for_types(source: str) -> dict[str, str]:

@@ -10,6 +10,7 @@ PACKAGES = ("firm.alignment", "firm.federation", "firm.fmoo", "firm.report", "fi
 @pytest.mark.parametrize("name", PACKAGES)
 def test_every_public_name_is_there(name):
     package = import_module(name)
+    assert set(package.__all__) <= set(dir(package))
     for public in package.__all__:
         assert getattr(package, public) is not None
 

@@ -131,4 +131,4 @@ __all__ = [
     "take_device",
 ]
 
-__getattr__ = lazy(__name__)
+__getattr__, __dir__ = lazy(__name__)

@@ -47,4 +47,4 @@ __all__ = [
     "local_training",
 ]
 
-__getattr__ = lazy(__name__)
+__getattr__, __dir__ = lazy(__name__)

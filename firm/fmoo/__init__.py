@@ -78,4 +78,4 @@ __all__ = [
     "num_parameters",
 ]
 
-__getattr__ = lazy(__name__)
+__getattr__, __dir__ = lazy(__name__)

@@ -25,4 +25,4 @@ if TYPE_CHECKING:
 
 __all__ = ["Record", "alarms", "read_record", "update_report", "write_report"]
 
-__getattr__ = lazy(__name__)
+__getattr__, __dir__ = lazy(__name__)

@@ -57,4 +57,4 @@ __all__ = [
     "to_yaml",
 ]
 
-__getattr__ = lazy(__name__)
+__getattr__, __dir__ = lazy(__name__)
