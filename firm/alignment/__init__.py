@@ -1,8 +1,9 @@
-"""The language wing: one policy gradient per reward model, stages 1 to 5 and 9 of a round.
+"""Alignment of language models: one policy gradient per reward model.
 
-`prompts`, `rollout`, `rewards` and an estimator of `estimators` are the stages, pure where
-possible; `trainer` joins them, in `trl_ppo` inside TRL's; `client` is the federation's client;
-`evaluation` measures a policy on held-out prompts.
+`prompts`, `rollout`, `rewards` and an estimator in `estimators` implement the stages of a local
+step, as pure functions where possible. `trainer` combines them, and `trl_ppo` does so inside TRL's
+trainer; `client` implements the federation's client; `evaluation` measures a policy on held-out
+prompts.
 """
 
 from typing import TYPE_CHECKING

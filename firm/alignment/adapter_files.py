@@ -33,9 +33,9 @@ from firm.federation.client import Adapter
 
 _WEIGHTS = "adapter_model.safetensors"
 _CONDITIONED = "conditioned.safetensors"
-"""File with the B_j of a conditioned adapter, beside the PEFT adapter at equal shares."""
+"""File with the B_j of a conditioned adapter, next to the PEFT adapter for equal shares."""
 _FROM_THE_BASE = ("pissa", "olora", "loftq", "corda", "lora_ga")
-"""Prefixes of `init_lora_weights` that change the base model, so the adapter fits no other."""
+"""Prefixes of `init_lora_weights` that modify the base model, so that the adapter fits no other."""
 
 Reference = Callable[[], AbstractContextManager[Any]]
 """Opens a context inside which a model is the base model."""
@@ -50,14 +50,14 @@ def load_adapters(
 ) -> PeftModel:
     """Returns the base model with the adapters of N PEFT folders, in evaluation mode.
 
-    Each adapter has the rank and the target modules that its own folder states; `select_adapter`
-    chooses one by its index in `folders`. The model is on the accelerator when there is one. With
-    `check_base` an adapter that names another base model is refused. With a preference, all must be
-    conditioned adapters, which are folded at it.
+    Each adapter has the rank and target modules stated in its folder; `select_adapter` selects one
+    by its index in `folders`. The model is on the accelerator if there is one. `check_base` rejects
+    adapters of another base model. With a preference, all adapters must be conditioned, and are
+    folded at it.
 
     Raises:
-        ValueError: There is no such base model, the hub cannot be reached, or a folder holds no
-            PEFT adapter, or one that does not fit the base model, or as `check_passes`.
+        ValueError: When the base model does not exist, the hub cannot be reached, a folder has no
+            PEFT adapter or one that does not fit the base model, or as in `check_passes`.
     """
     settings = [_adapter_settings(folder) for folder in folders]  # before the base is loaded
     for folder, lora in zip(folders, settings, strict=True):
@@ -66,14 +66,14 @@ def load_adapters(
         if check_base and not is_same:
             raise ValueError(
                 f"the adapter in {folder} was made for the base model {base!r}, got {config.path}: "
-                "use that one, or turn check_base off if it is the same model in another place."
+                "use that one, or set check_base to False if both are the same model."
             )
     model = load_base_model(config)
     policy: Any = None
     for index, (folder, lora) in enumerate(zip(folders, settings, strict=True)):
         name = _slot_name(index)
         try:
-            # Made without memory, and filled once the file's shapes are known to be the settings'.
+            # created on the meta device, and filled after the file's shapes have been checked
             with without_needless_warnings():
                 if policy is None:
                     policy = PeftModel(model, lora, adapter_name=name, low_cpu_mem_usage=True)
@@ -94,7 +94,7 @@ def load_adapters(
 def _adapter_settings(folder: Path) -> LoraConfig:
     if not (folder / "adapter_config.json").is_file():
         raise ValueError(
-            f"there is no adapter in {folder}: give a folder with adapter_config.json and "
+            f"there is no adapter in {folder}: choose a folder with adapter_config.json and "
             "adapter_model.safetensors, or a finished run."
         )
     try:
@@ -106,15 +106,15 @@ def _adapter_settings(folder: Path) -> LoraConfig:
         ) from error
     if not isinstance(settings, LoraConfig):
         raise ValueError(
-            f"the adapter in {folder} has a {type(settings).__name__}, expected a LoraConfig: give "
+            f"the adapter in {folder} has a {type(settings).__name__}, expected a LoraConfig: use "
             "a LoRA adapter."
         )
     start = settings.init_lora_weights
     if settings.layer_replication or (isinstance(start, str) and start.startswith(_FROM_THE_BASE)):
         raise ValueError(
             f"the adapter in {folder} changes the base model, by layer_replication "
-            f"{settings.layer_replication} or init_lora_weights {start!r}: give one that leaves it "
-            "as it is."
+            f"{settings.layer_replication} or init_lora_weights {start!r}: use one that leaves it "
+            "unchanged."
         )
     _check_ranks(folder, settings)
     settings.inference_mode, settings.init_lora_weights = True, False
@@ -122,18 +122,18 @@ def _adapter_settings(folder: Path) -> LoraConfig:
 
 
 def check_settings(folder: Path, policy: PeftModel, base: str) -> None:
-    """Checks that the adapter of a PEFT folder was trained with the settings of a policy's slot.
+    """Checks that a PEFT folder's adapter was trained with the settings of a policy's slot.
 
-    `fill_adapter_` compares only tensors, which fit at any scale.
+    `fill_adapter_` compares only tensor shapes, which do not depend on the scale.
 
     Args:
         folder: The adapter's folder.
-        policy: Policy with one slot, which has the required settings.
+        policy: Policy with a single adapter slot, which has the required settings.
         base: Path of the policy's base model. A folder of the same name elsewhere is accepted.
 
     Raises:
-        ValueError: The folder holds no adapter, or one of another base model, rank or scale, or of
-            other target modules.
+        ValueError: When the folder has no adapter, or its base model, rank, scale or target modules
+            differ.
     """
     settings, own = _adapter_settings(folder), policy.peft_config["default"]
     assert isinstance(own, LoraConfig)
@@ -153,23 +153,23 @@ def check_settings(folder: Path, policy: PeftModel, base: str) -> None:
         if theirs != ours:
             raise ValueError(
                 f"the adapter in {folder} does not fit policy.lora: its {key} is {theirs}, got "
-                f"{ours}: give the settings that it was trained with."
+                f"{ours}: use the settings that it was trained with."
             )
 
 
 def _plain_names(target_modules: Any) -> list[str] | None:
-    """Returns target modules by name; None for patterns and paths, which are not unique."""
+    """Returns target modules as sorted names; None for patterns and paths, which are ambiguous."""
     is_plain = not isinstance(target_modules, str) and not any("." in n for n in target_modules)
     return sorted(target_modules) if is_plain else None
 
 
 def _scale(settings: LoraConfig) -> float:
-    """Returns the scale of an adapter's update."""
+    """Returns the factor alpha / r (or alpha / √r) of an adapter's update."""
     return settings.lora_alpha / (settings.r**0.5 if settings.use_rslora else settings.r)
 
 
 def _check_ranks(folder: Path, settings: LoraConfig) -> None:
-    """Raises `ValueError` where settings state a rank that no tensor of the file can have."""
+    """Raises `ValueError` if settings state a rank that no tensor of the file can have."""
     with _reading(folder), safe_open(folder / _WEIGHTS, "pt") as file:  # only the head is read
         shapes = [file.get_slice(name).get_shape() for name in file.keys()]  # noqa: SIM118
     largest = max((size for shape in shapes for size in shape), default=0)
@@ -199,7 +199,7 @@ def _reading(folder: Path) -> Iterator[None]:
 def save_adapter(policy: Any, folder: Path) -> None:
     """Writes a policy's adapter as a PEFT folder.
 
-    A conditioned policy's adapter is saved at equal shares, with a further file from which
+    A conditioned adapter is saved at equal shares, with an additional file from which
     `fill_adapter_` folds it at any other preference.
     """
     state = _lora_state(policy)
@@ -228,12 +228,12 @@ def save_folded(policy: Any, folder: Path, preference: Sequence[float]) -> None:
 
 def _save(policy: Any, folder: Path, state: dict[str, torch.Tensor]) -> None:
     policy.save_pretrained(str(folder), state_dict=state, save_embedding_layers=False)
-    # PEFT's model card is an unfilled template with the base model's path on this machine.
+    # PEFT's model card is an empty template that reveals the base model's local path
     (folder / "README.md").unlink(missing_ok=True)
     file = folder / "adapter_config.json"
     settings = json.loads(file.read_text(encoding="utf-8"))
     if isinstance(settings["target_modules"], list):
-        # PEFT keeps them in a set, and the order of a set differs between processes
+        # PEFT stores them in a set, whose order differs between processes
         settings["target_modules"].sort()
         file.write_text(json.dumps(settings, indent=2, sort_keys=True), encoding="utf-8")
 
@@ -246,14 +246,14 @@ def fill_adapter_(
     name: str = "default",
     preference: Sequence[float] | None = None,
 ) -> None:
-    """Fills the slot `name` from a PEFT folder; all of its tensors must fit.
+    """Fills the slot `name` from a PEFT folder; all tensors must match.
 
-    With a preference, a conditioned adapter is folded at it; without one, the adapter is read as
-    saved, at equal shares.
+    A conditioned adapter is folded at the preference; without a preference it is read as saved, at
+    equal shares.
 
     Raises:
-        ValueError: The folder holds no adapter, one of another model, or one that is not finite; or
-            the adapter cannot be folded at the preference.
+        ValueError: When the folder has no adapter, one of another model or with non-finite values,
+            or the adapter cannot be folded at the preference.
     """
     with _reading(folder):
         adapter = load_peft_weights(str(folder), device="cpu")
@@ -262,8 +262,8 @@ def fill_adapter_(
     if preference is not None:
         if not any(map(is_conditioned, adapter)):
             raise ValueError(
-                f"the adapter in {folder} has no {_CONDITIONED}, and so one trade-off alone: train "
-                "with policy.conditioning.kind preference, or ask for no preference."
+                f"the adapter in {folder} has no {_CONDITIONED}, hence only one trade-off: train "
+                "with policy.conditioning.kind preference, or omit the preference."
             )
         adapter = fold(adapter, preference)
     slot = get_peft_model_state_dict(policy, adapter_name=name, save_embedding_layers=False)
@@ -275,19 +275,20 @@ def fill_adapter_(
         adapter[key] = adapter[key].to(values.dtype)
         if not adapter[key].isfinite().all():
             raise ValueError(
-                f"the adapter in {folder} has numbers in {key} that are not finite: give one from "
-                "a training that went well."
+                f"the adapter in {folder} has non-finite values in {key}: use an adapter of a run "
+                "that did not diverge."
             )
-    # Slots that were made without memory take the tensors themselves.
+    # slots on the meta device are assigned the tensors instead of copying them
     has_no_memory = any(values.is_meta for values in slot.values())
     set_peft_model_state_dict(policy, adapter, adapter_name=name, low_cpu_mem_usage=has_no_memory)
 
 
 def _without_base(policy: Any, adapter: Adapter, problem: str) -> Adapter:
-    """Returns an adapter without weights of the base model, which PEFT saves with a head's adapter.
+    """Drops base-model weights from an adapter; PEFT saves them with the adapter of a head.
 
     Raises:
-        ValueError: Such a weight differs from the base model's; the message starts with `problem`.
+        ValueError: When such a weight differs from the base model's; the message starts with
+            `problem`.
     """
     own: Adapter = policy.state_dict()
     copies = {name for name in adapter if ".base_layer." in name and name in own}
@@ -296,8 +297,8 @@ def _without_base(policy: Any, adapter: Adapter, problem: str) -> Adapter:
             adapter[name].to(own[name]), own[name]
         ):
             raise ValueError(
-                f"{problem}: {name} is not the base model's: give an adapter that leaves the base "
-                "model as it is."
+                f"{problem}: {name} differs from the base model's: use an adapter that leaves the "
+                "base model unchanged."
             )
     return {name: values for name, values in adapter.items() if name not in copies}
 
@@ -305,29 +306,29 @@ def _without_base(policy: Any, adapter: Adapter, problem: str) -> Adapter:
 def refold_adapter_(
     policy: PeftModel, index: int, folder: Path, base: str, preference: Sequence[float]
 ) -> None:
-    """Folds a conditioned adapter that `load_adapters` loaded at another preference.
+    """Folds a conditioned adapter loaded by `load_adapters` at another preference.
 
     Args:
         policy: The model.
         index: Index of the adapter in the folders of `load_adapters`.
         folder: The adapter's folder.
-        base: Name of the base model in messages.
+        base: Name of the base model for messages.
         preference: Shares of the M objectives.
 
     Raises:
-        ValueError: The folder holds no conditioned adapter, or has other objectives.
+        ValueError: When the folder has no conditioned adapter, or its objectives differ.
     """
     fill_adapter_(policy, folder, base, name=_slot_name(index), preference=preference)
 
 
 def _slot_name(index: int) -> str:
-    """Returns a name that no other name in the model contains: peft searches for substrings."""
+    """Returns a name that occurs in no other name of the model, since peft matches substrings."""
     return f"adapter_{index:04d}"
 
 
 @contextmanager
 def select_adapter(policy: PeftModel, index: int | None) -> Iterator[Reference]:
-    """Selects an adapter by its index, or the base model by None; yields its `reference`."""
+    """Selects an adapter by its index, or the base model with None; yields its `reference`."""
     if index is None:
         with policy.disable_adapter():
             yield nullcontext

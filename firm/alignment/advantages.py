@@ -1,4 +1,4 @@
-"""Stage 4 of a round: rewards, values and KL penalties become one advantage tensor per objective.
+"""Stage 4 of a local step: advantages of each objective from rewards, values and KL penalties.
 
 Functions of tensors [M, B, T]: M objectives, B responses, T response tokens. Each objective is
 treated on two-dimensional slices, so that objective j of M gets, bit for bit, the numbers that it
@@ -18,8 +18,8 @@ register(
         "kl",
         "KL from the base model",
         "nats per reply",
-        "A KL that runs away, an entropy that collapses or replies that grow without end are signs "
-        "of over-optimisation.",
+        "A diverging KL, a collapsing entropy and ever longer replies are signs of "
+        "over-optimisation.",
         section="training",
         evaluated="kl",
     ),
@@ -27,58 +27,57 @@ register(
 )
 
 MAX_KL_ERROR = 0.2
-"""Largest relative deviation of the KL from its target that the adaptive controller counts."""
+"""Limit of the adaptive controller on the KL's relative deviation from its target."""
 
 
 @configuration
 class KLConfig:
-    """How far the policy may move from the reference."""
+    """KL penalty, which limits the policy's deviation from the reference."""
 
     controller: Annotated[Literal["fixed", "adaptive"], Paper("A.1")] = "adaptive"
-    """Fixed coefficient, or the proportional controller of Ziegler et al. (2019), section 2.2."""
+    """Fixed coefficient, or the proportional controller of Ziegler et al. (2019), Section 2.2."""
     coefficient: Annotated[NonNegativeFloat, NOT_IN_PAPER] = 0.2
-    """Coefficient of the KL penalty, at the start when adaptive."""
+    """Coefficient of the KL penalty; the initial one if adaptive."""
     target: Annotated[PositiveFloat, Paper("A.1"), NOT_IN_PAPER] = 0.03
-    """KL per response (nats, summed over tokens) that the adaptive controller aims at; that it
-    is counted per response is not in the paper."""
+    """Target KL of the adaptive controller, in nats per response, summed over tokens. That it is
+    per response is not in the paper."""
     horizon: Annotated[PositiveFloat, NOT_IN_PAPER] = 10_000
-    """Responses over which the adaptive controller corrects a deviation: a step changes the
-    coefficient by at most a fifth of batch size / horizon. 10,000, as TRL had it, is more than the
-    paper's run has: 16 rounds of 16 responses, with four local steps each, change it by 2 % at
-    most."""
+    """Horizon of the adaptive controller in responses: a local step changes the coefficient by at
+    most a fifth of batch size / horizon. 10,000, TRL's former default, exceeds the paper's run: 16
+    rounds of four local steps of 16 responses change the coefficient by at most 2 %."""
     form: Annotated[Literal["k1", "k3"], NOT_IN_PAPER] = "k1"
-    """k1: log ratio; k3: lower variance, never negative."""
+    """KL estimator. k1: the log-ratio; k3: lower variance, non-negative."""
 
 
 def kl_penalty(
     logprobs: torch.Tensor, reference_logprobs: torch.Tensor, *, form: str = "k1"
 ) -> torch.Tensor:
-    """Returns the estimate per token of the KL divergence from the reference, shape [B, T].
+    """Returns per-token estimates of the KL divergence from the reference, shape [B, T].
 
     Args:
         logprobs: Log-probabilities of the sampled tokens under the policy, shape [B, T].
-        reference_logprobs: The same under the reference, shape [B, T].
-        form: "k1" (log ratio: unbiased, may be negative) or "k3" (lower variance, never
-            negative). The sampling distribution is the policy's.
+        reference_logprobs: Log-probabilities under the reference, shape [B, T].
+        form: "k1" (the log-ratio: unbiased, may be negative) or "k3" (lower variance,
+            non-negative), for tokens sampled from the policy.
 
     Raises:
-        ValueError: The form is unknown.
+        ValueError: When the form is unknown.
     """
     log_ratio = reference_logprobs - logprobs
     if form == "k1":
         return -log_ratio
     if form == "k3":
         return (log_ratio.exp() - 1) - log_ratio
-    raise ValueError(f"no KL form {form!r}: choose k1 or k3.")
+    raise ValueError(f"unknown KL form {form!r}: choose k1 or k3.")
 
 
 def adapted_kl_coefficient(
     coefficient: float, kl: float, *, num_responses: int, config: KLConfig
 ) -> float:
-    """Returns the KL coefficient of the next local step (Ziegler et al., 2019, section 2.2).
+    """Returns the KL coefficient of the next local step (Ziegler et al., 2019, Section 2.2).
 
-    The relative deviation of the KL (nats per response) from its target counts up to 20 %, so that
-    a horizon's worth of responses changes the coefficient by a fifth or so at most.
+    The relative deviation of the KL (nats per response) from its target is clipped to ± 20 %, so
+    that a horizon of responses changes the coefficient by about a fifth at most.
     """
     if config.controller == "fixed":
         return coefficient
@@ -87,24 +86,24 @@ def adapted_kl_coefficient(
 
 
 class KLPenalty:
-    """The KL penalty of one learner; its ``coefficient`` follows the controller."""
+    """KL penalty of one learner, with its current ``coefficient``."""
 
     def __init__(self, config: KLConfig) -> None:
         self._config = config
         self.coefficient = config.coefficient
 
     def per_token(self, rollouts: Rollouts) -> torch.Tensor:
-        """Returns the estimate of the KL from the reference, shape [B, T]."""
+        """Returns per-token estimates of the KL from the reference, shape [B, T]."""
         return kl_penalty(rollouts.logprobs, rollouts.reference_logprobs, form=self._config.form)
 
     def adapt(self, kl: torch.Tensor) -> None:
-        """Ends a local step with this KL per token, shape [B, T]: adapts the coefficient."""
+        """Adapts the coefficient after a local step, given its KL per token, shape [B, T]."""
         self.coefficient = adapted_kl_coefficient(
             self.coefficient, _per_response(kl), num_responses=len(kl), config=self._config
         )
 
     def metrics(self, kl: torch.Tensor) -> dict[str, float]:
-        """Returns the figures of a batch: the mean KL per response in nats, and the coefficient."""
+        """Returns the mean KL of a batch per response, in nats, and the coefficient."""
         return {"kl": _per_response(kl), "kl_coefficient": self.coefficient}
 
 
@@ -115,7 +114,7 @@ def _per_response(kl: torch.Tensor) -> float:
 def masked_mean(values: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
     """Returns the mean of the entries where `mask` is true, a scalar; both of shape [B, T].
 
-    0 if it is true nowhere, as in a part of a minibatch with only empty replies.
+    0 for an empty mask, as in a part of a minibatch with only empty replies.
     """
     return (values * mask).sum() / mask.sum().clamp(min=1)
 
@@ -125,12 +124,12 @@ def whiten(values: torch.Tensor, mask: torch.Tensor, *, shift_mean: bool = True)
 
     Args:
         values: Shape [B, T].
-        mask: Entries that count, shape [B, T]; others are transformed the same way and left to the
-            caller to mask.
-        shift_mean: False keeps the mean.
+        mask: Entries that define mean and variance, shape [B, T]; the others are transformed too
+            and must be masked by the caller.
+        shift_mean: Whether to subtract the mean.
 
     Raises:
-        ValueError: Fewer than two entries count, so that there is no variance.
+        ValueError: When the mask has fewer than two entries, so that there is no variance.
     """
     count = mask.sum()
     if count < 2:
@@ -145,11 +144,12 @@ def whiten(values: torch.Tensor, mask: torch.Tensor, *, shift_mean: bool = True)
 
 
 def whiten_together(values: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-    """Returns every objective's values at zero mean, and all scaled to a mean variance of one.
+    """Centres each objective's values, and scales all of them to a mean variance of one.
 
     A weighted sum of the rows is then, up to a factor, the advantage of the weighted sum of the
-    rewards: linear scalarisation. With ``whiten`` for each row it is a sum of normalised ones.
-    Shapes are [M, B, T] and, for the mask, [B, T]; entries outside it are the caller's to mask.
+    rewards (linear scalarisation); with ``whiten`` for each row it is a sum of normalised
+    advantages. Shapes are [M, B, T] and, for the mask, [B, T]; entries outside it must be masked by
+    the caller.
     """
     centred = torch.stack([row - masked_mean(row, mask) for row in values])
     count = mask.sum()
@@ -160,14 +160,14 @@ def whiten_together(values: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
 def shaped_rewards(
     rewards: torch.Tensor, kl: torch.Tensor, *, kl_coefficient: float, reward_index: torch.Tensor
 ) -> torch.Tensor:
-    """Returns the reward per token, [M, B, T]: the KL penalty everywhere, the reward at the end.
+    """Returns rewards per token, [M, B, T]: the KL penalty at each token, the reward at the end.
 
-    The same penalty enters every objective; because the weights sum to one, their combination
-    contains it exactly once. (The paper names an adaptive KL controller and leaves open where the
-    penalty enters.)
+    Every objective includes the same penalty; since the weights sum to one, their combination
+    includes it exactly once. (The paper uses an adaptive KL controller, but does not state where
+    the penalty enters.)
 
     Args:
-        rewards: One per objective and response, shape [M, B].
+        rewards: Rewards per objective and response, shape [M, B].
         kl: KL estimate per token, shape [B, T].
         kl_coefficient: Weight of the penalty.
         reward_index: Position of each response's reward, shape [B].

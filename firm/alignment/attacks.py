@@ -1,8 +1,8 @@
-"""Attacks of clients on an alignment: through their reward models' scores or their updates.
+"""Attacks of clients on an alignment run, through reward scores or updates.
 
-Attacks on rewards act on the scores of the client's own judges: everything downstream, from the
-client's metrics to its update, is computed from wrong rewards. Updates are attacked by
-`firm.federation.attackers`; losses of other federations by `firm.fmoo.attacks`.
+Reward attacks change the scores of the client's own judges: everything downstream, from the
+client's metrics to its update, is computed from wrong rewards. Attacks on updates are in
+`firm.federation.attackers`, attacks on losses in `firm.fmoo.attacks`.
 """
 
 from collections.abc import Sequence
@@ -22,34 +22,34 @@ RewardAttack = Literal["reward_bias", "reward_scaling", "label_flip"]
 
 @configuration(source=NOT_IN_PAPER)
 class AttackConfig:
-    """How a client attacks."""
+    """Attack of a client."""
 
     kind: Literal[UpdateAttack, RewardAttack]
-    """sign_flip: the update times -scale. scaling: the update times scale. collusion: as long as
-    the update times scale, in a random direction that all such attackers share. reward_bias: raw
-    scores plus bias. reward_scaling: raw scores times scale. label_flip: rewards turned over,
-    1 - r, or -r where scores are not mapped to [0, 1]."""
+    """sign_flip multiplies the update by -scale, scaling by scale. collusion replaces it by an
+    update of scale times its norm in a random direction shared by all colluders. reward_bias adds
+    bias to the raw scores, reward_scaling multiplies them by scale. label_flip mirrors rewards: 1 -
+    r, or -r if scores are not mapped to [0, 1]."""
     scale: PositiveFloat = 1.0
     """Factor s of the update (sign_flip, scaling, collusion) or of the raw scores
     (reward_scaling)."""
     bias: FiniteFloat = 0.0
-    """What reward_bias adds to the raw scores, in their own unit."""
+    """Constant that reward_bias adds to the raw scores, in their unit."""
     objective: str | None = None
-    """Objective whose reward is attacked; null: all."""
+    """Objective with the attacked reward; null for all."""
 
     def __post_init__(self) -> None:
         if (self.kind == "reward_bias") != (self.bias != 0):
             raise ValueError(
-                "bias belongs to reward_bias, which needs one that is not 0, got "
+                "bias must be non-zero for reward_bias and zero otherwise, got "
                 f"{self.bias} with {self.kind}."
             )
         if self.kind in ("scaling", "reward_scaling") and self.scale == 1:
-            raise ValueError(f"{self.kind} by 1 is honest; give another scale.")
+            raise ValueError(f"{self.kind} by 1 has no effect; choose another scale.")
         if self.kind in ("reward_bias", "label_flip") and self.scale != 1:
             raise ValueError(f"{self.kind} has no scale, got {self.scale}.")
         if self.objective is not None and not self.is_on_rewards:
             raise ValueError(
-                "objective is for attacks on rewards, whereas an update is one for all, got "
+                "objective is supported for attacks on rewards only, got "
                 f"{self.objective!r} with {self.kind}."
             )
 
@@ -60,10 +60,9 @@ class AttackConfig:
 
 
 def as_attacker(client: Client, attack: AttackConfig | None, *, seed: int) -> Client:
-    """Returns the client as the server sees it, an attacker if it attacks updates.
+    """Wraps a client as an attacker if it attacks updates.
 
-    A client that attacks rewards gets its judges from `attacked_judges`. Colluders share the run's
-    seed.
+    Clients that attack rewards use `attacked_judges` instead. Colluders share the run's seed.
     """
     if attack is None or attack.is_on_rewards:
         return client
@@ -72,9 +71,9 @@ def as_attacker(client: Client, attack: AttackConfig | None, *, seed: int) -> Cl
 
 
 def attacked_judges(judges: Judges, attack: AttackConfig | None) -> Judges:
-    """Returns the judges of a client that attacks rewards; unchanged for every other client.
+    """Returns the judges of a client that attacks rewards; unchanged for other clients.
 
-    Their maps from scores to rewards are unchanged, since they are the server's.
+    The calibrations are unchanged, since they are determined by the server.
     """
     if attack is None or not attack.is_on_rewards:
         return judges
@@ -89,11 +88,12 @@ def attacked_judges(judges: Judges, attack: AttackConfig | None) -> Judges:
 
 
 class _AttackedReward:
-    """A reward function with scores a x + b for true scores x; all else is the true function's."""
+    """Wraps a reward function to return a x + b for true scores x; forwards other attributes."""
 
     reads_prompts = True
     output = source = None
-    """It returns a single list, by a call of its own, whatever the true one does."""
+    """Not forwarded: the wrapper returns a single list, and shares no call with other
+    objectives."""
 
     def __init__(self, name: str, reward_fn: RewardFn, factor: float, shift: float) -> None:
         self.name = name
@@ -128,7 +128,7 @@ def _attacked(
 
 
 def _mirror(calibration: Calibration | None) -> float:
-    """Returns the c for which c - x has the reward 1 - r where x has r; without a map, -r."""
+    """Returns the c for which c - x maps to 1 - r if x maps to r; 0 without calibration."""
     if calibration is None or calibration.method == "none":
         return 0.0
     if calibration.method == "sigmoid":

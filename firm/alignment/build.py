@@ -1,4 +1,4 @@
-"""The trainer of a run: the stages of a local step, for PPO inside TRL's trainer."""
+"""Builds the trainer of a run, for PPO inside TRL's trainer."""
 
 from importlib.util import find_spec
 from typing import Any
@@ -12,15 +12,14 @@ def has_trl_ppo() -> bool:
     """Returns whether the installed TRL still has a `PPOTrainer`."""
     try:
         return find_spec("trl.experimental.ppo") is not None
-    except ModuleNotFoundError:  # nor anything experimental
+    except ModuleNotFoundError:  # TRL has no experimental package
         return False
 
 
 def build_trainer(config: EstimatorConfig, **arguments: Any) -> MultiObjectiveTrainer:
-    """Returns the stages of a local step; for PPO, inside TRL's trainer if TRL has one.
+    """Returns a trainer with the stages of a local step; for PPO, inside TRL's if available.
 
-    TRL removed its `PPOTrainer` in 1.13. With it and without, clients train bitwise identical
-    adapters.
+    TRL removed `PPOTrainer` in 1.13. Clients train bitwise identical adapters with and without it.
 
     Args:
         config: The estimator.

@@ -1,4 +1,4 @@
-"""One federated client: a private shard of prompts and its own learner on the shared policy."""
+"""A federated client: a private shard of prompts and its own learner on the shared policy."""
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -41,7 +41,7 @@ register(
         "scores_std",
         "Spread of the scores",
         "SD of raw score",
-        "Replies with nearly equal scores teach little.",
+        "Replies with nearly equal scores give almost no learning signal.",
         type=ByObjective[NonNegative | None],
     ),
     _diagnostic(
@@ -56,7 +56,7 @@ register(
         "score_length_correlation",
         "Score against reply length",
         "correlation",
-        "A score that follows the length of the reply invites padding.",
+        "Scores that grow with the length of the reply encourage padding.",
         type=ByObjective[Correlation | None],
         reference=0.0,
         axis=CENTERED,
@@ -65,7 +65,7 @@ register(
         "cut_prompt_share",
         "Prompts cut to max_prompt_tokens",
         "share",
-        "A prompt that was cut has lost its oldest turns.",
+        "Truncated prompts have lost their oldest turns.",
         type=Share,
         axis=PERCENT,
     ),
@@ -73,7 +73,7 @@ register(
         "truncated_share",
         "Texts cut short",
         "share",
-        "A text that was cut short was not judged whole.",
+        "Truncated texts were scored only in part.",
         type=Named[Share],
         by="objective",
         axis=PERCENT,
@@ -103,13 +103,13 @@ register(
 
 @dataclass(frozen=True)
 class ExperienceBatch:
-    """One local step's experience and its minibatches: epochs times parts."""
+    """A local step's experience and the minibatches of all its epochs."""
 
     experience: Experience
     indices: list[np.ndarray]
-    """Rows of each minibatch."""
+    """Row indices of each minibatch."""
     truncated: dict[str, list[bool]]
-    """Which replies were cut for whom, by objective."""
+    """Whether each reply was truncated by the reward model, by objective."""
 
     @property
     def whole(self) -> Experience:
@@ -127,43 +127,43 @@ class _FirstBatch:
 
     round: int
     adapter: Adapter
-    """The one that was loaded."""
+    """The adapter that was loaded."""
     state: dict[str, Any]
     """The random streams before the draw."""
     batch: ExperienceBatch
     learner: tuple[Learner, int]
-    """Who valued the batch, and after how many steps since it was restored."""
+    """The learner that computed the batch's values, and its number of steps since it was
+    restored."""
     streams: dict[str, Any]
     """The random streams after the draw."""
     seconds: dict[str, float]
-    """Those that the draw took, by stage."""
+    """Seconds that the draw took, by stage."""
 
 
 class AlignmentClient(Client):
     """A client of the federation that aligns a language model.
 
-    Clients share one trainer, hence one base model and one adapter slot, into which `load` copies
-    an adapter. A client's training state (estimator, optimizer moments) is in its own learner;
-    where objectives are trained separately, each has its own learner. All randomness of a client
-    comes from its own three streams: prompts, rollout and update.
+    Clients share a trainer, hence a base model and an adapter slot, into which `load` copies an
+    adapter. A client's training state (estimator, optimizer moments) is in its own learner; if
+    objectives are trained separately, each has its own learner. All randomness of a client comes
+    from its own streams for prompts, rollout and update.
 
-    Some strategies send several requests in one round from the same state: for a Jacobian and then
-    for a training, or for one training per objective. These share their first batch, which is
-    sampled once: it is kept until all objectives are trained on together, which ends a client's
-    round.
+    Some strategies send several requests per round that start from the same state: for a Jacobian
+    and then a training, or for one training per objective. These share their first batch, which is
+    sampled once and kept until a joint training step, with which the client's round ends.
 
     Args:
         name: Unique name, such as "client_0".
-        prompts: The private shard.
+        prompts: The client's private shard.
         trainer: The shared trainer.
         seed: Seed of the run; the streams are derived from it and `stream_name`.
-        judges: Reward functions and calibrations; by default the trainer's functions, with raw
-            scores as rewards. Gradients of objectives without a judge are zero.
-        preferences: Draws the preferences of a conditioned policy's prompts; None for other
+        judges: Reward functions and calibrations; by default the trainer's functions with raw
+            scores as rewards. Gradients of objectives without a reward function are zero.
+        preferences: Stream of preferences for a conditioned policy's prompts; None for other
             policies.
-        stream_name: Name of the random streams, by default `name`; equal for clients that must be
-            identical.
-        on_event: Called with progress: `on_event("stage", stage=..., step=..., num_steps=...)`.
+        stream_name: Name of the random streams, by default `name`; use the same name for identical
+            clients.
+        on_event: Progress callback: `on_event("stage", stage=..., step=..., num_steps=...)`.
     """
 
     capabilities = frozenset({"epochs"})
@@ -208,11 +208,11 @@ class AlignmentClient(Client):
         self._minibatches: list[dict[str, torch.Tensor]] = []
         self._first: _FirstBatch | None = None
         self._truncated: dict[str, list[bool]] = defaultdict(list)
-        self._seconds: dict[str, float] = {}  # of the trainer, at the start
+        self._seconds: dict[str, float] = {}  # the trainer's totals at `load`
         self._num_drawn = 0
 
     def load(self, adapter: Adapter, round: int = 1) -> None:
-        """Starts local training from a copy of `adapter`, with this client's learner in charge."""
+        """Starts local training from a copy of `adapter`."""
         self._round, self._adapter = round, adapter
         self._batches, self._minibatches, self._num_drawn = [], [], 0
         self._truncated = defaultdict(list)
@@ -221,17 +221,19 @@ class AlignmentClient(Client):
 
     @property
     def batches_per_epoch(self) -> int:
-        """Whole batches of one pass over the shard, at least 1; other prompts begin the next."""
+        """Full batches per pass over the shard, at least 1; the rest start the next pass."""
         return max(1, self.num_examples // self._trainer.config.num_prompts)
 
     def batches(self, num_steps: int) -> Iterator[ExperienceBatch]:
-        """Yields a batch per local step: fresh prompts and responses of the current policy."""
+        """Yields one batch per local step: fresh prompts with responses of the current policy."""
         trainer = self._trainer
         for step in range(1, num_steps + 1):
             self._on_event("stage", stage="rollout", step=step, num_steps=num_steps)
             self._rounds_done = self._round - 1 + (step - 1) / num_steps
             trainer.set_learning_rates(self._learner, self._rounds_done)
-            self._num_drawn += 1  # also where the draw fails: `skip_failed_batches`
+            self._num_drawn += (
+                1  # before drawing, so that `skip_failed_batches` counts a failed draw too
+            )
             batch = self._kept() if self._num_drawn == 1 else None
             batch = batch or self._draw()
             for name, is_truncated in batch.truncated.items():
@@ -241,13 +243,15 @@ class AlignmentClient(Client):
             self._on_event("stage", stage="update", step=step, num_steps=num_steps)
             num_steps_before = len(self._minibatches)
             yield batch
-            if len(self._minibatches) > num_steps_before:  # otherwise it was only inspected
+            if (
+                len(self._minibatches) > num_steps_before
+            ):  # otherwise no step was taken, as for a Jacobian request
                 self._learner.estimator.end_batch(batch.experience)
 
     def _draw(self) -> ExperienceBatch:
         """Returns the current policy's responses to fresh prompts, and their minibatches.
 
-        The first batch since `load` is kept.
+        The first batch after `load` is kept for later requests of the round.
         """
         trainer, estimator = self._trainer, self._learner.estimator
         state, before = self._stream_states(), dict(trainer.seconds)
@@ -275,7 +279,7 @@ class AlignmentClient(Client):
         return batch
 
     def _kept(self) -> ExperienceBatch | None:
-        """Returns the kept first batch, valued by this learner; None if the state differs."""
+        """Returns the kept first batch with this learner's values; None if the state differs."""
         first, adapter = self._first, self._adapter
         if (
             first is None
@@ -285,7 +289,7 @@ class AlignmentClient(Client):
         ):
             return None
         self._restore_streams(first.streams)
-        for stage, seconds in first.seconds.items():  # as if the draw had been in this training
+        for stage, seconds in first.seconds.items():  # count the draw as part of this training
             self._seconds[stage] = self._seconds.get(stage, 0.0) - seconds
         if first.learner == (self._learner, self._learner.num_steps):
             return first.batch
@@ -296,8 +300,8 @@ class AlignmentClient(Client):
     def gradients(self, minibatch: Experience) -> Gradients:
         """Returns the M losses of a minibatch and their Jacobian [M, d].
 
-        Rows of objectives that are not served, or that no reply has a score for, are zero: these
-        objectives take no part in the minibatch.
+        Rows of objectives that are not served, or without a score in the minibatch, are zero: these
+        objectives are excluded from the minibatch.
         """
         with self._randomness():
             gradients = self._trainer.gradients(self._learner, minibatch)
@@ -310,7 +314,7 @@ class AlignmentClient(Client):
         return self._of_served_alone(gradients, minibatch)
 
     def _of_served_alone(self, gradients: Gradients, minibatch: Experience) -> Gradients:
-        """Returns gradients [M, d] or [K M, d] with zeros for objectives that are not served."""
+        """Zeroes the rows of unserved objectives in gradients [M, d] or [K M, d]."""
         served = self._served_in(minibatch, gradients.preferences)
         rows = gradients.jacobian.unflatten(0, (-1, len(self.objectives)))
         for own_rows, own in zip(rows, served, strict=True):
@@ -321,7 +325,7 @@ class AlignmentClient(Client):
     def _served_in(
         self, minibatch: Experience, preferences: torch.Tensor | None = None
     ) -> list[list[int]]:
-        """Returns the served objectives that some reply has a score for, at each preference."""
+        """Returns the served objectives with at least one score, at each preference."""
         has_score = ~minibatch.scores.isnan()  # [M, b]
         parts, asked = [has_score], minibatch.rollouts.queries.preferences
         if preferences is not None and asked is not None:
@@ -331,8 +335,8 @@ class AlignmentClient(Client):
     def weighted_gradients(self, minibatch: Experience, weights: torch.Tensor) -> Gradients:
         """Returns the gradient of Σⱼ wⱼ Lⱼ as a Jacobian of one row, from one backward pass.
 
-        Weights w [M] of objectives that are not served, or that no reply has a score for, do not
-        count.
+        Weights w [M] of objectives that are not served, or without a score in the minibatch, are
+        ignored.
         """
         (served,) = self._served_in(minibatch)
         factors = torch.zeros(len(self.objectives))
@@ -343,18 +347,20 @@ class AlignmentClient(Client):
 
     @contextmanager
     def _randomness(self) -> Iterator[None]:
-        """Draws dropout from the client's stream, which each process of a team has separately."""
+        """Draws dropout masks from the client's stream, with different masks in each process."""
         team = self._trainer.team
         with self._update:
             if team.size == 1:
                 yield
                 return
-            seed = int(torch.randint(2**62, ()))  # the same in all; the rank varies dropout masks
+            seed = int(
+                torch.randint(2**62, ())
+            )  # equal in all processes; the rank makes the masks differ
             with RandomStream(seed, "dropout", team.rank):
                 yield
 
     def step(self, gradients: Gradients, weights: torch.Tensor) -> None:
-        """Takes one optimizer step of the adapter and of the estimator's own parameters."""
+        """Takes one optimizer step on the adapter and on the estimator's own parameters."""
         if self._learner is self._common:
             self._first = None
         self._trainer.step(self._learner, gradients, weights)
@@ -365,7 +371,7 @@ class AlignmentClient(Client):
         return copy_adapter(self._trainer.adapter_parameters)
 
     def state(self) -> dict[str, Any]:
-        """Returns a deep copy of the state kept between rounds; the adapter is the server's."""
+        """Returns a deep copy of the state kept between rounds, without the adapter."""
         return {
             "learner": self._common.state(),
             "alone": {name: learner.state() for name, learner in self._alone.items()},
@@ -373,7 +379,7 @@ class AlignmentClient(Client):
         }
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Restores a state that `state()` returned."""
+        """Restores a state returned by `state()`."""
         self._learner = self._common
         self._common.restore(state["learner"])
         alone = state["alone"]
@@ -383,14 +389,14 @@ class AlignmentClient(Client):
         self._restore_streams(state)
 
     def alone(self, objective: str, state: dict[str, Any]) -> None:
-        """Restores a state's prompts and random streams, with the objective's own learner."""
+        """Restores prompts and random streams, and switches to the objective's learner."""
         if objective not in self._alone:
             self._alone[objective] = self._trainer.new_learner()
         self._learner = self._alone[objective]
         self._restore_streams(state)
 
     def skip_failed_batches(self) -> None:
-        """Skips as many batches of prompts as were drawn since `load`."""
+        """Skips the batches of prompts drawn since `load`."""
         for _ in range(self._num_drawn):
             self._prompts.draw(self._trainer.config.num_prompts)
 
@@ -402,7 +408,7 @@ class AlignmentClient(Client):
             stream.restore(state[name])
 
     def metrics(self) -> dict[str, Any]:
-        """Returns figures of the local training since `load`, as means over its minibatches."""
+        """Returns metrics of local training since `load`, averaged over its minibatches."""
         batch = {
             key: torch.tensor([b[key] for b in self._batches], dtype=torch.float64)
             .nanmean(0)
@@ -411,8 +417,10 @@ class AlignmentClient(Client):
         }
         pairs = ["-".join(pair) for pair in combinations(self.objectives, 2)]
         correlation = _by_name(pairs, batch.pop("score_correlation"))
-        first = self._minibatches[0].get(LOG_RATIO)  # estimators may leave it out
-        if self._round == 1 and first is not None:  # of the policy that was sampled
+        first = self._minibatches[0].get(LOG_RATIO)  # optional for estimators
+        if (
+            self._round == 1 and first is not None
+        ):  # before any update, so it should be rounding only
             batch["first_log_ratio"] = first.sqrt().numpy(force=True)
         for key in self._minibatches[0]:
             if key == LOG_RATIO:
@@ -435,16 +443,16 @@ class AlignmentClient(Client):
 
 
 def _by_name(names: Iterable[str], row: Iterable[float]) -> dict[str, float | None]:
-    """Returns numbers by name, with None for NaN, which JSON does not support."""
+    """Returns values by name, with None for NaN, which JSON does not support."""
     named = zip(names, row, strict=True)
     return {name: None if np.isnan(value) else float(value) for name, value in named}
 
 
 def _batch_metrics(experience: Experience) -> dict[str, Any]:
-    """Returns figures of one batch of rollouts, numbers and lists of one number per objective."""
+    """Returns metrics of a batch of rollouts: numbers, and lists with one entry per objective."""
     rollouts = experience.rollouts
     has_score = ~experience.scores.isnan().to(experience.rewards.device)
-    rewards = experience.rewards.where(has_score, torch.nan)  # placeholders are left out
+    rewards = experience.rewards.where(has_score, torch.nan)  # excludes placeholders
     diagnostics = reward_diagnostics(experience.scores, rollouts.num_tokens)
     return {
         "scores": diagnostics["mean"].tolist(),
@@ -460,7 +468,7 @@ def _batch_metrics(experience: Experience) -> dict[str, Any]:
 
 
 def _mismatch(rollouts: Rollouts) -> dict[str, float]:
-    """Returns root mean squares of the log-probabilities' mismatch by token and reply, in nats."""
+    """Returns the root mean square mismatch of log-probabilities per token and reply, in nats."""
     if rollouts.mismatch is None:
         return {}
     per_token = masked_mean(rollouts.mismatch**2, rollouts.mask)

@@ -1,10 +1,10 @@
-"""Evaluation on held-out prompts: scores with standard errors, change, KL and length.
+"""Evaluation on held-out prompts: scores with standard errors, paired changes, KL and length.
 
-Figures are means over the rows of the data. Replies to one prompt are not independent, whether they
-are samples for one row or replies to rows that share the prompt, so standard errors are computed
-over prompts: the samples of a row are averaged, and the rows of a prompt form a cluster. Two
-policies are compared row by row. A reply to which a reward does not apply is left out of that
-reward's figures.
+Metrics are means over the rows of the data. Replies to the same prompt are not independent, whether
+they are samples for one row or for several rows with the prompt, so standard errors are clustered
+by prompt: the samples of a row are averaged, and the rows of a prompt form a cluster. Two policies
+are compared row by row. Replies to which a reward does not apply are excluded from that reward's
+metrics.
 """
 
 from collections import Counter
@@ -29,7 +29,7 @@ from firm.schema import Count, Finite, NonNegative, Share
 
 
 class MetricRecord(TypedDict):
-    """A score in the row of an evaluation."""
+    """A score as logged for an evaluation."""
 
     mean: Finite
     se: NotRequired[NonNegative | None]
@@ -51,7 +51,7 @@ register(
         "rewards",
         "reward",
         "mean reward in [0, 1]",
-        "Rewards are mapped to [0, 1] by a calibration that is frozen before training.",
+        "Scores are mapped to rewards in [0, 1] by a calibration that is frozen before training.",
         type=dict[str, MetricRecord],
         by="objective",
         axis={},
@@ -66,20 +66,22 @@ class Replies:
     """One reply to each of N prompts."""
 
     completions: list[str]
-    """Texts, cut at their stop."""
+    """Texts, cut before stop strings."""
     kl: torch.Tensor
     """KL from the base model, the sum over tokens of logp - ref_logp, [N]."""
     num_tokens: torch.Tensor
     """Length in tokens, [N]."""
     ended: torch.Tensor
-    """Whether the reply came to an end by itself, bool [N]."""
+    """Whether the reply ended with an end token or stop string, bool [N]."""
     completion_ids: list[list[int]]
     """Token ids of the replies, end tokens included."""
 
 
 Generate = Callable[..., Replies]
-"""Takes a list of prompts, and `on_progress` by keyword, as `sample_replies` does."""
-"""Samples one reply to each of N prompts, from the global generators."""
+"""Samples one reply to each of N prompts from the global generators.
+
+Takes a list of prompts, and `on_progress` by keyword, like `sample_replies`.
+"""
 
 
 def sample_replies(
@@ -93,10 +95,10 @@ def sample_replies(
     preference: Sequence[float] | None = None,
     on_progress: Callable[[float], None] = lambda _: None,
 ) -> Replies:
-    """Returns one sampled reply to each of N prompts, with its KL from the base model.
+    """Samples one reply to each of N prompts, with its KL from the base model.
 
-    The model is in evaluation mode, and the base model inside the context `reference`. A
-    conditioned policy answers at the preference, by default at equal shares.
+    The model must be in evaluation mode, and becomes the base model inside the context `reference`.
+    A conditioned policy replies at the preference, by default at equal shares.
     """
     queries = encode_prompts(
         prompts, tokenizer, prompt_format=prompt_format, max_prompt_tokens=config.max_prompt_tokens
@@ -114,28 +116,27 @@ def sample_replies(
 
 @dataclass(frozen=True)
 class Evaluation:
-    """Figures of one policy on R rows of data, each with a prompt that others may share."""
+    """Metrics of a policy on R rows of data, which may share prompts."""
 
     scores: dict[str, torch.Tensor]
-    """Score of every objective and further metric, by row, [R]; NaN where none of the row's
-    replies has one."""
+    """Scores by objective and further metric, each [R]; NaN for rows without a score."""
     rewards: dict[str, torch.Tensor]
-    """Reward in [0, 1] of every objective, by row, [R]; NaN likewise."""
+    """Rewards in [0, 1] by objective, each [R]; NaN for rows without a score."""
     kl: torch.Tensor
     """KL from the base model per reply, [R]."""
     length: torch.Tensor
     """Tokens per reply, [R]."""
     ended: torch.Tensor
-    """Share of the replies that ended by themselves, [R]."""
+    """Share of replies with an end token or stop string, [R]."""
     distinct_1: float
-    """Distinct words as a share of all words of all replies."""
+    """Distinct words as a share of all words in all replies."""
     distinct_2: float
-    """The same for pairs of neighbouring words."""
+    """Distinct word pairs as a share of all word pairs."""
     num_samples: int
     """Replies per row."""
     samples: list[dict[str, Any]]
-    """The first reply to each row: `prompt` as a text, its `messages`, `completion` and `scores`,
-    None for one that it does not have."""
+    """First reply to each row: `prompt` as text, its `messages`, `completion` and `scores`, None
+    for scores that do not apply."""
 
     @property
     def num_rows(self) -> int:
@@ -144,12 +145,12 @@ class Evaluation:
 
     @property
     def num_prompts(self) -> int:
-        """Number of distinct prompts of the rows, ignoring white space."""
+        """Number of distinct prompts, ignoring white space."""
         return len(self.prompt_of_row.unique())
 
     @property
     def prompt_of_row(self) -> torch.Tensor:
-        """Prompt number of each row, in order of first appearance, [R]."""
+        """Prompt index of each row, in order of first appearance, [R]."""
         numbers: dict[str, int] = {}
         texts = [loose_text(row["prompt"]) for row in self.samples]
         return torch.tensor([numbers.setdefault(text, len(numbers)) for text in texts])
@@ -157,11 +158,11 @@ class Evaluation:
     def change(self, base: "Evaluation") -> dict[str, torch.Tensor]:
         """Returns scores minus another policy's, by name and row, [R].
 
-        They are NaN for rows on which one of the two has no score.
+        NaN for rows on which either policy has no score.
 
         Raises:
-            ValueError: The other policy was evaluated on other rows or scores, or fewer than two
-                prompts have a score of both.
+            ValueError: When the policies were evaluated on different rows or scores, or fewer than
+                two prompts have scores of both.
         """
         prompts, base_prompts = ([row["prompt"] for row in e.samples] for e in (self, base))
         if prompts != base_prompts or self.scores.keys() != base.scores.keys():
@@ -175,9 +176,9 @@ class Evaluation:
         return change
 
     def row(self, base: "Evaluation | None" = None, *, round: int, split: str) -> dict[str, Any]:
-        """Returns the row of `metrics.jsonl`, with the paired change against the base model.
+        """Returns the row of `metrics.jsonl`, with paired changes from the base model.
 
-        The round is the one after which the policy was evaluated, 0 for the base model.
+        `round` is the round after which the policy was evaluated, 0 for the base model.
         """
         groups = self.prompt_of_row
         kl, kl_error = mean_and_error(self.kl, groups)
@@ -201,9 +202,9 @@ class Evaluation:
         }
 
     def by_row(self) -> dict[str, torch.Tensor]:
-        """Returns figures by row, each [R]: "rewards/NAME", "scores/NAME", "kl" and "prompt".
+        """Returns metrics by row, each [R]: "rewards/NAME", "scores/NAME", "kl" and "prompt".
 
-        Rewards and scores are NaN for rows without one; the prompt is a number that rows share.
+        Rewards and scores are NaN where they do not apply; "prompt" is the prompt index.
         """
         return {
             "prompt": self.prompt_of_row,
@@ -213,10 +214,10 @@ class Evaluation:
         }
 
     def sameness(self) -> dict[str, float]:
-        """Returns measures of similarity of the first replies to the rows.
+        """Returns similarity measures of the first replies to the rows.
 
-        "commonest_share" is the share of rows with the most frequent reply, not counting blank
-        ones; "empty_share" is the share of rows with a blank reply.
+        "commonest_share" is the share of rows with the most frequent non-blank reply; "empty_share"
+        is the share of rows with a blank reply.
         """
         counts = Counter(row["completion"].strip() for row in self.samples)
         num_empty = counts.pop("", 0)
@@ -242,24 +243,25 @@ def evaluate(
     batch_size: int = 64,
     on_progress: Callable[[float, int], None] = lambda done, total: None,
 ) -> Evaluation:
-    """Returns figures of a policy on held-out prompts.
+    """Evaluates a policy on held-out prompts.
 
     Args:
-        generate: Samples one reply to each dialogue that it is given.
-        prompts: One prompt per row of the data, at least two of them different. Repeated rows
-            count: they weigh more in the means but do not reduce the standard errors.
-        reward_fns: The objectives; there may be none.
-        calibrations: The objectives' maps to [0, 1].
-        stream: Source of sampling noise. Evaluations to be compared need streams in equal states.
-        extra_fns: Further metrics with a reward function's signature, such as a true score.
+        generate: Samples one reply to each of a list of prompts.
+        prompts: One prompt per row of the data, at least two of them distinct. Repeated rows have
+            more weight in the means but do not reduce the standard errors.
+        reward_fns: Reward functions by objective; may be empty.
+        calibrations: Calibrations from scores to rewards, by objective.
+        stream: Random stream of the sampling. Evaluations to be compared need streams in equal
+            states.
+        extra_fns: Further metrics with the signature of reward functions, such as the ground truth.
         num_samples: Replies per row.
         batch_size: Replies sampled per batch.
-        on_progress: Called at each token with the number of replies so far and the total.
+        on_progress: Called at each token with the number of finished replies and the total.
 
     Raises:
-        ValueError: There are too few prompts for a standard error, two scores share a name, an
-            objective has no calibration, or a score is not finite; or fewer than two prompts have a
-            score.
+        ValueError: When there are too few prompts for a standard error, two scores have the same
+            name, an objective has no calibration, a score is not finite, or fewer than two prompts
+            have a score.
     """
     extra_fns = extra_fns or {}
     if num_samples < 1 or batch_size < 1:
@@ -267,7 +269,9 @@ def evaluate(
             f"num_samples and batch_size must be positive, got {num_samples} and {batch_size}."
         )
     _check_measurable(prompts, reward_fns, extra_fns, calibrations)
-    asked = [prompt for prompt in prompts for _ in range(num_samples)]  # replies of one row abut
+    asked = [
+        prompt for prompt in prompts for _ in range(num_samples)
+    ]  # replies to a row are adjacent
     with stream:
         chunks = []
         for start in range(0, len(asked), batch_size):
@@ -318,11 +322,12 @@ def _check_measurable(
     extra_fns: Mapping[str, RewardFn],
     calibrations: Mapping[str, Calibration],
 ) -> None:
-    """Checks that prompts allow standard errors, and that each objective has its calibration."""
+    """Checks that there are enough prompts for standard errors, and a calibration per objective."""
     num_distinct = len({loose_text(prompt.transcript) for prompt in prompts})
     if num_distinct < 2:
         raise ValueError(
-            f"an evaluation needs 2 different prompts for a standard error, got {num_distinct}."
+            f"an evaluation needs at least 2 distinct prompts for a standard error, got "
+            f"{num_distinct}."
         )
     if shared := sorted(reward_fns.keys() & extra_fns.keys()):
         raise ValueError(f"{shared[0]!r} is both an objective and an extra score: rename one.")
@@ -333,20 +338,20 @@ def _check_measurable(
 def _check_scored(
     scores: Mapping[str, torch.Tensor], groups: torch.Tensor, whose: str = ""
 ) -> None:
-    """Checks that two prompts or more have a score under each name."""
+    """Checks that at least two prompts have a score under each name."""
     for name, values in scores.items():
         if (count := _num_scored(values, groups)) < 2:
             raise ValueError(
                 f"{count} of {len(groups.unique())} evaluation prompts have a score of {name!r}"
                 f"{whose and f' {whose}'}, and a standard error needs 2: evaluate on more prompts "
-                "to which it applies, or leave it out."
+                "to which it applies, or remove it."
             )
 
 
 def distinct(texts: Sequence[str], length: int) -> float:
-    """Returns the share of distinct n-grams of `length` words among all of them, 0 without any.
+    """Returns the share of distinct n-grams of `length` words; 0 if there are none.
 
-    Words are separated by white space and in lower case; no n-gram spans two texts.
+    Words are split at white space and lower-cased; n-grams do not span texts.
 
     >>> distinct(["a b a", "A b"], 2)  # ab, ba, ab
     0.6666666666666666
@@ -357,17 +362,17 @@ def distinct(texts: Sequence[str], length: int) -> float:
 
 
 def mean_and_error(values: torch.Tensor, groups: torch.Tensor | None = None) -> tuple[float, float]:
-    """Returns the mean of rows' values [R] and its standard error, clustered by group.
+    """Returns the mean of values [R] and its standard error, clustered by group.
 
-    Rows of one group may depend on each other in any way. With G groups the squared error is
-    G / (G - 1) times the sum of the groups' squared sums of residuals, over R squared (Liang and
-    Zeger, 1986); with groups of one row each it is the variance, of G - 1 degrees, over G. NaN
-    entries, from rows without a score, are left out.
+    Rows of a group may be arbitrarily dependent. With G groups the squared error is G / (G - 1)
+    times the sum of the groups' squared sums of residuals, divided by R² (Liang and Zeger, 1986);
+    with one row per group it is the sample variance divided by G. NaN entries, from rows without a
+    score, are excluded.
 
     Args:
         values: Values, [R].
-        groups: Group number of each row, here of its prompt, [R]; by default every row is a
-            separate group.
+        groups: Group index of each row, such as its prompt, [R]; by default every row is its own
+            group.
     """
     groups = torch.arange(len(values)) if groups is None else groups
     is_known = ~values.isnan()
@@ -383,7 +388,7 @@ def mean_and_error(values: torch.Tensor, groups: torch.Tensor | None = None) -> 
 def _summaries(
     values: Mapping[str, torch.Tensor], groups: torch.Tensor
 ) -> dict[str, dict[str, float]]:
-    """Returns means, standard errors and the number of prompts behind them."""
+    """Returns means, standard errors and numbers of prompts."""
     summaries = {}
     for name, row in values.items():
         mean, error = mean_and_error(row, groups)
@@ -392,13 +397,13 @@ def _summaries(
 
 
 def _num_scored(values: torch.Tensor, groups: torch.Tensor) -> int:
-    """Returns the number of prompts that have a score."""
+    """Returns the number of prompts with a score."""
     return len(groups[~values.isnan()].unique())
 
 
 @dataclass(frozen=True)
 class MetricComparison:
-    """One figure for two policies on the same prompts; only figures per row have an error."""
+    """A metric of two policies on the same prompts; only metrics by row have standard errors."""
 
     name: str
     base: float
@@ -407,19 +412,19 @@ class MetricComparison:
     final_se: float | None
     change: float
     change_se: float | None
-    """Paired by row."""
+    """Standard error of the change, paired by row."""
     num_prompts: int
-    """Prompts that the change is of."""
+    """Number of prompts that the change is computed on."""
     is_partial: bool = False
-    """Whether others of the evaluation have no score."""
+    """Whether some prompts of the evaluation have no score."""
 
     @property
     def z(self) -> float | None:
-        """The change in units of its standard error; None if it is the same for every prompt."""
+        """The change in units of its standard error; None if that is zero or unknown."""
         return self.change / self.change_se if self.change_se else None
 
     def cells(self) -> list[str]:
-        """Returns name, base, final, change and z as texts for a table."""
+        """Returns name, base, final, change and z as strings for a table."""
         z = "" if self.z is None else f"{self.z:+.1f}"
         base, final = _figure(self.base, self.base_se), _figure(self.final, self.final_se)
         name = f"{self.name}, {self.num_prompts} prompts" if self.is_partial else self.name
@@ -434,7 +439,7 @@ def _figure(value: float, error: float | None, *, sign: str = "") -> str:
 def comparison_table(
     base: Evaluation, final: Evaluation, *, has_rewards: bool = False
 ) -> list[MetricComparison]:
-    """Returns every figure of the base model beside the final model's, one row each, scores first.
+    """Compares all metrics of the base and the final model, one row each, scores first.
 
     With `has_rewards`, the rewards in [0, 1] follow the scores.
     """

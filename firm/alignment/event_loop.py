@@ -1,7 +1,7 @@
-"""An event loop for coroutine reward functions, in a thread that lives as long as the process.
+"""Event loop for asynchronous reward functions, in a thread that lives as long as the process.
 
-``asyncio.run`` would not work: notebooks already run a loop, and HTTP clients that a reward
-function keeps between calls belong to the loop in which they were first used.
+``asyncio.run`` does not work: notebooks already run a loop, and HTTP clients that a reward function
+keeps between calls are bound to the loop in which they were first used.
 """
 
 import asyncio
@@ -15,14 +15,14 @@ import torch
 
 _lock = threading.Lock()
 _loops: dict[int, asyncio.AbstractEventLoop] = {}
-"""The loop of each process: a forked one has none of its parent's threads."""
+"""Event loop by process id, since a forked process does not inherit its parent's threads."""
 
 
 def gathered(coroutines: Sequence[Coroutine[Any, Any, Any]]) -> list[Any]:
-    """Returns the results of coroutines that run concurrently, in their order.
+    """Runs coroutines concurrently and returns their results in order.
 
-    An exception in one of them is raised after all have ended; of several exceptions, the first
-    coroutine's. Interrupting the caller cancels them.
+    Exceptions are raised after all coroutines have ended; if there are several, the first
+    coroutine's. Interrupting the caller cancels the coroutines.
     """
 
     async def gather() -> list[Any]:
@@ -52,19 +52,21 @@ def _loop() -> asyncio.AbstractEventLoop:
 
 
 def _run(loop: asyncio.AbstractEventLoop) -> None:
-    torch.get_num_threads()  # a new thread adopts torch's number only if it asks
+    torch.get_num_threads()  # a new thread adopts torch's number of threads only once it queries it
     torch.set_grad_enabled(False)
     asyncio.set_event_loop(loop)
     while True:
         try:
             loop.run_forever()
-        except BaseException:  # SystemExit in a task leaves the loop; the task has it as its error
+        except (
+            BaseException
+        ):  # SystemExit in a task stops the loop, and is stored as the task's error
             continue
         return
 
 
 def _end(process: int, loop: asyncio.AbstractEventLoop, thread: threading.Thread) -> None:
-    """Ends the loop with its process; running tasks are left alone."""
+    """Stops the loop when its process ends, without waiting for running tasks."""
     if os.getpid() != process:
         return
     loop.call_soon_threadsafe(loop.stop)

@@ -1,4 +1,4 @@
-"""Sampling: from prompts to tokens with log-probabilities, and from tokens to finished texts."""
+"""Sampling: generates tokens with log-probabilities, and converts them to finished texts."""
 
 from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
@@ -30,40 +30,40 @@ from firm.fields import NOT_IN_PAPER, Hint, NumTokens, PositiveFloat, PositiveIn
 
 @configuration
 class RolloutConfig:
-    """How responses are sampled and where they end."""
+    """Sampling of responses, and where they end."""
 
     max_new_tokens: Annotated[NumTokens, NOT_IN_PAPER] = 128
-    """Longest response in tokens."""
+    """Maximum length of a response in tokens."""
     temperature: Annotated[
         PositiveFloat, Hint("PPO needs samples, not the greedy reply"), NOT_IN_PAPER
     ] = 0.7
     """Sampling temperature."""
     max_prompt_tokens: Annotated[NumTokens, NOT_IN_PAPER] = 256
-    """Longest prompt in tokens; longer ones lose their oldest turns, but no system message."""
+    """Maximum length of a prompt in tokens; longer prompts lose their oldest turns, but keep system
+    messages."""
     stop_strings: Annotated[list[str] | None, NOT_IN_PAPER] = None
-    """A response ends before any of these texts: a policy that writes the next human turn would
-    otherwise be scored for it. null takes the human tag of HH-RLHF where prompts have that form,
-    and none with a chat template or plain prompts, whose replies may well hold such a text."""
+    """A response ends before any of these strings, so that a policy that goes on to write the next
+    human turn is not scored for it. null uses the human tag of HH-RLHF for prompts in that form,
+    and none with a chat template or plain prompts, whose replies may contain such a string."""
     end_tokens: Annotated[list[str], NOT_IN_PAPER] = field(default_factory=list)
-    """Tokens that end a response beside the tokenizer's EOS and the ends in the model's
-    generation_config.json, as the tokenizer spells them."""
+    """Tokens that end a response, in addition to the tokenizer's EOS and the end tokens in the
+    model's generation_config.json, as spelled by the tokenizer."""
     forward_batch_size: PositiveInt = 64
-    """Responses that are generated and scored by the models at once; bounds memory."""
+    """Batch size of generation and of the models' forward passes, to limit memory."""
     cache: Annotated[Literal["dynamic", "static"], NOT_IN_PAPER] = "dynamic"
-    """How keys and values are kept: in tensors that grow with each token, or in static ones of the
-    greatest length, for which transformers compiles the steps on a GPU; that takes a minute once,
-    and again for batches of another size."""
+    """Key-value cache: dynamic grows with each token; static is allocated at the maximum length, so
+    that transformers compiles the steps on a GPU, which takes a minute for each batch size."""
     logprobs: Annotated[Literal["generation", "forward"] | None, NOT_IN_PAPER] = None
-    """Where the sampling policy's log-probabilities come from: the cached steps that generated the
-    response (as in TRL), or a forward pass of the shape that the reference's has, so that rounding
-    adds nothing to their KL. null takes generation for a policy in float32, where the two agree to
-    some 1e-6, and forward for one in less precision."""
+    """Source of the sampling policy's log-probabilities: generation, the cached steps that
+    generated the response (as in TRL); or forward, a forward pass of the same shape as the
+    reference's, so that rounding does not add to their KL. null uses generation for policies in
+    float32, where the two agree to about 1e-6, and forward in lower precision."""
 
     def __post_init__(self) -> None:
         if "" in (self.stop_strings or ()):
             raise ValueError(
-                f"rollout.stop_strings must not hold an empty text, got {self.stop_strings}: "
-                "every reply would end before it began."
+                f"rollout.stop_strings must not contain an empty string, got {self.stop_strings}: "
+                "every reply would be empty."
             )
 
 
@@ -74,12 +74,12 @@ def end_token_ids(
 
     Args:
         tokenizer: The policy's tokenizer.
-        config: Names further end tokens.
-        generation_config: The model's generation config, with one `eos_token_id` or a list: chat
-            models end a turn with other tokens than a document.
+        config: Configuration with additional end tokens.
+        generation_config: The model's generation config, whose `eos_token_id` may be a list: chat
+            models end turns and documents with different tokens.
 
     Raises:
-        ValueError: An end token is not one token of the vocabulary.
+        ValueError: When an end token is not in the vocabulary.
     """
     own = getattr(generation_config, "eos_token_id", None)
     of_model = own if isinstance(own, list | tuple) else [own]
@@ -89,7 +89,7 @@ def end_token_ids(
         if token not in vocabulary:
             raise ValueError(
                 f"rollout.end_tokens: {token!r} is not a token of the policy's tokenizer: "
-                "give it as the tokenizer spells it (a newline may be '<0x0A>' or 'Ċ')."
+                "spell it as the tokenizer does (a newline may be '<0x0A>' or 'Ċ')."
             )
         ids.append(vocabulary[token])
     return list(dict.fromkeys(int(each) for each in ids if each is not None))
@@ -98,7 +98,7 @@ def end_token_ids(
 def stop_strings(
     config: RolloutConfig, prompt_format: PromptFormat, tokenizer: PreTrainedTokenizerBase
 ) -> list[str]:
-    """Returns the texts before which a response ends: the given ones, or the format's."""
+    """Returns the strings before which a response ends: the configured ones, or the format's."""
     if config.stop_strings is None:
         return prompt_format.stop_strings(tokenizer)
     return config.stop_strings
@@ -115,14 +115,14 @@ def generate(
     team: Team | Alone = ALONE,
     on_token: Callable[[int], None] = lambda _: None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns samples of at most `max_new_tokens` tokens and their log-probabilities.
+    """Samples responses of at most `max_new_tokens` tokens, with log-probabilities.
 
-    The model's own sampling defaults are overridden. The sampled tokens do not depend on the team's
-    size. `on_token` is called at each token with the number of tokens before it.
+    Overrides the sampling defaults of the checkpoint. The sampled tokens do not depend on the
+    team's size. `on_token` is called at each token with the number of tokens before it.
 
     Returns:
-        Token ids [B, Q + T], the queries unchanged, and log-probabilities [B, T] under the tempered
-        distribution that was sampled from.
+        Token ids [B, Q + T], which start with the queries, and log-probabilities [B, T] under the
+        tempered sampling distribution.
     """
     if team.size == 1:
         return _generate(model, queries, tokenizer, config, end_ids, on_token)
@@ -151,9 +151,9 @@ def _generate(
     on_token: Callable[[int], None],
     draws: "_SharedDraws | None" = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns samples and log-probabilities, by the global generator or a team's draws."""
+    """Samples with the global generator or a team's shared draws."""
     query_ids = queries.token_ids
-    if not len(query_ids):  # a batch smaller than the team
+    if not len(query_ids):  # the batch has fewer rows than the team has processes
         return query_ids, torch.empty(0, 0, device=query_ids.device)
     pad_id = int(tokenizer.pad_token_id)  # type: ignore[arg-type]  # checked when it was loaded
     attention_mask = queries.mask
@@ -170,7 +170,7 @@ def _generate(
                 top_k=0 if draws is None else None,
                 top_p=1.0 if draws is None else None,
                 eos_token_id=list(end_ids) or None,
-                pad_token_id=end_ids[0] if end_ids else 0,  # embedded, whatever padding is
+                pad_token_id=end_ids[0] if end_ids else 0,  # must have an embedding, unlike padding
                 cache_implementation="static" if config.cache == "static" else None,
                 output_scores=True,
                 return_dict_in_generate=True,
@@ -184,7 +184,7 @@ def _generate(
 
 
 class _Told(LogitsProcessor):
-    """Reports the number of tokens, and leaves the scores unchanged."""
+    """Reports the number of generated tokens; leaves the scores unchanged."""
 
     def __init__(self, on_token: Callable[[int], None]) -> None:
         self._on_token, self._num_tokens = on_token, 0
@@ -196,17 +196,17 @@ class _Told(LogitsProcessor):
 
 
 class _SharedDraws(LogitsProcessor):
-    """Samples some rows of a batch just as a single process would when sampling all of them.
+    """Samples some rows of a batch as a single process would if it sampled all of them.
 
     `torch.multinomial` draws one exponential variate per token of the vocabulary and takes the
-    largest ratio of probability to variate. Here every process draws the variates of all rows, uses
-    those of its own rows, and leaves the largest ratio to a greedy search.
+    largest ratio of probability to variate. Here every process draws the variates of all rows and
+    uses those of its own; greedy search then selects the largest ratio.
     """
 
     def __init__(self, num_rows: int, rows: slice, config: RolloutConfig) -> None:
         self.rows = rows
         self.logits: list[torch.Tensor] = []
-        self.vocabulary = 0  # unknown until a token is sampled, and so to a member without rows
+        self.vocabulary = 0  # unknown before the first token, hence to processes without rows
         self._num_rows = num_rows
         self._temperature = config.temperature + TEMPERATURE_GUARD
 
@@ -216,7 +216,7 @@ class _SharedDraws(LogitsProcessor):
         return torch.softmax(self.logits[-1], dim=-1) / self._draw(scores.device)[self.rows]
 
     def skip_to(self, num_tokens: int, device: torch.device) -> None:
-        """Draws as often as the longest of the team's rows needs, so that all generators agree."""
+        """Draws for the remaining tokens of the team's longest row, to keep generators equal."""
         for _ in range(num_tokens - len(self.logits)):
             self._draw(device)
 
@@ -226,9 +226,9 @@ class _SharedDraws(LogitsProcessor):
 
 @contextmanager
 def _without_sampling_defaults(model: Any) -> Iterator[None]:
-    """Hides a checkpoint's own sampling settings, which transformers applies to every call.
+    """Hides the sampling defaults of a checkpoint, which transformers applies to every call.
 
-    With `min_p` in force, for example, PPO's ratios would compare other log-probabilities.
+    With `min_p`, for example, log-probabilities would not be those of the sampling distribution.
     """
     own, model.generation_config = model.generation_config, GenerationConfig()
     try:
@@ -244,11 +244,11 @@ def find_ends(
     end_ids: Sequence[int],
     stop_strings: Sequence[str],
 ) -> tuple[torch.Tensor, torch.Tensor, list[str]]:
-    """Returns the length of each of the raw responses [B, T], whether it ended, and its text.
+    """Finds the end of each raw response [B, T], and decodes its text.
 
     Returns:
-        Number of tokens [B] (up to the end token, or the one that completes a stop string), bool
-        [B], and the texts without special tokens and stop strings.
+        Numbers of tokens [B], including the end token or the token that completes a stop string;
+        whether the response ended, bool [B]; and the texts without special tokens and stop strings.
     """
     lengths, ended, texts = [], [], []
     for row in responses.tolist():

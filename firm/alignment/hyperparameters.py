@@ -1,4 +1,4 @@
-"""Compares configurations with the values that FIRM's paper gives (Appendix A.1)."""
+"""Compares configurations with the values in FIRM's paper (Appendix A.1)."""
 
 import dataclasses
 from collections.abc import Iterator, Mapping
@@ -10,34 +10,34 @@ from firm.fields import NotInPaper, Paper, sources
 
 @dataclass(frozen=True)
 class Hyperparameter:
-    """A key of the configuration, with its relation to the paper."""
+    """A key of a configuration, with its value in the paper."""
 
     path: str
     value: Any
     paper: Paper | None
-    """Where the paper gives the value, and the value; None where it leaves it open."""
+    """Section and value in the paper; None if the paper does not specify it."""
 
     @property
     def is_papers(self) -> bool:
-        """Whether the value is the paper's, or one of them."""
+        """Whether the value is one of the paper's."""
         return self.paper is not None and self.value in self.paper.values
 
 
 @dataclass(frozen=True)
 class Departure:
-    """A key that departs from the paper's value in some of several configurations."""
+    """A key that differs from the paper's value in at least one configuration."""
 
     path: str
     paper: Paper
     values: Mapping[str, Any]
-    """The other values, by the configuration's name."""
+    """The differing values, by configuration name."""
 
 
 def departures(configs: Mapping[str, Any]) -> list[Departure]:
-    """Returns the keys with values other than the paper's, in the order of their appearance.
+    """Returns the keys with values that differ from the paper's, in order of appearance.
 
     Args:
-        configs: Dataclasses by name, such as the runs of a study by setting.
+        configs: Configurations by name, such as the runs of a study by setting.
     """
     by_path: dict[str, Departure] = {}
     for name, config in configs.items():
@@ -51,13 +51,13 @@ def departures(configs: Mapping[str, Any]) -> list[Departure]:
 
 
 def hyperparameters(config: Any) -> Iterator[Hyperparameter]:
-    """Yields the keys that the paper gives or leaves open, in order; keys of both kinds come twice.
+    """Yields keys that the paper specifies or leaves open, in order; keys with both appear twice.
 
-    Keys are left out if neither their field nor its class refers to the paper, and keys below a
-    class that is not in the paper are not compared with it.
+    Skips keys if neither their field nor its class refers to the paper. Keys below a class that is
+    not in the paper are not compared.
 
     Args:
-        config: A dataclass; nested ones and mappings of them are searched, too.
+        config: A dataclass; nested dataclasses and mappings of them are searched recursively.
     """
     yield from _hyperparameters(config, "", is_compared=True)
 

@@ -52,63 +52,63 @@ CHECKPOINT_ERRORS = (
     SafetensorError,
     StrictDataclassError,
 )
-"""Exceptions of transformers and its libraries for files that are no checkpoint."""
+"""Exceptions that transformers and its dependencies raise for invalid checkpoints."""
 
 
 @configuration
 class PolicyConfig:
-    """The language model that is aligned, and its prompt format."""
+    """Language model to align, and its prompt format."""
 
     path: Annotated[
         str,
         Paper("A.1", ("TinyLlama/TinyLlama-1.1B-Chat-v1.0", "meta-llama/Llama-3.2-1B-Instruct")),
     ]
-    """A folder or a name on the Hugging Face hub."""
+    """Folder, or name on the Hugging Face hub."""
     dtype: Annotated[Literal["float32", "bfloat16", "float16"], NOT_IN_PAPER] = "float32"
-    """Type of the frozen parameters; the adapter is float32."""
+    """Dtype of the frozen parameters; the adapter is float32."""
     device: str = "auto"
     """Where the policy is and the adapter learns: "auto" takes the accelerator where there is one,
     and each of several processes another; or "cpu", a type that torch knows, such as "cuda", "mps",
     "xpu" or "npu", or one of several by its index, such as "cuda:1"."""
     gradient_checkpointing: Annotated[bool, NOT_IN_PAPER] = False
-    """Whether activations are computed again in each backward pass instead of kept: less memory,
+    """Whether to recompute activations in the backward pass instead of storing them: less memory,
     more time, the same gradients."""
     prompt: PromptFormat = field(default_factory=PromptFormat)
-    """How a dialogue becomes the policy's input."""
+    """Format of prompts in the policy's input."""
     adapter: Annotated[str, OneOf(ADAPTERS), NOT_IN_PAPER] = "lora"
-    """Kind of the adapter, by a name that is registered (`firm.alignment.adapters`). lora: matrices
-    A and B per layer. lora_xs: r² numbers per layer between fixed matrices made from its own weight
-    (arXiv:2405.17604), whose mean over clients is exact; r and alpha are those of `lora`, and the
-    step size may need to be another."""
+    """Kind of adapter, by its registered name (`firm.alignment.adapters`). lora: matrices A and B
+    per layer. lora_xs: r² parameters per layer between fixed matrices derived from its weight
+    (arXiv:2405.17604), whose mean over clients is exact; uses r and alpha of `lora`, but may need
+    another learning rate."""
     lora: LoraSettings = field(default_factory=LoraSettings)
-    """The adapter's rank, scale and place."""
+    """Rank, scale and layers of the adapter."""
     conditioning: ConditioningConfig = field(default_factory=ConditioningConfig)
-    """Whether it depends on the preference."""
+    """Conditioning of the adapter on a preference."""
 
     def adapter_kind(self, num_objectives: int = 1) -> Lora:
         """Returns the kind of the adapter with its settings.
 
         Raises:
-            ValueError: Conditioning is configured for a single objective, or for a kind that is not
-                linear.
+            ValueError: When conditioning is configured for a single objective, or for a kind that
+                is not linear.
         """
         kind = ADAPTERS[self.adapter](self.lora)
         return self.conditioning.conditioned(kind, num_objectives)
 
 
 def take_device(name: str, *, num_processes: int = 1) -> torch.device:
-    """Makes a device the one that libraries use in this process; call it before they load.
+    """Sets the device that libraries use in this process; call it before they are loaded.
 
     Args:
-        name: A device as `policy.device` names it. Only one with an index changes anything; each
-            of several processes has an accelerator already.
-        num_processes: Number of processes that work together.
+        name: Value of `policy.device`. Has an effect only with an index; each of several processes
+            already has its own accelerator.
+        num_processes: Number of processes of the run.
 
     Returns:
         The device, with its index if it is an accelerator.
 
     Raises:
-        ValueError: There is no such device here, or several processes would share it.
+        ValueError: When the device does not exist, or several processes would share it.
     """
     try:
         device = named_device(name)
@@ -121,7 +121,7 @@ def take_device(name: str, *, num_processes: int = 1) -> torch.device:
     if num_processes > 1:
         raise ValueError(
             f"policy.device must be auto or {device.type} with {num_processes} processes, each of "
-            f"which takes another device, got {name!r}."
+            f"which uses a different device, got {name!r}."
         )
     torch.accelerator.set_device_index(device.index)
     return device
@@ -131,7 +131,7 @@ def read_tokenizer(path: str) -> PreTrainedTokenizerBase:
     """Returns the tokenizer of a checkpoint, unchanged.
 
     Raises:
-        ValueError: There is no tokenizer at the policy's path.
+        ValueError: When there is no tokenizer at the path.
     """
     with checkpoint_errors("tokenizer", path):
         return AutoTokenizer.from_pretrained(path)
@@ -140,15 +140,16 @@ def read_tokenizer(path: str) -> PreTrainedTokenizerBase:
 def load_tokenizer(
     config: PolicyConfig, given: PreTrainedTokenizerBase | Path | None = None
 ) -> PreTrainedTokenizerBase:
-    """Returns the policy's tokenizer, padding on the left.
+    """Returns the policy's tokenizer, with padding on the left.
 
-    A given tokenizer, or the folder of one, is copied; otherwise the tokenizer at the policy's path
-    is read. If it lacks a pad token, an existing token is used: masks come from lengths, so any
-    token will do, whereas a new one would have no embedding if a text spells it out.
+    A given tokenizer is copied, or loaded from a given folder; by default the tokenizer at the
+    policy's path is loaded. If it lacks a pad token, an existing token is used: masks are computed
+    from lengths, so any token works, whereas a new token would have no embedding if it occurs in a
+    text.
 
     Raises:
-        ValueError: There is no tokenizer at the policy's path, or the prompt format needs a chat
-            template that is missing or broken.
+        ValueError: When there is no tokenizer at the policy's path, or the prompt format needs a
+            chat template that is missing or broken.
     """
     if given is None or isinstance(given, Path):
         tokenizer = read_tokenizer(str(given or config.path))
@@ -170,39 +171,39 @@ def check_context(
     max_new_tokens: int,
     model: PreTrainedModel | None = None,
 ) -> None:
-    """Checks that the longest prompt and reply fit into the policy's context, if it has a limit.
+    """Checks that the longest prompt and reply fit into the policy's context.
 
-    The policy is the given model, or the one at its path.
+    Uses the configuration of the given model, or of the model at the policy's path.
 
     Raises:
-        ValueError: They do not fit, or the model's configuration cannot be read.
+        ValueError: When they do not fit, or the model's configuration cannot be read.
     """
     with checkpoint_errors("language model", config.path):
         own = model.config if model else AutoConfig.from_pretrained(config.path)
     limit = getattr(own.get_text_config(), "max_position_embeddings", None)
     if limit is not None and max_prompt_tokens + max_new_tokens > limit:
         raise ValueError(
-            f"rollout.max_prompt_tokens and max_new_tokens must fit into the {limit} positions of "
-            f"{config.path} together, got {max_prompt_tokens} + {max_new_tokens}: lower one of "
+            f"rollout.max_prompt_tokens and max_new_tokens must together fit into the {limit} "
+            f"positions of {config.path}, got {max_prompt_tokens} + {max_new_tokens}: lower one of "
             "them."
         )
 
 
 def check_vocabulary(model: Any, tokenizer: PreTrainedTokenizerBase, what: str) -> None:
-    """Checks that the model has an embedding of every token.
+    """Checks that the model has an embedding for every token except padding.
 
-    Padding needs none. `what` is the tokenizer's name in messages.
+    `what` is the tokenizer's name for messages.
 
     Raises:
-        ValueError: The tokenizer has more tokens.
+        ValueError: When the tokenizer has more tokens.
     """
     num_rows = model.get_input_embeddings().weight.shape[0]
     ids = tokenizer.get_vocab().values()
     largest = max(token_id for token_id in ids if token_id != tokenizer.pad_token_id)
     if largest >= num_rows:
         raise ValueError(
-            f"{what} has ids up to {largest}, but the model's embedding has {num_rows} rows: give "
-            "the tokenizer that belongs to the model, or resize its embedding."
+            f"{what} has ids up to {largest}, but the model's embedding has {num_rows} rows: use "
+            "the model's own tokenizer, or resize its embedding."
         )
 
 
@@ -210,29 +211,29 @@ def load_base_model(config: PolicyConfig) -> PreTrainedModel:
     """Returns the language model without an adapter.
 
     Raises:
-        ValueError: There is no such folder, the hub cannot be reached, or the checkpoint is not a
-            complete language model.
+        ValueError: When the folder does not exist, the hub cannot be reached, or the checkpoint is
+            not a complete language model.
     """
     with checkpoint_errors("language model", config.path):
         loaded: Any = AutoModelForCausalLM.from_pretrained(
             config.path,
             dtype=getattr(torch, config.dtype),
-            use_safetensors=True,  # a pickle runs code when it is read
+            use_safetensors=True,  # a pickle can execute code when loaded
             output_loading_info=True,
         )
     model, report = loaded
-    if report["missing_keys"]:  # transformers would draw them at random
+    if report["missing_keys"]:  # transformers would initialise them randomly
         raise ValueError(
-            f"policy.path: {config.path} is no whole language model, "
-            f"{sorted(report['missing_keys'])[0]} is missing: give another checkpoint."
+            f"policy.path: {config.path} is not a complete language model, "
+            f"{sorted(report['missing_keys'])[0]} is missing: choose another checkpoint."
         )
     return model
 
 
 def is_stored_at(path: str, model: PreTrainedModel) -> bool:
-    """Returns whether the model's weights equal the checkpoint's at a path.
+    """Returns whether the model's weights equal those of the checkpoint at a path.
 
-    The checkpoint is loaded on the CPU in the model's type, beside the model.
+    Loads the checkpoint on the CPU in the model's dtype, in addition to the model.
     """
     try:
         stored = type(model).from_pretrained(path, dtype=model.dtype, use_safetensors=True)
@@ -246,17 +247,17 @@ def is_stored_at(path: str, model: PreTrainedModel) -> bool:
 
 @contextmanager
 def checkpoint_errors(what: str, path: str) -> Iterator[None]:
-    """Turns transformers' paragraphs into a line that says how to pass a local checkpoint."""
+    """Replaces the long messages of transformers by one line with a remedy."""
     try:
         yield
     except CHECKPOINT_ERRORS as error:
         reason = first_line(error).rstrip(".: ")
         raise ValueError(
-            f"policy.path: no {what} could be loaded from the folder {path} ({reason}): give the "
-            "folder of a whole checkpoint, model and tokenizer."
+            f"policy.path: no {what} could be loaded from the folder {path} ({reason}): choose a "
+            "folder with a complete checkpoint, model and tokenizer."
             if Path(path).is_dir()
-            else f"policy.path: there is no folder {path}, and no such {what} could be had from "
-            f"the Hugging Face hub ({reason}): give the folder of a local checkpoint."
+            else f"policy.path: there is no folder {path}, and no such {what} could be loaded from "
+            f"the Hugging Face hub ({reason}): choose the folder of a local checkpoint."
         ) from error
 
 
@@ -267,13 +268,13 @@ def load_policy(
     num_objectives: int = 1,
     given: PreTrainedModel | None = None,
 ) -> PeftModel:
-    """Returns the frozen base model with one fresh adapter, which changes nothing yet (B = 0).
+    """Returns the frozen base model with a new adapter, which has no effect yet (B = 0).
 
-    The stream draws the adapter's initial A matrices; a conditioned one depends on M. The base
-    model is `given`, which `borrowed` protects, or is loaded.
+    The stream draws the adapter's initial A matrices. `num_objectives` matters for conditioned
+    adapters only. The base model is `given` (see `borrowed`), or is loaded.
 
     Raises:
-        ValueError: As `load_base_model` and `add_adapter`.
+        ValueError: As in `load_base_model` and `add_adapter`.
     """
     model = given or load_base_model(config)
     with stream:
@@ -281,22 +282,22 @@ def load_policy(
 
 
 def add_adapter(model: Any, config: PolicyConfig, *, num_objectives: int = 1) -> PeftModel:
-    """Returns a frozen language model with one fresh adapter, in evaluation mode.
+    """Returns a frozen language model with a new adapter, in evaluation mode.
 
-    The adapter is drawn from the global generators.
+    The adapter is initialised from the global generators.
 
     Raises:
-        ValueError: `target_modules` match no layer or one that cannot have an adapter, the rank is
-            larger than every layer, or conditioning is configured for a single objective.
+        ValueError: When `target_modules` match no layer or one that cannot be adapted, the rank
+            exceeds the size of every layer, or conditioning is configured for a single objective.
     """
     lora, kind = config.lora, config.adapter_kind(num_objectives)
     names = list(lora.target_modules or usual_names(model))
     layers: dict[str, Any] = adapted_layers(model, names, config.path)
     sizes = [size for layer in layers.values() for size in layer.weight.shape]
-    if lora.r > max(sizes):  # before anything of that size is made
+    if lora.r > max(sizes):  # before allocating matrices of that size
         raise ValueError(
-            f"policy.lora.r must be at most {max(sizes)}, the size of the largest matrix that it "
-            f"adapts in {config.path}, got {lora.r}."
+            f"policy.lora.r must be at most {max(sizes)}, the largest side of the adapted matrices "
+            f"of {config.path}, got {lora.r}."
         )
     with without_needless_warnings():
         if config.gradient_checkpointing:
@@ -317,10 +318,10 @@ def add_adapter(model: Any, config: PolicyConfig, *, num_objectives: int = 1) ->
         except ValueError as error:
             raise ValueError(
                 f"policy.lora.target_modules: {sorted(names)} cannot get an adapter in "
-                f"{config.path} ({first_line(error).rstrip('.')}): name layers of attention, or "
-                "give null."
+                f"{config.path} ({first_line(error).rstrip('.')}): name attention layers, or set "
+                "it to null."
             ) from error
-    base = Path(config.path)  # absolute, as an adapter may be read from any directory
+    base = Path(config.path)  # absolute, since an adapter may be loaded from any directory
     name = str(base.resolve()) if base.is_dir() else config.path
     policy.peft_config["default"].base_model_name_or_path = name
     adapt_(policy, kind)
@@ -329,7 +330,7 @@ def add_adapter(model: Any, config: PolicyConfig, *, num_objectives: int = 1) ->
 
 @contextmanager
 def borrowed(model: PreTrainedModel | None) -> Iterator[None]:
-    """Restores a borrowed model at the end: removes adapters, and resets modes and dropout.
+    """Restores a model given by the user at the end: removes adapters, resets modes and dropout.
 
     The model stays on its current device.
     """
@@ -364,11 +365,11 @@ def _checkpointing(module: torch.nn.Module) -> dict[str, Any]:
 
 @contextmanager
 def without_needless_warnings() -> Iterator[None]:
-    """Silences warnings of transformers and PEFT that a user can do nothing about.
+    """Silences warnings of transformers and PEFT that users cannot act on.
 
-    peft, TRL and `load_policy` use names that transformers 6 will drop, against which the upper
-    bound in pyproject.toml guards, and a process group does not mean data-parallel training here.
-    PEFT corrects `fan_in_fan_out` by itself for each layer with transposed weights.
+    peft, TRL and `load_policy` use names that transformers 6 will remove, which the upper bound in
+    pyproject.toml excludes; a process group does not imply data-parallel training here; and PEFT
+    corrects `fan_in_fan_out` itself for layers with transposed weights.
     """
     logger = logging.getLogger("transformers.training_args")
 
@@ -398,15 +399,15 @@ def adapter_parameters(policy: Any) -> dict[str, torch.nn.Parameter]:
 def set_mode(policy: Any, *, is_training: bool) -> None:
     """Switches the adapter's dropout on or off; the base model stays in evaluation mode.
 
-    This disables its dropout however it is implemented (as a module, a function, an attribute of
-    attention, whole layers left out), and all other training noise, so that a policy that was not
-    updated gives its samples the probabilities that they were drawn with. If the policy is in the
-    requested mode, the walk over its modules, which costs milliseconds, is skipped.
+    Evaluation mode disables the base model's dropout however it is implemented (as a module, a
+    function, an attribute of attention, dropped layers), and all other training noise, so that a
+    policy that has not been updated reproduces the probabilities of its samples. If the policy is
+    already in the requested mode, the walk over its modules, which takes milliseconds, is skipped.
     """
     if policy.training == is_training:
         return
     policy.eval()
-    policy.training = is_training  # of the wrapper alone, which has no dropout
+    policy.training = is_training  # only the wrapper's flag; it has no dropout
     for module in policy.modules() if is_training else ():
         if isinstance(module, LoraLayer):
             module.lora_dropout.train()
@@ -415,9 +416,9 @@ def set_mode(policy: Any, *, is_training: bool) -> None:
 
 
 def _checkpoint_activations_(model: Any) -> None:
-    """Makes layers recompute their activations in backward passes, in evaluation mode.
+    """Enables gradient checkpointing with layers in evaluation mode.
 
-    Transformers checkpoints a layer in training mode only, and some layers read the same flag for
+    Transformers checkpoints layers in training mode only, but some layers use the same flag for
     their dropout.
     """
 
@@ -431,7 +432,7 @@ def _checkpoint_activations_(model: Any) -> None:
 
         return own(in_evaluation_mode, *args)
 
-    # the reentrant kind sees no gradient in frozen inputs
+    # reentrant checkpointing computes no gradients if its inputs require none
     model.gradient_checkpointing_enable({"use_reentrant": False})
     for layer in model.modules():
         if isinstance(layer, GradientCheckpointingLayer) and layer.gradient_checkpointing:
@@ -441,7 +442,7 @@ def _checkpoint_activations_(model: Any) -> None:
 
 
 def copy_adapter(parameters: dict[str, torch.nn.Parameter]) -> Adapter:
-    """Returns a detached copy on the CPU, in the order of the parameters."""
+    """Returns a detached copy of the parameters on the CPU, in their order."""
     return {name: p.detach().to("cpu", copy=True) for name, p in parameters.items()}
 
 
@@ -451,7 +452,7 @@ def check_fits(
     """Raises ``ValueError`` unless an adapter has the names and shapes of its slot."""
     if odd := sorted(adapter.keys() ^ slot.keys()):
         raise ValueError(
-            f"{problem}: {len(odd)} names stand on one side only, such as {odd[0]!r}: {remedy}"
+            f"{problem}: {len(odd)} names exist on one side only, such as {odd[0]!r}: {remedy}"
         )
     for name, values in slot.items():
         if adapter[name].shape != values.shape:
@@ -466,9 +467,9 @@ def load_adapter_(parameters: dict[str, torch.nn.Parameter], adapter: Adapter) -
     """Copies an adapter into the live parameters; optimizers stay bound to them.
 
     Raises:
-        ValueError: The names or a shape do not fit this model.
+        ValueError: When names or shapes do not match this model.
     """
-    remedy = "use the rank, target modules and base model that it was made with."
+    remedy = "use the rank, target modules and base model that it was trained with."
     check_fits(adapter, parameters, problem="the adapter does not fit the policy", remedy=remedy)
     for name, parameter in parameters.items():
         parameter.copy_(adapter[name])

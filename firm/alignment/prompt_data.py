@@ -1,4 +1,4 @@
-"""Stage 1 of a round: reads prompts from files, datasets and hubs, and selects those to use."""
+"""Stage 1 of a local step: reads prompts from files, datasets and the hub, and filters them."""
 
 import gzip
 import json
@@ -26,33 +26,33 @@ from firm.federation.outside import first_line
 from firm.fields import NOT_IN_PAPER, NonNegativeInt, Paper, configuration
 
 NUM_JUDGED = 1000
-"""Rows of each split whose texts decide on the reader."""
+"""Rows of each split used to detect the reader."""
 
 
 @configuration
 class PromptsConfig:
-    """Where prompts come from and which of them are used."""
+    """Source of prompts, and filters on them."""
 
     source: Annotated[str | list[str], Paper("A.1", ("Anthropic/hh-rlhf",))] = "Anthropic/hh-rlhf"
-    """A .json or .jsonl file (.gz too), a dataset's folder, a dataset on the Hugging Face hub, or a
-    list of these. A colon separates a dataset from one of its folders,
-    which names the prompts' kind: "Anthropic/hh-rlhf:harmless-base"."""
+    """A .json or .jsonl file (optionally .gz), a dataset's folder, a dataset on the Hugging Face
+    hub, or a list of these. A colon selects a folder of a dataset, which also names the kind of the
+    prompts: "Anthropic/hh-rlhf:harmless-base"."""
     split: str | None = "train"
-    """Split, or slices of splits, as in "test[:50%]", "[90%:]" and "train[:10%]+train[90%:]". A
-    file and a single saved dataset have one split, "train"; a slice alone is taken of that. null
-    takes them whole, and the usual split of other datasets: train, or half of test."""
+    """Split, or slices of splits, such as "test[:50%]", "[90%:]" and "train[:10%]+train[90%:]". A
+    file and a single saved dataset have one split, "train", to which a bare slice applies. null
+    uses them whole, and the default split of other datasets: train, or half of test."""
     min_tokens: Annotated[NonNegativeInt, NOT_IN_PAPER] = 0
-    """Shorter prompts are left out, in tokens as the policy reads them."""
+    """Minimum length of a prompt in tokens of the policy; shorter prompts are dropped."""
     max_tokens: Annotated[NonNegativeInt | None, NOT_IN_PAPER] = None
-    """Longer prompts are left out, in tokens as the policy reads them; by default they stay and are
-    cut to fit."""
+    """Maximum length of a prompt in tokens of the policy; longer prompts are dropped. By default
+    they are kept and truncated."""
     reader: Literal["auto", "text", "hh"] = "auto"
-    """How texts are read: "text" takes them as they are; "hh" takes the form of HH-RLHF apart into
-    messages; "auto" takes hh where most texts that open a source's splits have that form. Chats
-    stay as they are."""
+    """Parsing of texts: "text" uses them unchanged; "hh" parses HH-RLHF's form into messages;
+    "auto" selects hh if most of the first texts in the source's splits have that form. Does not
+    apply to chat messages."""
     drop_duplicates: Annotated[bool, NOT_IN_PAPER] = False
-    """Whether rows that equal an earlier one, in the prompt and in all further fields, are left
-    out. Rows that only share the prompt stay."""
+    """Whether to drop rows that equal an earlier row in all fields. Rows that only share the prompt
+    are kept."""
 
     def __post_init__(self) -> None:
         if self.split is not None:
@@ -75,18 +75,18 @@ def load_prompts(
 ) -> list[Prompt]:
     r"""Returns one prompt for each row of one or more sources, in order; or the given prompts.
 
-    A row's prompt is its field `prompt`, a text or chat messages with `role` and `content`; without
-    it, its `messages` without the assistant's last ones; or `chosen`, as messages likewise, or as a
-    text: up to and including its last `"\n\nAssistant:"` in HH-RLHF's form, which is how
-    Anthropic/hh-rlhf comes, else its common beginning with `rejected`. `tools` and
-    `chat_template_kwargs` go to the chat template. `kind` is optional; reward functions get further
-    fields by keyword. Limits on tokens need the policy's tokenizer. If the configuration's split is
-    null, `default_split` is used for datasets with named splits. `on_note` gets a sentence about
-    rows that are left out.
+    A row's prompt is its field `prompt`, a text or chat messages with `role` and `content`; or else
+    its `messages` without the assistant's final ones; or else `chosen`, likewise as messages, or as
+    a text: up to and including the last `"\n\nAssistant:"` in HH-RLHF's form, as in
+    Anthropic/hh-rlhf, and otherwise its common prefix with `rejected`. `tools` and
+    `chat_template_kwargs` are passed to the chat template. `kind` is optional; reward functions
+    receive further fields as keyword arguments. Limits on tokens require the policy's tokenizer. If
+    the configuration's split is null, `default_split` is used for datasets with named splits.
+    `on_note` receives a message about dropped rows.
 
     Raises:
-        ValueError: A source cannot be read, a row of it is malformed, or no prompt is left. The
-            message names source and row, and never repeats the text.
+        ValueError: When a source cannot be read, a row is malformed, or no prompt is left. The
+            message names source and row, but never quotes the text.
     """
     sources = [config.source] if isinstance(config.source, str) else config.source
     read = partial(read_prompts, reader=config.reader, default_split=default_split)
@@ -99,8 +99,8 @@ def load_prompts(
     if config.min_tokens or longest is not None:
         if tokenizer is None:
             raise ValueError(
-                f"min_tokens {config.min_tokens} and max_tokens {longest} need a tokenizer that "
-                "counts: pass the policy's."
+                f"min_tokens {config.min_tokens} and max_tokens {longest} require a tokenizer: "
+                "pass the policy's."
             )
         longest = float("inf") if longest is None else longest
         rows_of_ids = token_ids(prompts, tokenizer, prompt_format)
@@ -108,16 +108,16 @@ def load_prompts(
         prompts = [prompt for prompt, num in lengths if config.min_tokens <= num <= longest]
         if on_note and len(prompts) < num_rows:
             limits = f"min_tokens {config.min_tokens}, max_tokens {config.max_tokens}"
-            on_note(f"{num_rows - len(prompts)} of {num_rows} rows are left out ({limits}).")
+            on_note(f"{num_rows - len(prompts)} of {num_rows} rows are dropped ({limits}).")
     if not num_rows:
         raise ValueError(
             f"there is no prompt in {', '.join(sources)}, got an empty file or split: "
-            "give a source that has some."
+            "choose another source."
         )
     if not prompts:
         raise ValueError(
             f"no prompt is left of {num_rows} in {', '.join(sources)}: "
-            "give a source that has some, or widen min_tokens and max_tokens."
+            "choose another source, or widen min_tokens and max_tokens."
         )
     return prompts
 
@@ -137,11 +137,11 @@ def _without_duplicates(
 def overlap_notes(
     training: Iterable[Prompt], held_out: Mapping[str, Sequence[Prompt]]
 ) -> list[str]:
-    """Returns a warning for every set of held-out prompts that overlaps the training prompts.
+    """Returns a warning for each set of held-out prompts that overlaps with the training prompts.
 
     Args:
         training: The clients' training prompts.
-        held_out: Prompts of evaluations, by their name in messages and below the key `data`.
+        held_out: Held-out prompts by name, which is also their key below `data`.
     """
     known = {prompt.transcript for prompt in training}
     known_words = {loose_text(text) for text in known}
@@ -151,17 +151,17 @@ def overlap_notes(
         num_same = len(texts & known)
         num_alike = sum(loose_text(text) in known_words for text in texts) - num_same
         if num_same + num_alike:
-            alike = f" ({num_alike} of them but for white space)" if num_alike else ""
+            alike = f" ({num_alike} of them up to white space)" if num_alike else ""
             notes.append(
                 f"{num_same + num_alike} of {len(texts)} {use} prompts are also in the training "
-                f"data{alike}, so that figures on them may be better than on new prompts: take "
-                f"them out of data.train or data.{use}."
+                f"data{alike}, so that metrics on them may be better than on new prompts: remove "
+                f"them from data.train or data.{use}."
             )
     return notes
 
 
 def loose_text(text: str) -> str:
-    """Returns a normal form of a text, equal for texts that differ only in white space."""
+    """Normalises white space, so that texts that differ only in it become equal."""
     return " ".join(text.split())
 
 
@@ -176,15 +176,15 @@ def read_prompts(
     """Returns one prompt for each row of a source's split, in the order of the rows.
 
     Args:
-        source: A file, a folder or a name on the hub, as in `PromptsConfig`, or rows in memory: a
+        source: A file, folder or name on the hub, as in `PromptsConfig`, or rows in memory: a
             `datasets.Dataset`, a `datasets.DatasetDict`, or texts and mappings.
         split: Split as in `PromptsConfig`.
-        reader: How texts are read, as in `PromptsConfig`.
-        default_split: The split to read if `split` is None and the splits of the source have names.
-        name: Name of rows in memory in error messages.
+        reader: Parsing of texts, as in `PromptsConfig`.
+        default_split: Split to read if `split` is None and the source has named splits.
+        name: Name of rows in memory for error messages.
 
     Raises:
-        ValueError: The source cannot be read, has no such split, or a row of it is malformed.
+        ValueError: When the source cannot be read or has no such split, or a row is malformed.
     """
     kind = ""
     if isinstance(source, str | Path):
@@ -201,7 +201,7 @@ def read_prompts(
         for key, indices in _ranges(default_split if split is None else split, tables, name)
         for placed in tables[key].part(indices)
     ]
-    # decided per source, so that all its splits and slices are read the same way
+    # decided per source, so that all its splits and slices are parsed the same way
     first = (row for table in tables.values() for row in table.rows_of(range(NUM_JUDGED)))
     how = reader_of(first) if reader == "auto" else reader
     return [as_prompt(row, place=place, kind=kind, reader=how) for place, row in rows]
@@ -214,16 +214,16 @@ class _Table:
     rows: Sequence[Any] | datasets.Dataset
     prefix: str
     numbers: Sequence[int] | None = None
-    """The number of each row, from 1; by default that of its place."""
+    """Line number of each row, from 1; by default its position."""
 
     def rows_of(self, indices: range) -> Iterable[Any]:
-        """Returns the rows of these indices, as far as they exist."""
-        if isinstance(self.rows, datasets.Dataset):  # which iterates far faster than it indexes
+        """Returns the rows at these indices, as far as they exist."""
+        if isinstance(self.rows, datasets.Dataset):  # iterates much faster than it indexes
             return self.rows.select(range(indices.start, min(indices.stop, len(self.rows))))
         return self.rows[indices.start : indices.stop]
 
     def part(self, indices: range) -> Iterable[tuple[str, Any]]:
-        """Returns the rows of these indices, each after its name."""
+        """Yields the names and rows at these indices."""
         rows = self.rows_of(indices)
         numbers = self.numbers or range(1, len(self.rows) + 1)
         for row, number in zip(rows, numbers[indices.start : indices.stop], strict=True):
@@ -234,7 +234,7 @@ _Tables = Mapping[str, _Table]
 
 
 def _in_memory(source: Any, name: str) -> _Table | _Tables:
-    """Returns rows that are in memory: the only table, or tables by their splits."""
+    """Converts rows in memory to a table, or tables by split."""
     if isinstance(source, datasets.DatasetDict):
         return {str(key): _Table(rows, f"{name}, {key} row") for key, rows in source.items()}
     if not isinstance(source, datasets.Dataset):
@@ -243,10 +243,10 @@ def _in_memory(source: Any, name: str) -> _Table | _Tables:
 
 
 def _summands(split: str, only: str = "train") -> list[str]:
-    """Returns the splits and slices in a sum of splits; a bare slice is one of the split `only`.
+    """Parses a sum of splits and slices; a bare slice belongs to the split `only`.
 
     Raises:
-        ValueError: The split is malformed.
+        ValueError: When the split is malformed.
     """
     summands = [part.strip() for part in split.split("+")]
     summands = [f"{only}{part}" if part.startswith("[") else part for part in summands]
@@ -264,10 +264,10 @@ def _summands(split: str, only: str = "train") -> list[str]:
 
 
 def _ranges(split: str, tables: _Tables, source: str) -> list[tuple[str, range]]:
-    """Returns the tables and row ranges that a split denotes.
+    """Returns the tables and row ranges of a split.
 
     Raises:
-        ValueError: The split is malformed, or the source has no split of that name.
+        ValueError: When the split is malformed or does not exist.
     """
     only = next(iter(tables)) if len(tables) == 1 else "train"
     sizes = {name: len(table.rows) for name, table in tables.items()}
@@ -277,7 +277,7 @@ def _ranges(split: str, tables: _Tables, source: str) -> list[tuple[str, range]]
         if name not in tables:
             known, first = ", ".join(map(repr, tables)), next(iter(tables), "train")
             raise ValueError(
-                f"{source} has no split {name!r}, only {known}: name one, or a slice such as "
+                f"{source} has no split {name!r}, only {known}: choose one, or a slice such as "
                 f"'{first}[:80%]'."
             )
         if part == name:
@@ -301,7 +301,7 @@ def _read_file(path: Path) -> _Table:
                 rows = json.load(file)
                 if not isinstance(rows, list):
                     raise ValueError(
-                        f"{path} holds a JSON {type(rows).__name__}: give a list of objects, or "
+                        f"{path} contains a JSON {type(rows).__name__}: use a list of objects, or "
                         "one object per line in a .jsonl file."
                     )
                 return _Table(rows, f"{path}, row")
@@ -316,11 +316,11 @@ def _read_file(path: Path) -> _Table:
         ) from None
     except RecursionError:
         place = f"{path}" if is_whole else f"{path}, line {number}"
-        raise ValueError(f"{place}: JSON that is nested too deeply: repair it.") from None
+        raise ValueError(f"{place}: the JSON is nested too deeply: repair it.") from None
     except (UnicodeDecodeError, EOFError, zlib.error, gzip.BadGzipFile) as error:
         raise ValueError(
-            f"{path} cannot be read ({type(error).__name__}): give UTF-8 text, plain or in a whole "
-            "gzip file."
+            f"{path} cannot be read ({type(error).__name__}): it must be UTF-8 text, plain or in a "
+            "complete gzip file."
         ) from None
 
 
@@ -332,6 +332,6 @@ def _open_dataset(name: str, folder: str) -> datasets.Dataset | datasets.Dataset
     except (OSError, ValueError, DatasetsError) as error:
         reason = first_line(error)
         raise ValueError(
-            f"no prompts at {name}: it is no file, and no dataset could be loaded ({reason}): "
-            "give the path of a .jsonl file or a folder, or the name of a dataset within reach."
+            f"no prompts at {name}: it is not a file, and no dataset could be loaded ({reason}): "
+            "use the path of a .jsonl file or a folder, or the name of an available dataset."
         ) from None

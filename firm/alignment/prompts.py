@@ -1,9 +1,9 @@
-r"""Stage 1 of a round: prompts, as the data have them, and the tokens that a policy reads.
+r"""Stage 1 of a local step: prompts, and their conversion to the policy's tokens.
 
-A prompt is a conversation of messages, which goes to the tokenizer's chat template unchanged, or a
-text that is not parsed. The text form of Anthropic's HH-RLHF, `"\n\nHuman: ...\n\nAssistant:"`, is
-read into messages only where a whole source has it (`PromptsConfig.reader`), so that no text can
-forge a turn.
+A prompt is a conversation of messages, which is passed to the tokenizer's chat template unchanged,
+or a text that is not parsed. The text form of Anthropic's HH-RLHF, `"\n\nHuman:
+...\n\nAssistant:"`, is parsed into messages only if a whole source has it (`PromptsConfig.reader`),
+so that a text cannot forge turns.
 """
 
 import json
@@ -27,37 +27,37 @@ from firm.fields import NOT_IN_PAPER, configuration
 HUMAN, ASSISTANT = "\n\nHuman:", "\n\nAssistant:"
 _TAGS = {"user": HUMAN, "assistant": ASSISTANT}
 _SYSTEM = ("system", "developer")
-"""Roles whose messages a truncated conversation keeps, and that open a human turn in HH's form."""
+"""Roles of system messages, which truncation keeps and HH-RLHF's form moves to human turns."""
 _SOURCES = ("prompt", "messages", "chosen")
-"""Fields that a prompt is read from, the first that a row has."""
+"""Fields that may contain a prompt; the first one present is used."""
 _ARGUMENTS = ("prompts", "completions", "completion_ids")
-"""Keywords of a reward function that no field of the data may take."""
+"""Keyword arguments of reward functions, which fields of the data must not override."""
 
 ChatMessage = Mapping[str, Any]
 """One turn: `role`, `content`, and further fields of a chat template such as `tool_calls`."""
 TEMPLATE_SECONDS = 10.0
-"""Time that a chat template may take for one conversation; real ones take milliseconds."""
+"""Time limit of a chat template for one conversation; normally it takes milliseconds."""
 
 Reader = Literal["text", "hh"]
-"""How a text becomes a prompt: as it is, or taken apart into the turns of HH-RLHF's form."""
+"""How a text becomes a prompt: unchanged, or parsed into the turns of HH-RLHF's form."""
 
 
 @dataclass(frozen=True)
 class Prompt:
-    """One conversation that awaits a reply, with the further fields of its row."""
+    """A conversation to reply to, with the further fields of its row."""
 
     text: str | None = None
-    """The prompt of data that hold texts, as the data have it; None for a chat."""
+    """Original text of the prompt; None for chat messages."""
     kind: str = ""
-    """The group that it comes from, such as "helpful"; empty when the data do not say."""
+    """Group of the prompt, such as "helpful"; empty if the data do not specify it."""
     columns: Mapping[str, Any] = field(default_factory=dict, compare=False)
-    """The row's further fields, such as an `answer`, which reward functions get by keyword."""
+    """Further fields of the row, such as `answer`, passed to reward functions by keyword."""
     messages: tuple[ChatMessage, ...] = field(default=(), hash=False)
-    """The conversation. Of a text, by default, one user message with the whole of it."""
+    """Messages of the conversation; by default a single user message with the text."""
     tools: Sequence[Any] | None = field(default=None, compare=False)
     """Tools that the chat template describes to the model."""
     template_options: Mapping[str, Any] = field(default_factory=dict, compare=False)
-    """Further variables of the chat template, over those of `PromptFormat`."""
+    """Variables of the chat template, which override those of `PromptFormat`."""
 
     def __post_init__(self) -> None:
         if not self.messages:
@@ -71,12 +71,12 @@ class Prompt:
 
     @property
     def turns(self) -> list[dict[str, str]]:
-        """The messages as plain roles and texts, with tool calls as JSON, for human readers."""
+        """The messages as roles and texts for display, with tool calls as JSON."""
         return [{"role": m["role"], "content": _shown(m)} for m in self.messages]
 
     @property
     def transcript(self) -> str:
-        """The text, or the messages below their roles, for logs, tables and terminals."""
+        """The text, or the messages with their roles, for logs, tables and terminals."""
         if self.text is not None:
             return self.text
         return "\n\n".join(f"{turn['role']}: {turn['content']}" for turn in self.turns)
@@ -90,35 +90,32 @@ def _shown(message: ChatMessage) -> str:
 
 @configuration(source=NOT_IN_PAPER)
 class PromptFormat:
-    """How a prompt becomes the text that the policy continues."""
+    """Conversion of a prompt to the text that the policy continues."""
 
     name: Literal["auto", "hh", "chat", "plain"] = "auto"
-    """"chat": the messages in the tokenizer's chat template; "hh": the messages in the form of
-    HH-RLHF; "plain": the last user message alone, without role tags; "auto": chat where the
-    tokenizer has a template, else hh. A text is one user message."""
+    """"chat": the messages in the tokenizer's chat template; "hh": the messages in HH-RLHF's form;
+    "plain": only the last user message, without role tags; "auto": chat if the tokenizer has a
+    template, otherwise hh. A text is one user message."""
     template: str = "{prompt}"
-    """The text around the last user message under "plain"; {prompt} is where the message goes."""
+    """Template of "plain", in which {prompt} is replaced by the last user message."""
     system_prompt: str = ""
-    """System message of conversations that bring none, under "chat"; none when empty."""
+    """System message for conversations without one, under "chat"; none if empty."""
     template_options: dict[str, Any] = field(default_factory=dict)
-    """Further variables of the chat template, such as {enable_thinking: false}. A row's field
-    `chat_template_kwargs` goes before them."""
+    """Variables of the chat template, such as {enable_thinking: false}. A row's field
+    `chat_template_kwargs` takes precedence."""
     date_string: str = "26 Jul 2024"
-    """The date that a chat template may print (Llama 3.2 does). Left to the template it would be
-    today's, and prompts would change from day to day."""
+    """Date for chat templates that print one, such as Llama 3.2's. Otherwise they would use the
+    current date, and prompts would change from day to day."""
 
     def __post_init__(self) -> None:
         if "{prompt}" not in self.template:
-            raise ValueError(
-                "the prompt template must say where the prompt goes, got "
-                f"{self.template!r}: put {{prompt}} into it."
-            )
+            raise ValueError(f"the prompt template must contain {{prompt}}, got {self.template!r}.")
 
     def kind_for(self, tokenizer: PreTrainedTokenizerBase) -> Literal["hh", "chat", "plain"]:
         """Returns the format of prompts for a tokenizer.
 
         Raises:
-            ValueError: The format is "chat" and the tokenizer has no chat template.
+            ValueError: When the format is "chat" and the tokenizer has no chat template.
         """
         if self.name == "auto":
             return "chat" if tokenizer.chat_template else "hh"
@@ -130,9 +127,10 @@ class PromptFormat:
         return self.name
 
     def stop_strings(self, tokenizer: PreTrainedTokenizerBase) -> list[str]:
-        """Returns the texts that begin the next human turn in a reply that runs on.
+        """Returns the strings that would start another human turn in a reply.
 
-        Chat templates end turns by tokens, and a reply to a plain prompt has no turn after it.
+        Empty for chat templates, which end turns by tokens, and for plain prompts, which have no
+        turns.
         """
         return [HUMAN] if self.kind_for(tokenizer) == "hh" else []
 
@@ -146,14 +144,14 @@ AUTO = PromptFormat()
 def reader_of(rows: Iterable[Any]) -> Reader:
     """Returns "hh" if most texts among the rows' prompts have HH-RLHF's form, else "text".
 
-    This is decided per source, not per row, so that no row can have its own text parsed.
+    This is decided per source, so that a single row cannot cause its text to be parsed.
     """
     texts = [text for row in rows if isinstance(text := _source_of(row)[1], str)]
     return "hh" if 2 * sum(map(is_hh, texts)) > len(texts) else "text"
 
 
 def is_hh(text: str) -> bool:
-    r"""Returns whether a text starts with HH-RLHF's human tag and has the assistant's tag later.
+    r"""Returns whether a text starts with HH-RLHF's human tag and contains the assistant's tag.
 
     >>> is_hh("\n\nHuman: How are you?\n\nAssistant:"), is_hh("How are you?")
     (True, False)
@@ -163,19 +161,19 @@ def is_hh(text: str) -> bool:
 
 
 def as_prompt(row: Any, *, place: str, kind: str = "", reader: Reader = "text") -> Prompt:
-    """Returns the prompt of one row of data, as `load_prompts` describes it.
+    """Returns the prompt of a row of data, as described in `load_prompts`.
 
     Args:
-        row: The row, by field.
-        place: Name of the row in messages.
-        kind: Kind of the prompt if the row has none.
-        reader: How a text is read.
+        row: The row, a mapping of fields.
+        place: Name of the row for messages.
+        kind: Kind of the prompt if the row does not specify it.
+        reader: Parsing of texts.
 
     Raises:
-        ValueError: The row is malformed; the message names the `place` and repeats no text.
+        ValueError: When the row is malformed; the message names the `place`, but quotes no text.
     """
     expected = (
-        "give an object with a text or chat messages as `prompt`, with `messages`, or with "
+        "use an object with a text or chat messages as `prompt`, with `messages`, or with "
         "`chosen` and `rejected`."
     )
     if not isinstance(row, Mapping):
@@ -190,7 +188,7 @@ def as_prompt(row: Any, *, place: str, kind: str = "", reader: Reader = "text") 
         if isinstance(value, str):
             text, messages = _read_text(value, row.get("rejected"), source, reader)
         else:
-            if source == "chosen":  # the prompt is the common beginning of the two
+            if source == "chosen":  # the prompt is the common prefix of the two
                 value = _common_messages(value, row.get("rejected"))
             text, messages = None, _read_messages(value, drops_answer=source != "prompt")
         tools, options = _template_fields(row)
@@ -203,7 +201,7 @@ def as_prompt(row: Any, *, place: str, kind: str = "", reader: Reader = "text") 
 
 
 def _source_of(row: Any) -> tuple[str, Any]:
-    """Returns the field that a row's prompt is read from, and its value; None without any."""
+    """Returns the name and value of the field with a row's prompt; ("", None) if there is none."""
     row = row if isinstance(row, Mapping) else {}
     source = next((name for name in _SOURCES if row.get(name) is not None), "")
     return source, row.get(source)
@@ -219,23 +217,23 @@ def _read_text(
             text = before + tag
         text = _hh_dialogue(text)
         return text, _turns(text)
-    if source == "chosen":  # the prompt is the common beginning of the two
+    if source == "chosen":  # the prompt is the common prefix of the two
         text = _common_beginning(text, rejected)
     return text, ()
 
 
 def _hh_dialogue(text: str) -> str:
-    """Returns a text in HH-RLHF's form without white space around it.
+    """Returns a text in HH-RLHF's form, stripped.
 
-    A text without any tag is one human turn.
+    A text without tags becomes one human turn.
     """
     dialogue = "\n\n" + text.strip()
     if text.strip() and HUMAN not in dialogue and ASSISTANT not in dialogue:
         return f"{HUMAN} {text.strip()}{ASSISTANT}"
     if not (dialogue.startswith(HUMAN) and dialogue.endswith(ASSISTANT)):
         raise ValueError(
-            f"a text in HH-RLHF's form must begin with {HUMAN!r} and end with {ASSISTANT!r}: "
-            "add the missing tag, or set `reader: text` to take texts as they are."
+            f"a text in HH-RLHF's form must start with {HUMAN!r} and end with {ASSISTANT!r}: "
+            "add the missing tag, or set `reader: text` to use texts unchanged."
         )
     return dialogue
 
@@ -243,8 +241,8 @@ def _hh_dialogue(text: str) -> str:
 def _common_beginning(chosen: str, rejected: Any) -> str:
     if not isinstance(rejected, str):
         raise ValueError(
-            "a row with a text as `chosen` needs the text `rejected`, whose common beginning is "
-            f"the prompt, or HH-RLHF's form with {ASSISTANT!r} inside: add one of them."
+            "a row with a text as `chosen` needs a text `rejected`, so that their common prefix is "
+            f"the prompt, or HH-RLHF's form with {ASSISTANT!r}: add one of them."
         )
     # the space before a word belongs to the reply's first token
     shared = takewhile(lambda pair: pair[0] == pair[1], zip(chosen, rejected, strict=False))
@@ -259,14 +257,14 @@ def _common_messages(chosen: Any, rejected: Any) -> Any:
 
 
 def _read_messages(value: Any, *, drops_answer: bool) -> tuple[ChatMessage, ...]:
-    """Returns chat messages, checked.
+    """Returns chat messages after checking them.
 
     Args:
         value: The field's value.
-        drops_answer: Whether messages of the assistant at the end, which are replies, are left out.
+        drops_answer: Whether to drop the assistant's messages at the end, which are replies.
 
     Raises:
-        ValueError: A message has no role or no content, or the last one is the assistant's.
+        ValueError: When a message has no role or no content, or the last one is the assistant's.
     """
     if value is None:
         return ()
@@ -278,17 +276,17 @@ def _read_messages(value: Any, *, drops_answer: bool) -> tuple[ChatMessage, ...]
     roles = [message["role"] for message in messages]
     if not roles or roles[-1] in ("assistant", *_SYSTEM):
         raise ValueError(
-            "chat messages must end with one that the assistant replies to, the user's or a "
-            f"tool's, got {', '.join(roles) or 'none'}: add or remove messages."
+            "chat messages must end with a message of the user or a tool, to which the assistant "
+            f"replies, got {', '.join(roles) or 'none'}: add or remove messages."
         )
     return tuple(messages)
 
 
 def _checked_message(turn: Any, number: int) -> ChatMessage:
-    """Returns one chat message, its text parts joined, without fields that are None."""
+    """Returns a chat message with its text parts joined and None fields removed."""
     turn = _without_none(turn) if isinstance(turn, Mapping) else {}
     role, content = turn.get("role"), turn.get("content")
-    if isinstance(content, list):  # parts, as for models with image inputs
+    if isinstance(content, list):  # a list of parts, as for multimodal models
         parts = [part.get("text") if isinstance(part, Mapping) else None for part in content]
         content = None if None in parts else "".join(map(str, parts))
         turn = {**turn, "content": content}
@@ -302,14 +300,14 @@ def _checked_message(turn: Any, number: int) -> ChatMessage:
 
 
 def _without_none(value: Any) -> Any:
-    """Returns nested data without fields that are None, with which data sets fill their tables."""
+    """Removes None fields from nested data, with which data sets pad their tables."""
     if isinstance(value, Mapping):
         return {name: _without_none(own) for name, own in value.items() if own is not None}
     return [_without_none(own) for own in value] if isinstance(value, list) else value
 
 
 def _template_fields(row: Mapping[str, Any]) -> tuple[Sequence[Any] | None, Mapping[str, Any]]:
-    """Returns the tools and the template options of a row, under TRL's names for them."""
+    """Returns the tools and template options of a row, which have TRL's field names."""
     tools = _from_json(row.get("tools"))
     options = _from_json(row.get("chat_template_kwargs"))
     if tools is not None and not isinstance(tools, list):
@@ -322,7 +320,7 @@ def _template_fields(row: Mapping[str, Any]) -> tuple[Sequence[Any] | None, Mapp
 
 
 def _from_json(value: Any) -> Any:
-    """Returns decoded JSON text, in which tables store mixed types; other values unchanged."""
+    """Decodes JSON text, in which tables store mixed types; returns other values unchanged."""
     if not isinstance(value, str):
         return value
     try:
@@ -332,13 +330,13 @@ def _from_json(value: Any) -> Any:
 
 
 def _check_readable(values: Mapping[str, Any], place: str) -> None:
-    """Raises ``ValueError`` if a text has half a surrogate pair, which no tokenizer can read."""
+    """Raises ``ValueError`` if a text has a lone surrogate, which tokenizers cannot encode."""
     for name, value in values.items():
         for text in _texts_in(value):
             if half := re.search("[\ud800-\udfff]", text):
                 raise ValueError(
-                    f"{place}: {name} has half a surrogate pair at character {half.start() + 1}, "
-                    "which no tokenizer reads: remove it."
+                    f"{place}: {name} has a lone surrogate at character {half.start() + 1}, which "
+                    "tokenizers cannot encode: remove it."
                 )
 
 
@@ -354,10 +352,10 @@ def _texts_in(value: Any) -> Iterator[str]:
 
 
 def parse_hh(text: str) -> list[dict[str, str]]:
-    r"""Returns the turns of a text in HH-RLHF's form as messages of "user" and "assistant".
+    r"""Parses a text in HH-RLHF's form into messages of "user" and "assistant".
 
-    White space around turns is stripped, consecutive turns of one speaker are merged, because chat
-    templates expect speakers to alternate, and empty turns are dropped.
+    Strips white space around turns, merges consecutive turns of a speaker, because chat templates
+    expect alternating roles, and drops empty turns.
 
     >>> parse_hh("\n\nHuman: Hi\n\nAssistant: Hello!\n\nHuman: Bye\n\nAssistant:")[1]
     {'role': 'assistant', 'content': 'Hello!'}
@@ -375,17 +373,18 @@ def parse_hh(text: str) -> list[dict[str, str]]:
 
 
 def _turns(text: str) -> tuple[ChatMessage, ...]:
-    """Returns the turns of a text in HH-RLHF's form; a single empty one if all are empty."""
+    """Returns the turns of a text in HH-RLHF's form; a single empty turn if all are empty."""
     return tuple(parse_hh(text)) or ({"role": "user", "content": ""},)
 
 
 def hh_text(messages: Sequence[ChatMessage]) -> str:
     r"""Returns messages in HH-RLHF's form.
 
-    The form has two speakers, so system messages are put at the start of the next human turn.
+    The form has only two speakers, so system messages are moved to the start of the next human
+    turn.
 
     Raises:
-        ValueError: A message is neither the user's, the assistant's nor the system's.
+        ValueError: When a message has another role than user, assistant or system.
 
     >>> hh_text([{"role": "user", "content": "Hi"}])
     '\n\nHuman: Hi\n\nAssistant:'
@@ -398,8 +397,8 @@ def hh_text(messages: Sequence[ChatMessage]) -> str:
             continue
         if role not in _TAGS:
             raise ValueError(
-                f"HH-RLHF's form has no turn for the role {role!r}: take a policy with a chat "
-                "template, or leave such conversations out."
+                f"HH-RLHF's form does not support the role {role!r}: use a policy with a chat "
+                "template, or remove such conversations."
             )
         if system and role != "user":
             parts.append(f"{HUMAN} {system.rstrip()}")
@@ -410,17 +409,17 @@ def hh_text(messages: Sequence[ChatMessage]) -> str:
 
 
 def as_hh(prompt: Prompt) -> str:
-    """Returns a prompt in HH-RLHF's form; a text that was read from it is unchanged.
+    """Returns a prompt in HH-RLHF's form; texts already in that form are unchanged.
 
     Raises:
-        ValueError: As `hh_text`.
+        ValueError: As in `hh_text`.
     """
     is_one_turn = prompt.messages == ({"role": "user", "content": prompt.text},)
     return hh_text(prompt.messages) if prompt.text is None or is_one_turn else prompt.text
 
 
 def prompt_of(value: Prompt | str | Sequence[ChatMessage]) -> Prompt:
-    """Returns the prompt of a text, parsed if it has HH-RLHF's form, or of messages."""
+    """Converts a text, parsed if it has HH-RLHF's form, or messages to a prompt."""
     if isinstance(value, Prompt):
         return value
     if not isinstance(value, str):
@@ -439,11 +438,11 @@ def _content(message: ChatMessage) -> str:
 def format_prompt(
     prompt: Prompt, tokenizer: PreTrainedTokenizerBase, prompt_format: PromptFormat = AUTO
 ) -> str:
-    """Returns the text that the policy continues, for a prompt of any length.
+    """Returns the text that the policy continues for a prompt, without truncation.
 
     Raises:
-        ValueError: The format is "chat" and the tokenizer has no chat template, or the template
-            refuses the conversation.
+        ValueError: When the format is "chat" and the tokenizer has no chat template, or the
+            template rejects the conversation.
     """
     name = prompt_format.kind_for(tokenizer)
     if name == "hh":
@@ -467,12 +466,12 @@ def format_prompt(
 def apply_template(
     tokenizer: PreTrainedTokenizerBase, messages: Sequence[ChatMessage], **options: Any
 ) -> str:
-    """Returns messages in a tokenizer's chat template, special tokens included.
+    """Renders messages with a tokenizer's chat template, including special tokens.
 
     Raises:
-        BrokenTemplateError: The template does not compile.
-        ValueError: It refuses the messages. Templates are third-party programs and may fail in any
-            way.
+        BrokenTemplateError: When the template does not compile.
+        ValueError: When the template rejects the messages. Templates are third-party programs and
+            may raise anything.
     """
     try:
         text = tokenizer.apply_chat_template(list(messages), tokenize=False, **options)  # type: ignore[arg-type]
@@ -483,8 +482,8 @@ def apply_template(
     except Exception as error:
         roles = ", ".join(str(message["role"]) for message in messages)
         raise ValueError(
-            f"the chat template refuses a conversation of {roles} ({first_line(error)}): change "
-            "the conversation, or take a tokenizer with another template."
+            f"the chat template rejects a conversation of {roles} ({first_line(error)}): change "
+            "the conversation, or use a tokenizer with another template."
         ) from error
     assert isinstance(text, str)
     return text
@@ -496,17 +495,17 @@ class BrokenTemplateError(ValueError):
     def __init__(self, tokenizer: PreTrainedTokenizerBase, reason: str) -> None:
         super().__init__(
             f"the chat template of {tokenizer.name_or_path or 'the tokenizer'} is broken "
-            f"({reason}): repair it, or take another tokenizer."
+            f"({reason}): repair it, or use another tokenizer."
         )
 
 
 def check_template(tokenizer: PreTrainedTokenizerBase) -> None:
-    """Checks that a tokenizer's chat template compiles, and renders one message in a limited time.
+    """Checks that a tokenizer's chat template compiles and renders a message within a time limit.
 
-    A template may refuse that message, for instance because it expects a system turn.
+    The template may reject the message, for instance because it expects a system message.
 
     Raises:
-        BrokenTemplateError: The template does not compile, or takes too long.
+        BrokenTemplateError: When the template does not compile or exceeds the time limit.
     """
     try:
         with _limited_time(tokenizer):
@@ -522,11 +521,11 @@ def check_template(tokenizer: PreTrainedTokenizerBase) -> None:
 def _limited_time(tokenizer: PreTrainedTokenizerBase) -> Iterator[None]:
     """Interrupts chat templates that take longer than `TEMPLATE_SECONDS` to render.
 
-    Jinja compiles a template to Python, so a trace function sees its lines in any thread. Tracing
-    makes rendering four times slower, so only checks use it.
+    Jinja compiles templates to Python, so that a trace function can interrupt them in any thread.
+    Tracing makes rendering four times slower, and is therefore used in checks only.
 
     Raises:
-        BrokenTemplateError: The time limit is exceeded.
+        BrokenTemplateError: When the time limit is exceeded.
     """
     end = monotonic() + TEMPLATE_SECONDS
 
@@ -546,10 +545,11 @@ def _limited_time(tokenizer: PreTrainedTokenizerBase) -> Iterator[None]:
 def check_prompts(
     prompts: Iterable[Prompt], tokenizer: PreTrainedTokenizerBase, prompt_format: PromptFormat
 ) -> None:
-    """Checks that the policy's format accepts one prompt of each sequence of roles.
+    """Checks that the policy's format accepts one prompt for each sequence of roles.
 
     Raises:
-        ValueError: The format refuses a prompt, or its chat template drops the messages' texts.
+        ValueError: When the format rejects a prompt, or its chat template omits the messages'
+            texts.
     """
     seen = set()
     for prompt in prompts:
@@ -566,8 +566,8 @@ def check_prompts(
             and (last.split()[0] not in text)
         ):
             raise ValueError(
-                "the policy's chat template leaves out the text of the last message: take a "
-                "tokenizer whose template writes messages with a text as `content`."
+                "the policy's chat template omits the text of the last message: use a tokenizer "
+                "whose template supports messages with a text as `content`."
             )
 
 
@@ -576,10 +576,10 @@ def token_ids(
     tokenizer: PreTrainedTokenizerBase,
     prompt_format: PromptFormat = AUTO,
 ) -> list[list[int]]:
-    """Returns the token ids of prompts of any length, as the policy reads them.
+    """Returns the policy's token ids of prompts, without truncation.
 
-    A chat template writes its own special tokens. Other prompts get the tokenizer's opening special
-    tokens, such as BOS, but no closing ones: the policy continues the text.
+    Chat templates include their special tokens. Other prompts get the tokenizer's leading special
+    tokens, such as BOS, but no trailing ones, since the policy continues the text.
     """
     texts = [format_prompt(prompt, tokenizer, prompt_format) for prompt in prompts]
     if not texts:
@@ -590,7 +590,7 @@ def token_ids(
 
 
 def _opening_ids(tokenizer: PreTrainedTokenizerBase, prompt_format: PromptFormat) -> list[int]:
-    """Returns the special tokens that are put before a prompt's own text."""
+    """Returns the special tokens that precede a prompt's text."""
     if prompt_format.kind_for(tokenizer) == "chat":
         return []
     ids: Any = tokenizer("a")["input_ids"]
@@ -606,15 +606,15 @@ def fitting_token_ids(
     prompt_format: PromptFormat = AUTO,
     max_tokens: int,
 ) -> tuple[list[list[int]], list[bool]]:
-    """Returns the token ids of prompts, cut to `max_tokens`, and which of them were cut.
+    """Returns token ids of prompts truncated to `max_tokens`, and whether each was truncated.
 
-    The oldest turns are dropped first, a user's with the replies to it. System messages and the
-    last turn are kept; if these alone are too long, the beginning of the last turn is cut, or that
-    of the system messages if they fill the limit alone. If the template itself fills the limit, the
+    Drops the oldest turns first, each user message with the replies to it. System messages and the
+    last turn are kept; if these are too long, the beginning of the last turn is cut, or that of the
+    system messages if they alone exceed the limit. If the template itself exceeds the limit, the
     last tokens are kept.
 
     Raises:
-        ValueError: A prompt has no token, or the limit leaves no room for one.
+        ValueError: When a prompt has no tokens, or the limit is too small.
     """
     if max_tokens < 2:
         raise ValueError(f"max_prompt_tokens must be at least 2, got {max_tokens}.")
@@ -622,7 +622,7 @@ def fitting_token_ids(
     is_cut = [len(ids) > max_tokens for ids in rows]
     for index, (prompt, ids) in enumerate(zip(prompts, rows, strict=True)):
         if not ids:
-            raise ValueError(f"prompt {index} of {len(rows)} has no token: give it some text.")
+            raise ValueError(f"prompt {index} of {len(rows)} has no tokens: add text to it.")
         if is_cut[index]:
             rows[index] = _cut(prompt, tokenizer, prompt_format, max_tokens)
     return rows, is_cut
@@ -634,12 +634,12 @@ def _cut(
     prompt_format: PromptFormat,
     max_tokens: int,
 ) -> list[int]:
-    """Returns at most `max_tokens` token ids of a prompt that has more."""
+    """Truncates a prompt to at most `max_tokens` token ids."""
 
     def ids_of(candidate: Prompt) -> list[int] | None:
         try:
             (ids,) = token_ids([candidate], tokenizer, prompt_format)
-        except ValueError:  # the template accepts the whole conversation, but not this part
+        except ValueError:  # the template accepts the whole conversation but not this part
             return None
         return ids
 
@@ -648,7 +648,7 @@ def _cut(
         return ids if ids is not None and len(ids) <= max_tokens else None
 
     def shortened(messages: Sequence[ChatMessage], places: Sequence[int]) -> list[int] | None:
-        """Returns the conversation's ids with the beginnings of some messages cut enough to fit."""
+        """Returns the ids after cutting the beginnings of messages until they fit, or None."""
         for place in places:
             content = _content(messages[place])
 
@@ -683,9 +683,9 @@ def _cut(
 
 
 def _without_oldest(prompt: Prompt) -> Iterator[Prompt]:
-    """Yields a conversation from its first user message on, from its second, and so on.
+    """Yields a conversation starting at its first user message, at its second, etc.
 
-    System messages stay in front.
+    System messages are kept in front.
     """
     system = [message for message in prompt.messages if message["role"] in _SYSTEM]
     others = [message for message in prompt.messages if message["role"] not in _SYSTEM]
@@ -700,9 +700,9 @@ def _last_ids(
     prompt_format: PromptFormat,
     max_tokens: int,
 ) -> list[int]:
-    """Returns the last token ids of a prompt, after its opening special tokens."""
+    """Returns the last token ids of a prompt, preceded by its leading special tokens."""
     opening = _opening_ids(tokenizer, prompt_format)
     if not opening and ids[:1] == [tokenizer.bos_token_id]:
-        opening = ids[:1]  # the template's
+        opening = ids[:1]  # from the template
     opening = opening[: max_tokens - 1]
     return opening + ids[len(ids) - max_tokens + len(opening) :]

@@ -1,8 +1,8 @@
-"""Stage 3 of a round: texts become scores [M, B], and scores become rewards in [0, 1].
+"""Stage 3 of a local step: scores [M, B] of texts, and their calibration to rewards in [0, 1].
 
-A reward is any callable with TRL's reward-function signature; this module depends on no model. The
-map to [0, 1] is frozen once from replies of the base model and shared by all clients: statistics
-per client would give one reward different meanings on different clients.
+A reward function is any callable with TRL's signature; this module depends on no model. The
+calibration to [0, 1] is fitted once to replies of the base model, frozen and shared by all clients:
+with statistics per client, rewards would not be comparable across clients.
 """
 
 import inspect
@@ -28,10 +28,10 @@ from firm.fields import NOT_IN_PAPER, configuration
 
 Values = Sequence[float | None] | Mapping[str, Sequence[float | None]]
 RewardFn = Callable[..., Values | Awaitable[Values]]
-"""Called with TRL's keywords, such as `prompts`, `completions` and `completion_ids`, and the data's
-further fields; returns one number per completion, or None where the reward does not apply, or a
-dict of such lists, of which an objective has that of its name or of the function's attribute
-`output`."""
+"""Called with TRL's keyword arguments, such as `prompts`, `completions` and `completion_ids`, and
+with the data's further fields. Returns a list of one number per completion, or None where the
+reward does not apply; or a dict of such lists, from which an objective selects the one with its
+name, or with the name in the function's attribute `output`."""
 
 Method = Literal["sigmoid", "minmax", "none"]
 
@@ -52,29 +52,29 @@ def score(
 ) -> torch.Tensor:
     """Returns the scores of every objective, shape [M, B], float32 on the CPU.
 
-    They are NaN where a reward returned None because it does not apply. As in TRL, a function gets
-    texts and their replies as strings, and chats and their replies as lists of messages; a batch of
-    both kinds makes two calls. The prompts' columns are passed by name, as lists with None where a
-    row lacks them. A function with a true attribute `reads_prompts` gets the prompts themselves,
-    and replies as strings. Objectives with the same function and equal options share one call;
-    coroutine functions are awaited together.
+    Scores are NaN where a reward function returned None because it does not apply. As in TRL,
+    functions receive text prompts and their replies as strings, and chats and their replies as
+    lists of messages; a batch with both takes two calls. The prompts' columns are passed by name,
+    as lists with None for rows without them. Functions with a true attribute `reads_prompts`
+    receive `Prompt` objects, and replies as strings. Objectives with the same function and equal
+    options share a call; coroutine functions are awaited concurrently.
 
     Args:
-        reward_fns: Reward function by objective, in the order of the rows.
-        prompts: B prompts; or texts or messages, which `prompt_of` reads.
-        completions: B replies, cut at their stop.
+        reward_fns: Reward functions by objective, in the order of the rows.
+        prompts: B prompts, or texts or messages, which are converted by `prompt_of`.
+        completions: B replies, cut before stop strings.
         completion_ids: Token ids of the B replies.
-        trainer_state: Progress of the training; by default its beginning.
+        trainer_state: Progress of training; by default the beginning.
 
     Raises:
-        ValueError: A reward raised an error, or did not return one finite number, or None, per
-            completion. The message names the objective and where, and repeats no text but the
-            error's own.
+        ValueError: When a reward function raises, or does not return one finite number or None per
+            completion. The message names the objective and the index, and quotes only the error's
+            text.
     """
     if len(prompts) != len(completions):
         raise ValueError(
-            f"every completion needs its prompt, got {len(prompts)} prompts and "
-            f"{len(completions)} completions."
+            f"prompts and completions must have the same length, got {len(prompts)} and "
+            f"{len(completions)}."
         )
     objectives = list(reward_fns.items())
     groups = [[objectives[at] for at in group] for group in _same_calls([*reward_fns.values()])]
@@ -89,7 +89,7 @@ def score(
 
 
 def _same_calls(reward_fns: Sequence[RewardFn]) -> list[list[int]]:
-    """Returns the indices of reward functions, grouped by the call that serves them."""
+    """Groups the indices of reward functions that can share a call."""
     groups: list[list[int]] = []
     for at, reward_fn in enumerate(reward_fns):
         same = (group for group in groups if _is_same_call(reward_fns[group[0]], reward_fn))
@@ -108,29 +108,29 @@ def _is_same_call(first: RewardFn, second: RewardFn) -> bool:
 
 
 def _source(reward_fn: RewardFn) -> tuple[RewardFn, Mapping[str, Any]]:
-    """Returns the function that is called, and its options."""
+    """Returns the underlying function and its options."""
     source = getattr(reward_fn, "source", None)
     return source if isinstance(source, tuple) else (reward_fn, {})
 
 
 Arguments = dict[str, Any]
 RawScores = tuple[torch.Tensor, list[bool] | None]
-"""The scores [B] of one objective, and which inputs its reward function has cut."""
+"""Scores [B] of an objective, and whether its reward function truncated each input."""
 
 
 @dataclass(frozen=True)
 class _Question:
-    """Objectives that calls of one reward function serve, and the replies to score."""
+    """Objectives that share calls of a reward function, and the replies to score."""
 
     objectives: Sequence[tuple[str, RewardFn]]
-    """Names and reward functions, which have the same source."""
+    """Names and reward functions with the same source."""
     prompts: Sequence[Prompt]
     completions: Sequence[str]
     completion_ids: Sequence[Sequence[int]] | None
     trainer_state: TrainerState | None
 
     def calls(self) -> list[tuple[list[int], Arguments]]:
-        """Returns indices and arguments of each call: one for texts, one for chats."""
+        """Returns the indices and arguments of each call: one for texts, one for chats."""
         reads_prompts = getattr(self.objectives[0][1], "reads_prompts", False)
         is_text = [reads_prompts or prompt.text is not None for prompt in self.prompts]
         names = dict.fromkeys(column for prompt in self.prompts for column in prompt.columns)
@@ -158,19 +158,19 @@ def _as_message(reply: str) -> list[ChatMessage]:
 
 
 def _log_metric(reward: str, name: str, value: Any) -> None:
-    """Logs a figure that a reward function reports, as TRL's trainer does."""
+    """Logs a metric reported by a reward function, as TRL's trainer does."""
     logger.info("reward %r: %s = %s", reward, printable(name), printable(value))
 
 
 def _log_extra(reward: str, column: str, values: Sequence[Any]) -> None:
-    """Ignores a column for TRL's table of completions, which may quote texts."""
+    """Ignores a column for TRL's table of completions, since it may quote texts."""
     logger.debug("reward %r: the column %s is not kept", reward, printable(column))
 
 
 def _answers(questions: Sequence[_Question]) -> list[list[RawScores]]:
-    """Returns the answers to each question, for its objectives in their order.
+    """Returns the scores for each question, by its objectives in order.
 
-    Functions are called sequentially; the results of coroutine functions are awaited together.
+    Functions are called sequentially; the results of coroutine functions are awaited concurrently.
     """
     calls = [(at, *call) for at, question in enumerate(questions) for call in question.calls()]
     results, truncated = _called(
@@ -195,7 +195,7 @@ def _answer(
     num_replies: int,
     calls: Sequence[tuple[list[int], Any, list[bool] | None]],
 ) -> RawScores:
-    """Returns the scores [B] of one objective, from the results of one or two calls."""
+    """Combines the results of one or two calls into the scores [B] of an objective."""
     row, is_truncated, cut = torch.empty(num_replies), [False] * num_replies, None
     for places, values, cut in calls:
         row[places] = _checked(name, _selected(name, reward_fn, values), len(places))
@@ -207,9 +207,9 @@ def _answer(
 def _called(
     calls: Sequence[tuple[str, RewardFn, Arguments]],
 ) -> tuple[list[Any], list[list[bool] | None]]:
-    """Returns the results of reward functions, and which of their inputs they truncated.
+    """Returns the results of reward functions, and whether they truncated each input.
 
-    An error in one of them names its objective.
+    Errors name the objective.
     """
     results: list[Any] = []
     truncated: list[list[bool] | None] = []
@@ -218,7 +218,7 @@ def _called(
             with user_code(f"reward {name!r}", _REMEDY):
                 values = reward_fn(**arguments)
             if inspect.iscoroutine(values):
-                stack.callback(values.close)  # where another's error comes before it is awaited
+                stack.callback(values.close)  # in case another function raises before it is awaited
             results.append(values)
             truncated.append(_truncated(name, reward_fn, len(arguments["completions"])))
         waiting = [at for at, values in enumerate(results) if inspect.isawaitable(values)]
@@ -238,27 +238,29 @@ async def _result(name: str, values: Awaitable[Any]) -> Any:
 
 
 def _selected(name: str, reward_fn: RewardFn, values: Any) -> Any:
-    """Returns one objective's values from a function that returns several objectives' by name."""
+    """Selects an objective's values from a function that returns a dict of lists."""
     output = getattr(reward_fn, "output", None)
     if not isinstance(values, Mapping):
         if isinstance(output, str):
             raise ValueError(
-                f"reward {name!r} has the output {output!r}, and its function returned "
-                f"{type(values).__name__}: return a dict of lists, or leave `output` out."
+                f"reward {name!r} has the output {output!r}, but its function returned "
+                f"{type(values).__name__}: return a dict of lists, or remove `output`."
             )
         return values
-    wanted = output if isinstance(output, str) else name.rpartition("/")[2]  # of a group's
+    wanted = (
+        output if isinstance(output, str) else name.rpartition("/")[2]
+    )  # "group/name" selects "name"
     if wanted not in values:
         returned = printable(", ".join(map(repr, values)) or "none", max_length=200)
         raise ValueError(
-            f"reward {name!r} takes the output {wanted!r} of a function that returned the outputs "
-            f"{returned}: name one of them by `output`, or return it."
+            f"reward {name!r} uses the output {wanted!r} of a function that returned the outputs "
+            f"{returned}: set `output` to one of them, or return it."
         )
     return values[wanted]
 
 
 def _checked(name: str, values: Any, num_completions: int) -> torch.Tensor:
-    """Returns the values of one reward, shape [B], float32; NaN in place of None."""
+    """Returns the values of a reward function, shape [B], float32, with NaN for None."""
     expected = f"return one finite number for each of the {num_completions} completions"
     or_none = "or None where the reward does not apply"
     if isinstance(values, str | bytes | Set | Mapping) or not hasattr(values, "__len__"):
@@ -275,22 +277,24 @@ def _checked(name: str, values: Any, num_completions: int) -> torch.Tensor:
             f"reward {name!r} returned {type(values[odd[0]]).__name__} at index {odd[0]} "
             f"({len(odd)} of {num_completions} values are not numbers): {expected}, {or_none}."
         )
-    row = torch.tensor(numbers, dtype=torch.float64).float()  # to infinity beyond float32
+    row = torch.tensor(
+        numbers, dtype=torch.float64
+    ).float()  # beyond float32's range becomes infinite
     finite = row.isfinite().tolist()
     broken = [at for at, value in enumerate(values) if value is not None and not finite[at]]
     if broken:
         raise ValueError(
             f"reward {name!r} returned {row[broken[0]].item()} at index {broken[0]} ({len(broken)} "
-            f"of {num_completions} values are not finite): {expected}, for odd replies too, "
+            f"of {num_completions} values are not finite): {expected}, even for unusual replies, "
             f"{or_none}."
         )
     return row
 
 
 def _as_float(value: Any) -> float | None:
-    """Returns a number, or a tensor or array of one, as a float, and NaN for None.
+    """Converts a number, or a tensor or array with one entry, to float, and None to NaN.
 
-    For anything else it returns None.
+    Returns None for anything else.
     """
     if value is None:
         return math.nan
@@ -302,32 +306,32 @@ def _as_float(value: Any) -> float | None:
         return float(number)
     except OverflowError:
         return math.inf if cast(Any, number) > 0 else -math.inf
-    except (TypeError, ValueError):  # a Decimal's signalling NaN, a class of the user's own
+    except (TypeError, ValueError):  # a signalling NaN of Decimal, or a user-defined class
         return None
 
 
 def values_or_none(scores: torch.Tensor) -> list[float | None]:
-    """Returns scores [B] as a reward function gives them: None, which JSON supports, for NaN."""
+    """Returns scores [B] as a list, with None for NaN, as reward functions return them."""
     return [None if math.isnan(value) else value for value in scores.tolist()]
 
 
 @configuration(source=NOT_IN_PAPER)
 class Calibration:
-    """A frozen map from raw scores to rewards; part of checkpoint and report."""
+    """A frozen map from raw scores to rewards; saved in checkpoints and reports."""
 
     method: Method
-    """"sigmoid": sigmoid((r - mean) / scale); "minmax": (r - low) / (high - low), clipped to
-    [0, 1]; "none": r itself."""
+    """"sigmoid": sigmoid((s - mean) / scale) of the score s; "minmax": (s - low) / (high - low),
+    clipped to [0, 1]; "none": s itself."""
     mean: float = 0.0
     """Mean score of the calibration replies."""
     scale: float = 1.0
-    """Their standard deviation."""
+    """Standard deviation of the scores of the calibration replies."""
     low: float = 0.0
-    """Their 5 % quantile."""
+    """5 % quantile of the scores of the calibration replies."""
     high: float = 1.0
-    """Their 95 % quantile."""
+    """95 % quantile of the scores of the calibration replies."""
     num_samples: int = 0
-    """How many replies the figures come from."""
+    """Number of calibration replies."""
 
     def __post_init__(self) -> None:
         for name in ("mean", "scale", "low", "high"):
@@ -335,8 +339,7 @@ class Calibration:
             is_number = isinstance(value, int | float) and not isinstance(value, bool)
             if not is_number or not abs(value) <= torch.finfo(torch.float32).max:
                 raise ValueError(
-                    f"a calibration's {name} must be a finite number of float32, got "
-                    f"{_short(value)}."
+                    f"a calibration's {name} must be finite in float32, got {_short(value)}."
                 )
         if min(self.scale, self.high - self.low) < torch.finfo(torch.float32).tiny:
             raise ValueError(
@@ -346,12 +349,11 @@ class Calibration:
         count = self.num_samples
         if not isinstance(count, int) or isinstance(count, bool) or count < 0:
             raise ValueError(
-                f"a calibration's num_samples must be a whole number of 0 or more, got "
-                f"{_short(count)}."
+                f"a calibration's num_samples must be a non-negative integer, got {_short(count)}."
             )
 
     def __call__(self, scores: torch.Tensor) -> torch.Tensor:
-        """Returns the rewards of scores, of the same shape."""
+        """Returns the rewards of scores, with the same shape."""
         if self.method == "sigmoid":
             return torch.sigmoid((scores - self.mean) / self.scale)
         if self.method == "minmax":
@@ -359,23 +361,23 @@ class Calibration:
         return scores
 
     def to_dict(self) -> dict[str, Any]:
-        """Returns the method, its own figures and the number of samples."""
+        """Returns the method, its parameters and the number of samples."""
         figures = {"sigmoid": ("mean", "scale"), "minmax": ("low", "high"), "none": ()}
         names = ("method", *figures[self.method], "num_samples")
         return {name: getattr(self, name) for name in names}
 
     @classmethod
     def from_dict(cls, figures: Mapping[str, Any]) -> "Calibration":
-        """Returns the calibration that `to_dict` described.
+        """Returns the calibration from the result of `to_dict`.
 
         Raises:
-            ValueError: The figures are not those of a calibration; they may come from files and
-                messages.
+            ValueError: When the values, which may come from files and messages, are not a valid
+                calibration.
         """
         known = {field.name for field in fields(cls)}
         if not isinstance(figures, Mapping) or not {"method"} <= set(figures) <= known:
             raise ValueError(
-                f"a calibration must have a method, and of {', '.join(sorted(known))} no others, "
+                f"a calibration must have a method, and only the keys {', '.join(sorted(known))}, "
                 f"got {_short(figures)}."
             )
         return cls(**figures)
@@ -386,24 +388,24 @@ def _short(value: object) -> str:
 
 
 def calibrate(method: Method, scores: torch.Tensor, *, name: str = "reward") -> Calibration:
-    """Returns the map to rewards that fits the scores [n] of base-model replies; NaN are left out.
+    """Fits a calibration to the scores [n] of base-model replies, ignoring NaN.
 
     Raises:
-        ValueError: The method is unknown, or the scores are too few or have no spread to divide by.
+        ValueError: When the method is unknown, or there are too few scores or they do not vary.
     """
     num_replies = scores.numel()
     scores = scores[~scores.isnan()]
-    scores = scores.double()  # quantiles and spreads of large, close scores lose digits in float32
+    scores = scores.double()  # spreads of large, nearly equal scores lose digits in float32
     num_samples = scores.numel()
     if method == "none":
         return Calibration("none", num_samples=num_samples)
     if method not in ("sigmoid", "minmax"):
         raise ValueError(
-            f"no normalization {method!r} for {name!r}: choose sigmoid, minmax or none."
+            f"unknown normalization {method!r} for {name!r}: choose sigmoid, minmax or none."
         )
     if num_samples < 2:
         raise ValueError(
-            f"calibrating {name!r} takes at least 2 scores, got {num_samples} on {num_replies} "
+            f"calibrating {name!r} requires at least 2 scores, got {num_samples} on {num_replies} "
             "calibration replies: use more replies, prompts to which the reward applies, or "
             "normalization 'none'."
         )
@@ -433,11 +435,11 @@ def check_same(
 ) -> None:
     """Checks that newly measured calibrations agree with the frozen ones.
 
-    Figures may differ by `tolerance`, in units of the frozen map's width: replies may differ
-    slightly on another machine.
+    Parameters may differ by `tolerance` in units of the frozen calibration's width, since replies
+    may differ slightly on another machine.
 
     Raises:
-        ValueError: They do not agree.
+        ValueError: When they do not agree.
     """
     for name, calibration in frozen.items():
         width = calibration.scale if calibration.method == "sigmoid" else 1.0
@@ -450,24 +452,24 @@ def check_same(
                 raise ValueError(
                     f"the rewards of {name!r} would not be comparable: their {calibration.method} "
                     f"calibration had {figure} {was:.4g}, base-model replies now give "
-                    f"{is_now:.4g} ({now.method}); the base model or the reward model is another "
-                    "one: restore it, or start a new run."
+                    f"{is_now:.4g} ({now.method}); the base model or the reward model has changed: "
+                    "restore it, or start a new run."
                 )
 
 
 @dataclass(frozen=True)
 class Judges:
-    """A client's own reward functions, and the maps from their scores to rewards."""
+    """A client's reward functions and the calibrations of their scores."""
 
     reward_fns: Mapping[str, RewardFn]
-    """By objective; a client does without the objectives that are not among them."""
+    """Reward functions by objective; the client does not serve other objectives."""
     calibrations: Mapping[str, Calibration] | None = None
-    """By objective; without them scores are rewards."""
+    """Calibrations by objective; None uses scores as rewards."""
 
     def rewards(self, objectives: Sequence[str], scores: torch.Tensor) -> torch.Tensor:
-        """Returns the rewards [M, B] of scores; 0 for objectives without a judge.
+        """Returns the rewards [M, B] of scores; 0 for objectives without a reward function.
 
-        They are NaN where there is no score.
+        Rewards are NaN where there is no score.
         """
         if self.calibrations is None:
             return scores
@@ -479,10 +481,10 @@ class Judges:
 
 
 def filled(rewards: torch.Tensor, replies_per_prompt: int) -> torch.Tensor:
-    """Returns rewards [M, B] with a mean in place of each NaN, so that it gives no advantage.
+    """Replaces NaN in rewards [M, B] by a mean, so that these replies get no advantage.
 
-    The mean is that of the objective's rewards for the same prompt, else of the batch, else 0.
-    Replies to one prompt are adjacent.
+    Uses the mean of the objective's rewards for the same prompt, else of the batch, else 0. Replies
+    to the same prompt are adjacent.
     """
     groups = rewards.unflatten(1, (-1, replies_per_prompt))  # [M, P, G]
     for mean in (groups.nanmean(2, keepdim=True), groups.nanmean((1, 2), keepdim=True)):
@@ -492,7 +494,7 @@ def filled(rewards: torch.Tensor, replies_per_prompt: int) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class ScoringRequest:
-    """Replies that await their scores."""
+    """A batch of replies to score."""
 
     judges: Judges
     objectives: Sequence[str]
@@ -504,12 +506,13 @@ class ScoringRequest:
 
 @dataclass(frozen=True)
 class Scored:
-    """The scores of some replies."""
+    """Scores of a batch of replies."""
 
     scores: torch.Tensor
-    """Shape [M, B]; 0 for objectives that nobody here judges, NaN where a reward does not apply."""
+    """Scores [M, B]; 0 for objectives without a reward function, NaN where a reward does not
+    apply."""
     truncated: dict[str, list[bool]]
-    """Which inputs a reward model has cut, by objective, for those that say so."""
+    """Whether each input was truncated, by objective, for reward models that report it."""
 
 
 def scored(asked: ScoringRequest) -> Scored:
@@ -522,10 +525,10 @@ def scored(asked: ScoringRequest) -> Scored:
 
 
 def scores_together(asked: Sequence[ScoringRequest]) -> list[Scored | ValueError]:
-    """Returns the scores of each batch of replies, or the error that it raised.
+    """Scores several batches of replies; returns the scores or the error of each.
 
-    A reward model that several batches share scores all of their replies in one call. If that
-    fails, each batch is tried separately.
+    A reward model shared by several batches scores all their replies in one call. If that fails,
+    each batch is tried separately.
     """
     try:
         return list(_scored_at_once(asked))
@@ -544,7 +547,7 @@ def _scored_at_once(asked: Sequence[ScoringRequest]) -> list[Scored]:
     ]
     results = [Scored(torch.zeros(len(e.objectives), len(e.completions)), {}) for e in asked]
     groups = [[askers[place] for place in group] for group in _same_calls([a[2] for a in askers])]
-    # one call may serve several clients, but only at the same progress of their trainings
+    # clients can share a call only at the same training progress, which is an argument
     groups = [
         [asker for asker in group if asked[asker[0]].trainer_state == state]
         for group in groups
@@ -566,7 +569,7 @@ def _scored_at_once(asked: Sequence[ScoringRequest]) -> list[Scored]:
 def _joined_question(
     asked: Sequence[ScoringRequest], group: Sequence[tuple[int, str, RewardFn]]
 ) -> _Question:
-    """Returns one question for the replies of several requests, each batch once."""
+    """Joins the replies of several requests into one question."""
     batches = [asked[at] for at in dict.fromkeys(at for at, _, _ in group)]
     return _Question(
         _distinct([(name, fn) for _, name, fn in group]),
@@ -578,33 +581,33 @@ def _joined_question(
 
 
 def _distinct(values: Sequence[Any]) -> list[Any]:
-    """Returns values without duplicates; they need not be hashable."""
+    """Removes duplicates from values that need not be hashable."""
     return [value for at, value in enumerate(values) if value not in values[:at]]
 
 
 def _truncated(name: str, reward_fn: RewardFn, count: int) -> list[bool] | None:
-    """Returns which of its latest inputs a reward function truncated, None if unknown."""
+    """Returns whether a reward function truncated each of its latest inputs; None if unknown."""
     truncated = getattr(reward_fn, "truncated", None)
     if truncated is not None and len(truncated) != count:
         raise ValueError(
             f"reward {name!r} has {len(truncated)} entries in `truncated` for {count} completions; "
-            "give one for each input of the latest call, or leave the attribute out."
+            "provide one for each input of the latest call, or remove the attribute."
         )
     return truncated
 
 
 def reward_diagnostics(scores: torch.Tensor, lengths: torch.Tensor) -> dict[str, torch.Tensor]:
-    """Returns figures that show a reward being gamed or two of them measuring the same.
+    """Returns diagnostics that reveal reward hacking and redundant rewards.
 
     Args:
-        scores: Scores of B replies, shape [M, B]; NaN, where a reward does not apply, do not count.
+        scores: Scores of B replies, shape [M, B]; NaN, where a reward does not apply, is ignored.
         lengths: Lengths of the replies in tokens, shape [B].
 
     Returns:
-        "mean" and "spread" (standard deviation, 0 for one score), shape [M], NaN without a score;
-        "correlation" of each pair of objectives over the replies with both (01, 02, ..., 12, ...),
-        shape [M(M-1)/2]; and "length_correlation" of each objective's scores with the lengths,
-        shape [M]. Correlations are Pearson's, NaN where one of the two does not vary.
+        "mean" and "spread" (standard deviation, 0 for a single score), shape [M], NaN without
+        scores; "correlation" of each pair of objectives over the replies with both scores (01, 02,
+        ..., 12, ...), shape [M(M-1)/2]; and "length_correlation" of each objective's scores with
+        the lengths, shape [M]. Correlations are Pearson's, NaN if either side does not vary.
     """
     present = [row[~row.isnan()] for row in scores]
     rows = scores.double()
@@ -619,12 +622,12 @@ def reward_diagnostics(scores: torch.Tensor, lengths: torch.Tensor) -> dict[str,
 
 
 def _correlation(*rows: torch.Tensor) -> float:
-    """Returns Pearson's correlation of two rows, float64 [B], where both have a value."""
+    """Returns Pearson's correlation of two rows, float64 [B], over entries present in both."""
     both = torch.stack(rows)
     both = both[:, ~both.isnan().any(0)]
     centred = both - both.mean(1, keepdim=True)
     norms = centred.norm(dim=1)
-    # the rounding residue of equal values does not count as variation
+    # rounding errors of equal values do not count as variation
     if not (norms > 1e-12 * both.abs().sum(1)).all():
         return math.nan
     first, second = centred / norms[:, None]

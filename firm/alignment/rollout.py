@@ -1,8 +1,8 @@
-"""Stage 2 of a round: samples responses, with log-probabilities under policy and reference.
+"""Stage 2 of a local step: samples responses, with log-probabilities of policy and reference.
 
-Prompts are left-padded so that every response starts in the same column. A response ends at the
-first end token (see `end_token_ids`) or where a stop string is complete; tokens after that are
-masked out everywhere, and the text is cut before the stop string.
+Prompts are left-padded, so that all responses start in the same column. A response ends at the
+first end token (see `end_token_ids`) or when a stop string is complete; later tokens are masked
+everywhere, and the text is cut before the stop string.
 """
 
 from collections.abc import Callable, Sequence
@@ -44,9 +44,9 @@ def encode_prompts(
     prompt_format: PromptFormat,
     max_prompt_tokens: int,
 ) -> Queries:
-    """Returns prompts as the policy reads them, left-padded to Q tokens.
+    """Encodes prompts for the policy, left-padded to Q tokens.
 
-    Prompts of more than `max_prompt_tokens` tokens are cut; see `fitting_token_ids`.
+    Prompts of more than `max_prompt_tokens` tokens are truncated; see `fitting_token_ids`.
     """
     rows, is_cut = fitting_token_ids(
         prompts, tokenizer, prompt_format=prompt_format, max_tokens=max_prompt_tokens
@@ -57,24 +57,24 @@ def encode_prompts(
 
 @dataclass(frozen=True)
 class Sampler:
-    """A policy as rollouts use it: generation and forward passes."""
+    """The policy as used by rollouts: generation and forward passes."""
 
     model: Any
     """The policy, a causal language model with an adapter."""
     tokenizer: PreTrainedTokenizerBase
-    """The policy's, as `load_tokenizer` returns it."""
+    """Tokenizer of the policy, as returned by `load_tokenizer`."""
     config: RolloutConfig
-    """How to sample, where responses end, and where log-probabilities come from."""
+    """Sampling, end of responses, and source of log-probabilities."""
     reference: Callable[[], AbstractContextManager[Any]]
-    """A context inside which `model` is the reference policy (adapter off)."""
+    """Context manager inside which `model` is the reference policy (adapter disabled)."""
     prompt_format: PromptFormat = AUTO
-    """How prompts reach it, which decides where responses end if `config` leaves that open."""
+    """Prompt format, which sets the stop strings if `config` does not."""
     team: Team | Alone = ALONE
-    """Divides the rows among its processes; all get the whole result."""
+    """Processes that share the rows; all get the whole result."""
 
     @property
     def pad_token_id(self) -> int:
-        """Padding token of the rows; masks come from lengths, so any token will do."""
+        """Padding token of the rows; masks are computed from lengths, so any token works."""
         return int(self.tokenizer.pad_token_id)  # type: ignore[arg-type]
 
     @cached_property
@@ -84,7 +84,7 @@ class Sampler:
 
     @cached_property
     def stop_strings(self) -> list[str]:
-        """Texts before which a response ends."""
+        """Strings before which a response ends."""
         return stop_strings(self.config, self.prompt_format, self.tokenizer)
 
     def generate(
@@ -102,7 +102,7 @@ class Sampler:
         )
 
     def logprobs(self, sequences: Sequences, *, of_reference: bool) -> torch.Tensor:
-        """Returns the responses' log-probabilities in forward passes, [B, T]."""
+        """Returns the responses' log-probabilities from forward passes, [B, T]."""
 
         def logprobs_of(rows: Sequences) -> torch.Tensor:
             return response_logprobs(self.model, rows, self.config.temperature)
@@ -120,15 +120,15 @@ def rollout(
     measures_mismatch: bool = False,
     on_progress: Callable[[float], None] = lambda _: None,
 ) -> Rollouts:
-    """Returns sampled responses to left-padded prompts, with both policies' log-probabilities.
+    """Samples responses to left-padded prompts, with log-probabilities of policy and reference.
 
     Args:
         sampler: The policy's sampler.
         queries: B prompts, left-padded to Q tokens.
-        measures_mismatch: Whether to measure the `mismatch` even if generation's log-probabilities
-            are used, by another forward pass.
-        on_progress: Called at each token with the number of replies so far, counting unfinished
-            ones in part.
+        measures_mismatch: Whether to measure the `mismatch` even if log-probabilities come from
+            generation, at the cost of a forward pass.
+        on_progress: Called at each token with the number of replies so far, including fractions of
+            unfinished ones.
     """
     config = sampler.config
     query_responses, at_generation = _sampled(sampler, queries, on_progress)
@@ -165,7 +165,7 @@ def rollout(
 def _sampled(
     sampler: Sampler, queries: Queries, on_progress: Callable[[float], None]
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns samples [B, Q + T], and their log-probabilities at generation, [B, T]."""
+    """Returns sampled token ids [B, Q + T] and their log-probabilities at generation, [B, T]."""
     chunks, num_done = [], 0
     for chunk in queries.split(sampler.config.forward_batch_size):
         replies_per_token = chunk.num_rows / sampler.config.max_new_tokens
@@ -186,5 +186,5 @@ def _sampled(
 
 
 def logprobs_from(dtype: str, config: RolloutConfig) -> Literal["generation", "forward"]:
-    """Returns the source of a policy's log-probabilities, by the dtype of its parameters."""
+    """Returns the source of log-probabilities for a policy with parameters of a dtype."""
     return config.logprobs or ("generation" if dtype in ("float32", "float64") else "forward")

@@ -1,7 +1,7 @@
-"""Checks that a model gives the same tokens the same probabilities in every pass.
+"""Checks that a model assigns the same probabilities to the same tokens in every pass.
 
-Policy gradients compare probabilities of one text across passes: alone or batched with longer ones,
-token by token through a cache or in one pass, in a rollout or in an update. If these differ for a
+Policy gradients compare probabilities of a text across passes: alone or batched with longer texts,
+token by token through a cache or in one pass, in a rollout or an update. If these differ for a
 policy that was not updated, ratios and KL are meaningless, and no other check would reveal it.
 """
 
@@ -16,34 +16,35 @@ from firm.federation.outside import first_line
 from firm.gradients.per_sequence import PerSequenceGradients
 
 LENGTH, SHORTER, NEW = 12, 7, 3
-"""Tokens of two texts that stand in one batch, and of what is generated after them."""
+"""Lengths in tokens of the two texts in the batch, and number of generated tokens."""
 
 NUM_ROWS = 4
 """Rows that must be independent: their numbers differ in two bits."""
 
 ROUNDING = {torch.float32: 1e-4, torch.float16: 0.03, torch.bfloat16: 0.07}
-"""Largest difference of log-probabilities that counts as rounding, as a share of their spread.
+"""Largest relative difference of log-probabilities that counts as rounding.
 
-Root mean square of the difference over the standard deviation of the log-probabilities, which in an
-untrained model are so close together (0.1 nats) that errors in nats are small, too. Largest of the
-65 architectures of the zoo that pass, fresh and with larger weights, and of SmolLM2-135M: 3e-6 in
-float32, 0.003 in float16, 0.014 in bfloat16. Smallest of 14 that do not pass (bidirectional masks
-such as RoBERTa's, RWKV, RecurrentGemma): 0.0016. An untrained bidirectional model in half precision
-therefore passes; one with larger weights (0.3) or RecurrentGemma (0.086) does not.
+This is the root mean square of the difference, divided by the standard deviation of the
+log-probabilities: in an untrained model they are so close together (0.1 nats) that errors in nats
+would be small, too. Among 65 architectures that pass, untrained and with larger weights, and
+SmolLM2-135M, the largest is 3e-6 in float32, 0.003 in float16 and 0.014 in bfloat16. Among 14 that
+fail (bidirectional masks such as RoBERTa's, RWKV, RecurrentGemma) the smallest is 0.0016. An
+untrained bidirectional model in half precision therefore passes; one with larger weights (0.3) or
+RecurrentGemma (0.086) fails.
 """
 
 
 @torch.no_grad()
 def check_passes(policy: Any, path: str) -> None:
-    """Checks a policy's base model on a few tokens; takes six short passes.
+    """Checks a policy's base model on a few tokens, with six short passes.
 
     Args:
-        policy: A `PeftModel`; it is left in evaluation mode.
+        policy: A `PeftModel`; in evaluation mode afterwards.
         path: Name of the model in messages.
 
     Raises:
-        ValueError: Log-probabilities depend on masked tokens, on the cache, or on chance, or the
-            model cannot generate.
+        ValueError: When log-probabilities depend on masked tokens, the cache or random numbers, or
+            the model cannot generate.
     """
     embedding, device = policy.get_input_embeddings().weight, policy.device
     ids = torch.randint(len(embedding), (2, LENGTH), generator=torch.Generator().manual_seed(0))
@@ -77,22 +78,22 @@ def check_passes(policy: Any, path: str) -> None:
     except (RuntimeError, ValueError, TypeError, AttributeError, LookupError) as error:
         raise ValueError(
             f"policy.path: {path} does not run as a causal language model "
-            f"({first_line(error).rstrip('.')}): give another model."
+            f"({first_line(error).rstrip('.')}): choose another model."
         ) from error
     by_token = torch.stack(generated.logits, dim=1).float().log_softmax(-1)
 
     rounding = _rounding(embedding.dtype)
     for one, other, reason in (
-        (update, together, "two passes over the same tokens differ, so it draws random numbers"),
-        (together[:1, -SHORTER:], alone, "padding on the left changes it, although it is masked"),
+        (update, together, "two passes over the same tokens differ, so it uses random numbers"),
+        (together[:1, -SHORTER:], alone, "padding on the left has an effect although it is masked"),
         (by_token, at_once, "generation token by token and one forward pass differ"),
     ):
         difference = _difference(one, other)
         if not difference <= rounding:  # or NaN
             raise ValueError(
-                f"policy.path: the log-probabilities of {path} are not those that it samples with: "
-                f"{reason}, by {difference:.2g} of their spread, where rounding explains "
-                f"{rounding:g}; give another model."
+                f"policy.path: the log-probabilities of {path} do not match its sampling "
+                f"distribution: {reason}, by {difference:.2g} of their spread, of which rounding "
+                f"explains {rounding:g}; choose another model."
             )
 
 
@@ -127,7 +128,7 @@ def check_rows(policy: Any, path: str) -> None:
 
 
 def _logprobs(policy: Any, ids: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-    """Returns log-probabilities [B, L, V], with positions that count only real tokens."""
+    """Returns log-probabilities [B, L, V], with positions that skip padding."""
     logits = policy(
         input_ids=ids,
         attention_mask=mask,
@@ -138,18 +139,20 @@ def _logprobs(policy: Any, ids: torch.Tensor, mask: torch.Tensor) -> torch.Tenso
 
 
 def _rounding(dtype: torch.dtype) -> float:
-    """Returns the limit in `ROUNDING` for models of a type; TF32 has the digits of float16."""
+    """Returns the limit in `ROUNDING` for a dtype; TF32 has the precision of float16."""
     matmul = torch.backends.cuda.matmul
-    precision = getattr(matmul, "fp32_precision", None)  # new in torch 2.9, which refuses a mix
+    precision = getattr(
+        matmul, "fp32_precision", None
+    )  # new in torch 2.9, which rejects mixing it with allow_tf32
     is_tf32 = matmul.allow_tf32 if precision is None else precision == "tf32"
     own = torch.float16 if is_tf32 and dtype == torch.float32 else dtype
     return ROUNDING.get(own, ROUNDING[torch.float32])
 
 
 def _difference(one: torch.Tensor, other: torch.Tensor) -> float:
-    """Returns the root mean square difference in units of the second side's standard deviation.
+    """Returns the root mean square difference, in standard deviations of the second argument.
 
-    Tokens that both sides rule out do not count.
+    Tokens with probability 0 on both sides are excluded.
     """
     is_possible = (one > -torch.inf) | (other > -torch.inf)
     spread = other[other > -torch.inf].std().clamp(min=torch.finfo(other.dtype).tiny)

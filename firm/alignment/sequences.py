@@ -15,20 +15,20 @@ INVALID_LOGPROB = 1.0
 """Log-probability at padding: equal in policy and reference, so that ratio and KL are neutral."""
 
 TEMPERATURE_GUARD = 1e-7
-"""Added to every temperature, as TRL does; it is part of the bit-for-bit parity."""
+"""Added to every temperature, as in TRL, for bitwise parity."""
 
 Index = slice | np.ndarray | torch.Tensor
-"""Which rows: a slice, or their indices."""
+"""Rows to select: a slice or indices."""
 
 BY_OBJECTIVE = {"axis": 1}
-"""Metadata of a tensor's field [M, B, ...], whose rows are its second axis."""
+"""Field metadata of tensors [M, B, ...], with rows along the second axis."""
 
 
 @dataclass(frozen=True)
 class Rows:
     """B rows: tensors [B, ...] (or ``BY_OBJECTIVE``), lists of length B, and records of B rows.
 
-    Fields of other types are common to all rows.
+    Fields of other types are shared by all rows.
     """
 
     @property
@@ -48,7 +48,7 @@ class Rows:
         return next(devices, torch.device("cpu"))
 
     def rows(self, index: Index) -> Self:
-        """Returns the record of some of the rows, in the order of the index; tensors are copied."""
+        """Returns a record of the selected rows, in the index's order; tensors are copied."""
         chosen = torch.arange(self.num_rows)[index]
         taken = {}
         for field in fields(self):
@@ -63,7 +63,7 @@ class Rows:
         return replace(self, **taken)
 
     def split(self, size: int | None) -> list[Self]:
-        """Returns the rows in parts of ``size``, the last one possibly smaller; None: one part."""
+        """Splits the rows into parts of ``size``, the last one possibly smaller; None: one part."""
         num_rows = self.num_rows
         if size is None or size >= num_rows:
             return [self]
@@ -99,9 +99,9 @@ ALONE = Alone()
 def by_chunks(
     function: Callable[[Any], torch.Tensor], rows: Rows, *, size: int, team: Team | Alone = ALONE
 ) -> torch.Tensor:
-    """Returns a function's values [B, ...] for all B rows, computed ``size`` rows at a time.
+    """Applies a function to B rows, ``size`` at a time; returns its values [B, ...].
 
-    Each process of the team computes its share of every chunk; all get the whole result.
+    Each process of the team computes its share of every chunk; all get the complete result.
     """
     results = []
     for chunk in rows.split(size):
@@ -118,28 +118,28 @@ def by_chunks(
 
 @dataclass(frozen=True)
 class Queries(Rows):
-    """B prompts that wait for a response."""
+    """B prompts to respond to."""
 
     prompts: list[Prompt]
-    """The prompts, as the data have them."""
+    """The original prompts."""
     token_ids: torch.Tensor
-    """Their token ids as the policy reads them, left-padded, [B, Q]."""
+    """Token ids of the prompts for the policy, left-padded, [B, Q]."""
     lengths: torch.Tensor
-    """Tokens of each prompt, [B]; the ids before them are padding, whatever they are."""
+    """Number of tokens of each prompt, [B]; all ids before them are padding."""
     preferences: torch.Tensor | None = None
-    """Shares of the objectives that a conditioned policy is to answer by, [B, M]; None: equal."""
+    """Preferences for a conditioned policy, [B, M]; None for equal shares."""
     is_cut: list[bool] | None = None
-    """Which prompts were longer than the limit and lost their beginning."""
+    """Whether each prompt was truncated."""
 
     @property
     def mask(self) -> torch.Tensor:
-        """Tokens of the prompts, bool [B, Q]."""
+        """Mask of the prompts' tokens, bool [B, Q]."""
         num_tokens = self.token_ids.size(1)
         positions = torch.arange(num_tokens, device=self.token_ids.device)
         return positions >= num_tokens - self.lengths.unsqueeze(1)
 
     def to(self, device: Any) -> "Queries":
-        """Returns the prompts with their tokens and preferences on a device."""
+        """Returns the prompts with tokens and preferences on a device."""
         preferences = None if self.preferences is None else self.preferences.to(device)
         return replace(
             self,
@@ -149,7 +149,7 @@ class Queries(Rows):
         )
 
     def repeated(self, count: int) -> "Queries":
-        """Returns every prompt `count` times in a row, B * count in all."""
+        """Repeats every prompt `count` times, adjacently; B * count rows."""
         return self.rows(torch.arange(self.num_rows).repeat_interleave(count))
 
 
@@ -162,16 +162,16 @@ class Sequences(Rows):
     query_responses: torch.Tensor
     """Prompt and response token ids, [B, Q + T]."""
     num_tokens: torch.Tensor
-    """Tokens of each response, its end token included, [B]; those after them count for nothing."""
+    """Number of tokens of each response, including the end token, [B]; later tokens are ignored."""
 
     @property
     def mask(self) -> torch.Tensor:
-        """Tokens of the response, its end token included, bool [B, T]."""
+        """Mask of the responses' tokens, including the end token, bool [B, T]."""
         return self._positions < self.num_tokens.unsqueeze(1)
 
     @property
     def attention_mask(self) -> torch.Tensor:
-        """Tokens of prompts and responses, bool [B, Q + T]."""
+        """Mask of the tokens of prompts and responses, bool [B, Q + T]."""
         return torch.cat((self.queries.mask, self.mask), dim=1)
 
     @property
@@ -195,37 +195,37 @@ class Rollouts(Sequences):
     """B sampled responses of at most T tokens to prompts of Q tokens."""
 
     completions: list[str]
-    """Texts of the responses, cut before a stop string, without special tokens."""
+    """Texts of the responses, cut before stop strings, without special tokens."""
     logprobs: torch.Tensor
-    """Log-probabilities of the response tokens under the sampling policy, [B, T], from where
-    `RolloutConfig.logprobs` says."""
+    """Log-probabilities of the response tokens under the sampling policy, [B, T], from the source
+    `RolloutConfig.logprobs`."""
     reference_logprobs: torch.Tensor
-    """The same under the reference (the policy without its adapter), [B, T]."""
+    """Log-probabilities under the reference (the policy without its adapter), [B, T]."""
     ended: torch.Tensor
-    """Whether the response came to an end by itself, bool [B]."""
+    """Whether the response ended with an end token or stop string, bool [B]."""
     mismatch: torch.Tensor | None = None
-    """Log-probabilities at generation minus those of a forward pass, [B, T], 0 at padding; rounding
-    alone. None where there was no forward pass."""
+    """Difference of log-probabilities between generation and a forward pass, [B, T], 0 at padding;
+    normally rounding only. None without a forward pass."""
 
     @property
     def completion_ids(self) -> list[list[int]]:
-        """Token ids of each response, its end token included."""
+        """Token ids of each response, including the end token."""
         rows = zip(self.responses.tolist(), self.num_tokens.tolist(), strict=True)
         return [ids[:length] for ids, length in rows]
 
     @property
     def value_mask(self) -> torch.Tensor:
-        """Positions that have a value: the response and one after it, bool [B, T]."""
+        """Mask of positions with a value: the response and one position after it, bool [B, T]."""
         return self._positions <= self.num_tokens.unsqueeze(1)
 
     @property
     def reward_index(self) -> torch.Tensor:
-        """Position of the reward: after the last token, or on it if there is no room, [B]."""
+        """Position of the reward, [B]: after the last token, or at it at the maximum length."""
         return self.num_tokens.clamp(max=self.logprobs.size(1) - 1)
 
 
 def left_padded(rows: Sequence[Sequence[int]], *, fill: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns token ids [B, Q], padded on the left, and the length of each row, [B]."""
+    """Pads rows on the left; returns token ids [B, Q] and the length of each row, [B]."""
     lengths = [len(ids) for ids in rows]
     length = max(lengths, default=0)
     padded = [[fill] * (length - len(ids)) + list(ids) for ids in rows]
@@ -235,8 +235,8 @@ def left_padded(rows: Sequence[Sequence[int]], *, fill: int) -> tuple[torch.Tens
 def token_logprobs(logits: torch.Tensor, token_ids: torch.Tensor) -> torch.Tensor:
     """Returns log-probabilities of `token_ids` [B, T] under `logits` [B, T, V], shape [B, T].
 
-    Rows are taken one at a time, so that no second tensor [B, T, V] is held. Ids outside the
-    vocabulary are padding, and their values are arbitrary.
+    Processes one row at a time to avoid a second tensor [B, T, V]. Ids outside the vocabulary are
+    padding, with arbitrary values.
     """
     token_ids = token_ids.clamp(max=logits.size(-1) - 1)
     logits = _at_least_float32(logits)  # a log-sum-exp in bfloat16 loses digits
@@ -245,7 +245,7 @@ def token_logprobs(logits: torch.Tensor, token_ids: torch.Tensor) -> torch.Tenso
 
 
 def entropy(logits: torch.Tensor) -> torch.Tensor:
-    """Returns the entropy in nats of every token's distribution: logits [B, T, V] to [B, T]."""
+    """Returns the entropy of each token's distribution in nats, from logits [B, T, V] to [B, T]."""
     probabilities = torch.softmax(logits, dim=-1)
     return torch.logsumexp(logits, dim=-1) - torch.sum(probabilities * logits, dim=-1)
 
@@ -253,10 +253,9 @@ def entropy(logits: torch.Tensor) -> torch.Tensor:
 def forward(model: Any, token_ids: torch.Tensor, attention_mask: torch.Tensor) -> Any:
     """Returns the output of a model on padded ids [B, L], with the hidden states [B, L, H].
 
-    For a language model these are the input of its head, the only entry of `hidden_states`:
-    `output_hidden_states` would keep the states of all layers, and those of Gemma 3n are
-    [4, B, L, H]. Positions count only the tokens of the mask [B, L], so that padding does not shift
-    a text.
+    For a language model the only entry of `hidden_states` is the input of its head:
+    `output_hidden_states` would keep the states of all layers, and those of Gemma 3n are [4, B, L,
+    H]. Positions count only the tokens in the mask [B, L], so that padding does not shift a text.
     """
     head, states = model.get_output_embeddings(), []
 
@@ -280,10 +279,10 @@ def forward(model: Any, token_ids: torch.Tensor, attention_mask: torch.Tensor) -
 
 
 def set_preferences(model: Any, preferences: torch.Tensor | None) -> None:
-    """Sets the preferences [b, M] of the rows in a policy's next passes; None is equal shares.
+    """Sets the preferences [b, M] of rows in subsequent passes; None for equal shares.
 
-    They stay until others are set, since gradient checkpointing computes activations again in the
-    backward pass. An adapter that is not conditioned ignores them.
+    They remain until others are set, since gradient checkpointing recomputes activations in the
+    backward pass. Adapters that are not conditioned ignore them.
     """
     forward = getattr(model, "adapter_forward", None)  # an `AdapterForward`
     if forward is not None:
@@ -291,16 +290,16 @@ def set_preferences(model: Any, preferences: torch.Tensor | None) -> None:
 
 
 def response_logits(logits: torch.Tensor, context_length: int, temperature: float) -> torch.Tensor:
-    """Returns the part of logits [B, Q + T, V] that predicts the response, tempered, [B, T, V].
+    """Selects the logits [B, Q + T, V] that predict the response, tempered, [B, T, V].
 
-    In float32 at least: dividing in less precision would round each logit once more.
+    At least in float32: dividing in lower precision would round each logit once more.
     """
     logits = logits[:, context_length - 1 : -1]
     return _at_least_float32(logits) / (temperature + TEMPERATURE_GUARD)
 
 
 def response_logprobs(model: Any, sequences: Sequences, temperature: float) -> torch.Tensor:
-    """Returns the responses' log-probabilities in a forward pass, shape [B, T]."""
+    """Returns the responses' log-probabilities from a forward pass, shape [B, T]."""
     set_preferences(model, sequences.queries.preferences)
     logits = forward(model, sequences.query_responses, sequences.attention_mask).logits
     logits = response_logits(logits, sequences.context_length, temperature)

@@ -1,9 +1,9 @@
-"""The stages of a local step on one policy, which a client drives.
+"""The stages of a local step on a shared policy, called by clients.
 
-Reward functions receive *texts*, so that every reward model has its own tokenizer. Dropout of the
-base model is off, as in TRL; that of the adapter is active in updates. Actor and critic have
+Reward functions receive *texts*, so that every reward model can use its own tokenizer. Dropout of
+the base model is disabled, as in TRL; the adapter's is active in updates. Actor and critic have
 separate optimizers and learning rates, which may belong to a client. The model is not wrapped for
-data parallelism: gradients of different clients must not be mixed.
+data parallelism: gradients of different clients must not be averaged.
 """
 
 import copy
@@ -34,7 +34,7 @@ from firm.federation.engines.processes import Team
 from firm.gradients.jacobian import combine
 
 ADAM = partial(torch.optim.AdamW, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.0, fused=True)
-"""TRL's default optimizer."""
+"""Default optimizer of TRL."""
 
 
 @dataclass(frozen=True)
@@ -42,25 +42,25 @@ class ScoredReplies:
     """Scores and rewards of B replies."""
 
     scores: torch.Tensor
-    """As they gave them, [M, B]; NaN where there is none."""
+    """Raw scores, [M, B]; NaN where a reward does not apply."""
     rewards: torch.Tensor
-    """Calibrated, less the penalty of replies without an end, [M, B]."""
+    """Calibrated scores minus the penalty of unfinished replies, [M, B]."""
     truncated: dict[str, list[bool]]
-    """Which of this process's replies were cut for whom, by objective."""
+    """Whether each of this process's replies was truncated by the reward model, by objective."""
 
 
 @dataclass(eq=False)
 class Learner:
     """An estimator with its parameters, and the adapter's optimizer.
 
-    The optimizer is bound to the one adapter in the model but has its own moments: clients take
-    turns by copying their adapters in, and each passes its learner to the trainer's stages.
+    The optimizer is bound to the adapter slot of the shared model, but has its own moments: each
+    client copies its adapter into the slot and passes its learner to the trainer's stages.
     """
 
     estimator: Estimator
     actor_optimizer: torch.optim.Optimizer
     num_steps: int = 0
-    """Optimizer steps since it was made or restored."""
+    """Optimizer steps since the learner was created or restored."""
 
     def state(self) -> dict[str, Any]:
         """Returns a deep copy of everything that training changes."""
@@ -68,7 +68,7 @@ class Learner:
         return copy.deepcopy({"estimator": self.estimator.state(), "actor_optimizer": optimizer})
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Restores a state that `state()` returned; the given state is not modified."""
+        """Restores a state returned by `state()`, without modifying it."""
         state = copy.deepcopy(state)
         self.actor_optimizer.load_state_dict(state["actor_optimizer"])
         self.estimator.restore(state["estimator"])
@@ -76,26 +76,27 @@ class Learner:
 
 
 class MultiObjectiveTrainer:
-    """The stages of a local step on one policy; all training state is in the given `Learner`.
+    """The stages of a local step on a policy; all training state is in the given `Learner`.
 
-    The stages sample, score, take the M gradients of an estimator and step along their mixture.
+    The stages sample, score, compute the M gradients of an estimator and step along their weighted
+    sum.
 
     Args:
-        config: The estimator and its hyperparameters of a local step.
-        rollout_config: How responses are sampled and where they end.
-        prompt_format: How the policy reads a dialogue.
+        config: Estimator and hyperparameters of a local step.
+        rollout_config: Sampling of responses, and where they end.
+        prompt_format: Format of prompts in the policy's input.
         policy: A `PeftModel` with one adapter slot, on the device that it learns on.
-        tokenizer: The policy's, as `load_tokenizer` returns it.
-        reward_fns: Name and reward function of every objective, in the order of the rows.
-        num_rounds: Rounds of the run, over which the learning rates' schedule extends.
-        value_model: Critic that the estimator trains beside the adapter; a new one by default.
-        team: Processes among which the rows of every batch are divided. All hold the same adapter,
-            take the same steps, and call the stages at the same time.
-        adam: Factory of optimizers, called with parameters and `lr`.
+        tokenizer: Tokenizer of the policy, as returned by `load_tokenizer`.
+        reward_fns: Reward functions by objective, in the order of the Jacobian's rows.
+        num_rounds: Rounds of the run, the length of the learning rate schedule.
+        value_model: Critic of the estimator; a new one by default.
+        team: Processes that share the rows of every batch. All hold the same adapter, take the same
+            steps, and call the stages at the same time.
+        adam: Optimizer factory, called with parameters and `lr`.
 
     Attributes:
         seconds: Seconds spent in each stage since the trainer was created.
-        trl: TRL's trainer around the stages, where there is one (`MultiObjectivePPOTrainer`).
+        trl: TRL's trainer around the stages, if used (`MultiObjectivePPOTrainer`).
     """
 
     trl: Any = None
@@ -118,8 +119,8 @@ class MultiObjectiveTrainer:
     ) -> None:
         if config.minibatch_size < team.size:
             raise ValueError(
-                f"estimator.minibatch_size must have a row for each of the client's {team.size} "
-                f"processes, got {config.minibatch_size}."
+                f"estimator.minibatch_size must be at least the number of processes per client, "
+                f"{team.size}, got {config.minibatch_size}."
             )
         self.config = config
         self.team = team
@@ -182,7 +183,7 @@ class MultiObjectiveTrainer:
         )
 
     def encode(self, prompts: Sequence[Prompt]) -> Queries:
-        """Stage 1: returns prompts as the policy reads them, left-padded."""
+        """Stage 1: encodes prompts for the policy, left-padded."""
         return encode_prompts(
             prompts,
             self.tokenizer,
@@ -191,7 +192,7 @@ class MultiObjectiveTrainer:
         )
 
     def sample(self, queries: Queries, *, measures_mismatch: bool = False) -> Rollouts:
-        """Stage 2: returns the policy's replies to prompts; those to one prompt are adjacent."""
+        """Stage 2: samples replies to prompts; replies to the same prompt are adjacent."""
         queries = queries.to(self.device)
         if self.config.replies_per_prompt > 1:
             queries = queries.repeated(self.config.replies_per_prompt)
@@ -206,9 +207,9 @@ class MultiObjectiveTrainer:
         preference: Sequence[float] | None = None,
         on_progress: Callable[[float], None] = lambda _: None,
     ) -> Replies:
-        """Returns one sampled reply to each prompt, by this process alone; for evaluation.
+        """Samples one reply to each prompt in this process alone, for evaluation.
 
-        A conditioned policy answers at the preference, by default at equal shares. `on_progress` is
+        A conditioned policy replies at the preference, by default at equal shares. `on_progress` is
         called at each token with the number of replies so far.
         """
         set_mode(self.policy_model, is_training=False)
@@ -227,13 +228,13 @@ class MultiObjectiveTrainer:
     def score(
         self, rollouts: Rollouts, judges: Judges | None = None, *, rounds_done: float = 0.0
     ) -> ScoredReplies:
-        """Stage 3: returns the replies' scores and rewards; by default of all reward functions.
+        """Stage 3: returns the replies' scores and rewards, by default of all reward functions.
 
-        Where an objective's reward does not apply, the score is NaN, and the reward is a neutral
-        one that favours no reply to the prompt: see `filled`.
+        If a reward does not apply, the score is NaN, and the reward is neutral among the replies to
+        the prompt; see `filled`.
 
         Raises:
-            ValueError: A reward function did not return B finite numbers or None.
+            ValueError: When a reward function does not return B finite numbers or None.
         """
         judges = judges or Judges(self.reward_fns)
         own = rollouts.rows(self.team.share(rollouts.num_rows))
@@ -257,7 +258,7 @@ class MultiObjectiveTrainer:
     def minibatch_indices(self) -> Iterator[np.ndarray]:
         """Yields the row indices of every minibatch: a fresh permutation in each epoch.
 
-        Drawn from numpy's global generator, as TRL does.
+        Draws from numpy's global generator, as in TRL.
         """
         size = self.config.minibatch_size
         for _ in range(self.config.num_epochs):
@@ -275,11 +276,11 @@ class MultiObjectiveTrainer:
     ) -> Gradients:
         """Stages 5 and 6: returns the M losses of a minibatch and their Jacobian [M, d].
 
-        With weights [M] the Jacobian has one row, the gradient of the losses' weighted sum. By
-        preference, of a conditioned policy, it is [K M, d]; see `Gradients`.
-        Rows are taken `micro_batch_size` at a time, each process of the team its share of them;
-        losses and gradients are sums of the parts, so that a minibatch is one optimizer step
-        however it is divided. `aux` is the `MinibatchGradients`; nothing is stepped.
+        With weights [M] the Jacobian has one row, the gradient of the weighted sum of losses. With
+        `by_preference`, for a conditioned policy, it is [K M, d]; see `Gradients`. Each process of
+        the team computes its share of the rows, `micro_batch_size` at a time, and the parts are
+        summed, so that a minibatch is one optimizer step however it is split. `aux` is the
+        `MinibatchGradients`. Takes no step.
         """
         own = minibatch.rows(self.team.share(minibatch.num_rows))
         first, *others = own.split(self.config.micro_batch_size)
@@ -295,7 +296,7 @@ class MultiObjectiveTrainer:
         return Gradients(gradients.jacobian, gradients.losses, gradients, **options)
 
     def step(self, learner: Learner, gradients: Gradients, weights: torch.Tensor) -> None:
-        """Stage 9: steps the adapter along the weighted gradient, and the estimator's own part."""
+        """Stage 9: steps the adapter along the weighted gradient, and the estimator itself."""
         with self.timed("step"):
             direction = combine(gradients.jacobian, weights)  # [d]
             if self.config.max_gradient_norm is not None:
@@ -313,8 +314,8 @@ class MultiObjectiveTrainer:
     def set_learning_rates(self, learner: Learner, rounds_done: float) -> None:
         """Sets the scheduled learning rates after `rounds_done` rounds.
 
-        The schedule follows the round, with its fraction, and not a client's own steps: clients
-        that are sampled occasionally have the same rates as clients that always take part.
+        The schedule follows the (fractional) round rather than a client's own steps, so that
+        clients that are sampled occasionally have the same rates as the others.
         """
         factor = self.rate_factor(rounds_done)
         for group in learner.actor_optimizer.param_groups:
@@ -329,7 +330,7 @@ class MultiObjectiveTrainer:
 
     @contextmanager
     def timed(self, stage: str) -> Iterator[None]:
-        """Adds the seconds spent inside to `seconds[stage]`."""
+        """Adds the time spent inside the context to `seconds[stage]`."""
         start = self._clock()
         yield
         self.seconds[stage] += self._clock() - start

@@ -1,16 +1,16 @@
-"""TRL's `PPOTrainer`, its one long `train()` replaced by the stages of `MultiObjectiveTrainer`.
+"""TRL's `PPOTrainer`, with `train()` replaced by the stages of `MultiObjectiveTrainer`.
 
-The only module that imports `trl.experimental.ppo`, which TRL removed in 1.13. TRL provides model
-and accelerator set-up, saving, the model card and the callbacks. With one objective, a value
-network and a fixed KL coefficient, `train()` equals TRL's bit for bit on the CPU.
+This is the only module that imports `trl.experimental.ppo`, which TRL removed in 1.13. TRL provides
+the set-up of model and accelerator, saving, the model card and the callbacks. With one objective, a
+value network and a fixed KL coefficient, `train()` equals TRL's bit for bit on the CPU.
 
-Departures from TRL, each with its reason:
+Departures from TRL:
 
-- reward functions receive *texts*, so that every reward model has its own tokenizer;
+- reward functions receive *texts*, so that every reward model can use its own tokenizer;
 - adapter dropout is active in updates if configured (TRL sets it to 0);
-- a minibatch is one optimizer step, whatever the accumulation (TRL's accumulation merges them);
+- a minibatch is one optimizer step regardless of accumulation (TRL merges accumulated minibatches);
 - actor and critic have separate optimizers and learning rates, which may belong to a client;
-- the model is not wrapped for data parallelism: gradients of different clients must not be mixed.
+- the model is not wrapped for data parallelism, which would average gradients of clients.
 """
 
 import itertools
@@ -49,10 +49,10 @@ class MultiObjectivePPOTrainer(PPOTrainer):
 
     Args:
         config: PPO's hyperparameters.
-        train_dataset: Tokenised prompts ("input_ids"), needed by `train()` alone.
-        solver: Gram matrix [M, M] to weights [M], used by `train()` alone.
-        callbacks: Hugging Face trainer callbacks, called by `train()` alone.
-        trl_arguments: Further fields of TRL's `PPOConfig`, such as `seed` or `output_dir`.
+        train_dataset: Tokenised prompts ("input_ids"), for `train()` only.
+        solver: Maps a Gram matrix [M, M] to weights [M]; for `train()` only.
+        callbacks: Callbacks of Hugging Face's trainer, called by `train()` only.
+        trl_arguments: Other fields of TRL's `PPOConfig`, such as `seed` or `output_dir`.
         **arguments: Arguments of `MultiObjectiveTrainer`; `train()` takes `num_rounds` local steps.
 
     Attributes:
@@ -60,7 +60,7 @@ class MultiObjectivePPOTrainer(PPOTrainer):
         learner: The learner that `train()` trains.
     """
 
-    # TRL's types cover every modality and trainer; here each has a single type
+    # TRL's unions cover every modality and trainer; here each attribute has a single type
     args: Any
     state: Any
     model: Any
@@ -90,7 +90,7 @@ class MultiObjectivePPOTrainer(PPOTrainer):
                 arguments["rollout_config"],
                 arguments["num_rounds"],
                 use_cpu=device.type == "cpu",
-                # TRL creates its output folder here: a temporary one if none is given
+                # TRL creates its output folder immediately, so use a temporary one by default
                 **{"output_dir": folder, **(trl_arguments or {})},
             )
             adam, options = PPOTrainer.get_optimizer_cls_and_kwargs(self.args)
@@ -109,17 +109,17 @@ class MultiObjectivePPOTrainer(PPOTrainer):
             )
         policy = self.stages.policy_model
         for layer in policy.modules():
-            if isinstance(layer, LoraLayer):  # TRL sets the adapter's dropout to 0, too
+            if isinstance(layer, LoraLayer):  # TRL sets the dropout of the adapter to 0 as well
                 for name, dropout in layer.lora_dropout.items():
                     dropout.p = policy.peft_config[name].lora_dropout
 
     def create_optimizer_and_scheduler(self, num_training_steps: int) -> None:
-        """Uses the first learner's optimizer, which the callbacks see; called by TRL."""
+        """Exposes the learner's optimizer to the callbacks; called by TRL."""
         self.optimizer = self.learner.actor_optimizer
         self.lr_scheduler = LambdaLR(self.optimizer, self.stages.rate_factor)
 
     def train(self) -> None:  # type: ignore[override]  # TRL's returns nothing either
-        """Trains centrally on `train_dataset`: the stages above, without a federation."""
+        """Trains centrally on `train_dataset`, without a federation."""
         args, state, stages, learner = self.args, self.state, self.stages, self.learner
         num_prompts = stages.config.num_prompts
         if self.train_dataset_len < num_prompts:
@@ -161,7 +161,7 @@ class MultiObjectivePPOTrainer(PPOTrainer):
     def _trl_metrics(
         self, experience: Experience, minibatches: list[dict[str, torch.Tensor]]
     ) -> dict[str, float]:
-        """Returns figures of one batch under TRL's names, with one reward per objective."""
+        """Returns metrics of a batch under TRL's names, with one reward per objective."""
         mean = {
             trl_name: float(torch.stack([minibatch[name] for minibatch in minibatches]).mean())
             for name, trl_name in _TRL_NAMES.items()
@@ -217,7 +217,7 @@ def _accelerate_on(device: torch.device) -> Iterator[None]:
 def _trl_config(
     config: PPOConfig, rollout_config: RolloutConfig, num_rounds: int, **arguments: Any
 ) -> TrlPPOConfig:
-    """Returns our frozen configs as TRL's mutable one, which its set-up and model card read."""
+    """Converts our frozen configurations to TRL's, which its set-up and model card read."""
     return TrlPPOConfig(
         **{
             "total_episodes": num_rounds * config.num_prompts,

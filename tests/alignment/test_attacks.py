@@ -118,13 +118,16 @@ def test_an_attack_is_on_the_judges_or_on_the_client():
     [
         ({"kind": "noise"}, "kind must be one of sign_flip, .*, label_flip, got 'noise'"),
         ({"kind": "sign_flip", "scale": -1.0}, "scale must be positive, got -1.0"),
-        ({"kind": "reward_bias"}, "needs one that is not 0, got 0.0 with reward_bias"),
+        ({"kind": "reward_bias"}, "must be non-zero for reward_bias and zero otherwise, got 0.0"),
         ({"kind": "reward_bias", "bias": float("nan")}, "bias must be a finite number, got nan"),
-        ({"kind": "sign_flip", "bias": 1.0}, "bias belongs to reward_bias"),
-        ({"kind": "scaling"}, "scaling by 1 is honest; give another scale"),
-        ({"kind": "reward_scaling"}, "reward_scaling by 1 is honest"),
+        ({"kind": "sign_flip", "bias": 1.0}, "bias must be non-zero for reward_bias"),
+        ({"kind": "scaling"}, "scaling by 1 has no effect; choose another scale"),
+        ({"kind": "reward_scaling"}, "reward_scaling by 1 has no effect"),
         ({"kind": "label_flip", "scale": 2.0}, "label_flip has no scale, got 2.0"),
-        ({"kind": "collusion", "objective": "length"}, "objective is for attacks on rewards"),
+        (
+            {"kind": "collusion", "objective": "length"},
+            "objective is supported for attacks on rewards",
+        ),
     ],
 )
 def test_attacks_that_mean_nothing_are_refused(options, message):

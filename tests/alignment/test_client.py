@@ -299,7 +299,7 @@ def test_the_ratio_of_an_unchanged_policy_is_measured_in_the_first_round(
         dtype="float32", temperature=1.0, key="first_log_ratio",
     )  # fmt: skip
     assert alarm is not None
-    assert "The model answers otherwise in an update than in evaluation" in alarm
+    assert "The model's outputs differ between training and evaluation mode" in alarm
 
 
 def test_a_reward_that_is_not_a_number_fails_its_client_and_names_the_objective(

@@ -28,7 +28,7 @@ def test_the_controller_of_the_papers_run_is_inert_and_the_horizon_that_is_told_
     assert told is not None
     low, high = reached(config, 64, 0.0), reached(config, 64, 1.0)
     assert (low, high) == (pytest.approx(0.1959, abs=5e-5), pytest.approx(0.2041, abs=5e-5))
-    assert "it leaves the KL coefficient nearly as it is" in told
+    assert "with almost no effect on the KL coefficient" in told
     assert "set estimator.kl.controller to fixed" in told
     assert "64 local steps of 16 responses take" in told
     assert "from 0.2 to 0.1959 or 0.2041 at most" in told
@@ -109,7 +109,7 @@ def test_ratios_other_than_one_are_told_once_with_the_reason():
     alarm = ratio_alarm(rows, **asked)
     assert alarm is not None
     assert "of client_1 at sampling and in its first update differ by 0.02 nats" in alarm
-    assert "The model answers otherwise in an update" in alarm
+    assert "The model's outputs differ between training" in alarm
     rows[1]["logprob_mismatch"] = 0.02
     assert "Generation and a forward pass differ: set rollout.logp" in str(
         ratio_alarm(rows, **{**asked, "key": "logprob_mismatch"})

@@ -243,7 +243,7 @@ def test_an_adapter_with_other_names_is_refused(make_policy, change):
     else:
         odd = "layers.9.lora_A.weight"
         adapter[odd] = torch.zeros(1)
-    with pytest.raises(ValueError, match=f"1 names stand on one side only, such as '{odd}'"):
+    with pytest.raises(ValueError, match=f"1 names exist on one side only, such as '{odd}'"):
         load_adapter_(parameters, adapter)
 
 
@@ -318,7 +318,7 @@ def test_a_checkpoint_out_of_reach_says_how_to_give_a_local_one(load):
     for path in ("no/such/folder", "some/name"):
         with pytest.raises(
             ValueError,
-            match=rf"there is no folder {path}, .* give the folder of a local checkpoint",
+            match=rf"there is no folder {path}, .* choose the folder of a local checkpoint",
         ) as error:
             load(PolicyConfig(path=path))
         assert "\n" not in str(error.value)
@@ -370,7 +370,9 @@ def test_a_model_of_which_a_part_is_missing_is_refused(checkpoint, tmp_path, mak
     model = make_model()
     state = {k: v for k, v in model.state_dict().items() if "layers.1.mlp.up_proj" not in k}
     model.save_pretrained(folder, state_dict=state)
-    with pytest.raises(ValueError, match=r"is no whole language model, .*up_proj.* is missing"):
+    with pytest.raises(
+        ValueError, match=r"is not a complete language model, .*up_proj.* is missing"
+    ):
         load_base_model(PolicyConfig(path=str(folder)))
 
 

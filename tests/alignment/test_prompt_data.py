@@ -124,7 +124,7 @@ def test_a_split_means_the_same_whatever_the_source(name, split, expected, folde
 def test_an_unknown_split_is_refused_with_those_that_there_are(name, split, folder):
     known = "'train'" if name in SINGLE else "'train', 'test'"
     message = (
-        rf"has no split 'nonsense', only {known}: name one, or a slice such as 'train\[:80%\]'"
+        rf"has no split 'nonsense', only {known}: choose one, or a slice such as 'train\[:80%\]'"
     )
     with pytest.raises(ValueError, match=message) as caught:
         read_prompts(source_named(name, folder), split)
@@ -211,8 +211,8 @@ def test_held_out_prompts_that_are_trained_on_are_counted():
     training = prompts("a", "b c", "d", "d")
     held_out = {"validation": prompts("x", "y"), "test": prompts("a", "a", "b  c", "b\nc", "x")}
     (note,) = overlap_notes(training, held_out)
-    assert note.startswith("3 of 4 test prompts are also in the training data (2 of them but for")
-    assert note.endswith("take them out of data.train or data.test.")
+    assert note.startswith("3 of 4 test prompts are also in the training data (2 of them up to")
+    assert note.endswith("remove them from data.train or data.test.")
     (note,) = overlap_notes(training, {"validation": prompts("d", "x")})
     assert note.startswith("1 of 2 validation prompts are also in the training data, so that")
 
@@ -226,10 +226,10 @@ def test_limits_leave_out_what_is_too_short_or_too_long(tmp_path):
     kept = load(file, tokenizer=TOKENIZER, on_note=notes.append, **limits)
     assert [prompt.text for prompt in kept] == ["xxxxx"]
     named = ", ".join(f"{name} {limit}" for name, limit in limits.items())
-    assert notes == [f"2 of 3 rows are left out ({named})."]
+    assert notes == [f"2 of 3 rows are dropped ({named})."]
     with pytest.raises(ValueError, match="no prompt is left of 3"):
         load(file, min_tokens=10_000, tokenizer=TOKENIZER)
-    with pytest.raises(ValueError, match="need a tokenizer"):
+    with pytest.raises(ValueError, match="require a tokenizer"):
         load(file, min_tokens=1)
 
 
@@ -242,21 +242,21 @@ def test_limits_leave_out_what_is_too_short_or_too_long(tmp_path):
         ('{"prompt": " "}', r"line 2: no prompt in an empty text"),
         ('{"prompt": 3}', r"line 2: chat messages must be a list, got a JSON int"),
         ('{"prompt": ["secret"]}', r"line 2: chat message 1 must have a `role`"),
-        ('{"prompt": []}', r"line 2: chat messages must end with one .* got none"),
+        ('{"prompt": []}', r"line 2: chat messages must end with a message .* got none"),
         ('{"prompt": [{"role": "", "content": "x"}]}', r"line 2: chat message 1 must have a"),
         ('{"messages": [{"role": "user", "content": 3}]}', r"line 2: chat message 1 must have a"),
         (
             '{"prompt": [{"role": "user", "content": "x"}, {"role": "assistant", "content": ""}]}',
-            r"line 2: chat messages must end with one .* got user, assistant: add or remove",
+            r"line 2: chat messages must end with a message .* got user, assistant: add or remove",
         ),
         (
             '{"chosen": "secret"}',
-            r"line 2: a row with a text as `chosen` needs the text `rejected`",
+            r"line 2: a row with a text as `chosen` needs a text `rejected`",
         ),
         ('{"prompt": "secret", "kind": 3}', r"line 2: `kind` must be a text, got int"),
-        (r'{"prompt": "secret \ud83d"}', r"line 2: the prompt has half a surrogate .* character 8"),
-        (r'{"prompt": "secret", "kind": "\udc00"}', r"line 2: `kind` has half a surrogate pair"),
-        ("[" * 100_000, r"line 2: JSON that is nested too deeply"),
+        (r'{"prompt": "secret \ud83d"}', r"line 2: the prompt has a lone surrogate .* character 8"),
+        (r'{"prompt": "secret", "kind": "\udc00"}', r"line 2: `kind` has a lone surrogate"),
+        ("[" * 100_000, r"line 2: the JSON is nested too deeply"),
     ],
 )
 def test_a_bad_line_is_named_by_its_number_and_never_quoted(tmp_path, line, message):
@@ -273,7 +273,7 @@ def test_a_text_among_those_of_hh_rlhf_that_has_another_form_is_refused(tmp_path
     file = tmp_path / "a.jsonl"
     rows = [{"prompt": THREE_TURNS}, {"prompt": THREE_TURNS}, {"prompt": text}]
     file.write_text("\n".join(map(json.dumps, rows)))
-    with pytest.raises(ValueError, match="line 3: a text in HH-RLHF's form must begin") as caught:
+    with pytest.raises(ValueError, match="line 3: a text in HH-RLHF's form must start") as caught:
         load(file)
     assert "secret" not in str(caught.value)
     as_texts = load(file, reader="text")
@@ -310,7 +310,7 @@ def test_sources_that_cannot_be_read_are_one_clear_line(tmp_path):
         str(tmp_path / "cut.jsonl.gz"): "cannot be read",
         str(tmp_path / "damaged.jsonl.gz"): "cannot be read",
         str(tmp_path / "deep.json"): r"deep\.json: JSON that is nested too deeply",
-        str(tmp_path / "object.json"): "holds a JSON dict",
+        str(tmp_path / "object.json"): "contains a JSON dict",
         str(tmp_path / "empty.jsonl"): "there is no prompt in",
         str(tmp_path / "missing.jsonl"): "no prompts at",
         "nobody/such-a-dataset": "no prompts at nobody/such-a-dataset",

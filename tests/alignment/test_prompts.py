@@ -161,7 +161,7 @@ def test_hh_s_form_is_read_into_turns_where_most_of_a_source_has_it():
         prompt = as_prompt(row, place="here", reader="hh")
         assert (prompt.text, len(prompt.messages)) == (THREE_TURNS, 5)
     assert as_prompt(rows[2], place="here", reader="hh").text == f"{HUMAN} plain{ASSISTANT}"
-    with pytest.raises(ValueError, match="here: a text in HH-RLHF's form must begin with"):
+    with pytest.raises(ValueError, match="here: a text in HH-RLHF's form must start with"):
         as_prompt({"prompt": f"x{HUMAN} y{ASSISTANT}"}, place="here", reader="hh")
 
 
@@ -189,7 +189,7 @@ def test_hh_leaves_a_dialogue_as_it_is_and_writes_messages_in_its_form():
     assert as_hh(spoken) == f"{HUMAN} Be kind.\n\nHi{ASSISTANT}  Yes{HUMAN} Bye{ASSISTANT}"
     opened = chat(("system", "Be kind."), ("assistant", "Hi!"), ("user", "Bye"))
     assert as_hh(opened) == f"{HUMAN} Be kind.{ASSISTANT} Hi!{HUMAN} Bye{ASSISTANT}"
-    with pytest.raises(ValueError, match="no turn for the role 'tool'"):
+    with pytest.raises(ValueError, match="does not support the role 'tool'"):
         as_hh(chat(("user", "1 + 1?"), ("tool", "2")))
 
 
@@ -256,7 +256,7 @@ def test_a_template_that_refuses_a_conversation_says_so_in_one_line():
         check_prompts([chat(("user", "Hi")), odd], tokenizer, PromptFormat())
     assert "\n" not in str(caught.value)
     assert "secret" not in str(caught.value)
-    with pytest.raises(ValueError, match="leaves out the text of the last message"):
+    with pytest.raises(ValueError, match="omits the text of the last message"):
         check_prompts(
             [chat(("user", "Hi"))], with_template("{{ 'You are FIRM.' }}"), PromptFormat()
         )

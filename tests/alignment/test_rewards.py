@@ -274,19 +274,19 @@ def test_who_interrupts_a_reward_is_not_taken_for_its_error(error):
     [
         ({"method": "zscore"}, "method must be one of sigmoid, minmax, none, got 'zscore'"),
         ({"method": ["none"]}, "method must be one of sigmoid, minmax, none, got \\['none'\\]"),
-        ({"method": "sigmoid", "mean": math.nan}, "mean must be a finite number of float32, got n"),
-        ({"method": "sigmoid", "mean": 1e308}, "mean must be a finite number of float32, got 1e+"),
-        ({"method": "sigmoid", "mean": "0"}, "mean must be a finite number of float32, got '0'"),
-        ({"method": "none", "mean": True}, "mean must be a finite number of float32, got True"),
-        ({"method": "sigmoid", "mean": 10**400}, "mean must be a finite number of float32, got 10"),
-        ({"method": "sigmoid", "scale": math.inf}, "scale must be a finite number of float32"),
+        ({"method": "sigmoid", "mean": math.nan}, "mean must be finite in float32, got n"),
+        ({"method": "sigmoid", "mean": 1e308}, "mean must be finite in float32, got 1e+"),
+        ({"method": "sigmoid", "mean": "0"}, "mean must be finite in float32, got '0'"),
+        ({"method": "none", "mean": True}, "mean must be finite in float32, got True"),
+        ({"method": "sigmoid", "mean": 10**400}, "mean must be finite in float32, got 10"),
+        ({"method": "sigmoid", "scale": math.inf}, "scale must be finite in float32"),
         ({"method": "sigmoid", "scale": -1}, "scale must be positive, and low below high, got sc"),
         ({"method": "sigmoid", "scale": 1e-300}, "scale must be positive, and low below high"),
         ({"method": "minmax", "low": 1, "high": 1}, "scale must be positive, and low below high"),
         ({"method": "minmax", "low": 2, "high": 1}, "scale must be positive, and low below high"),
-        ({"method": "none", "num_samples": -1}, "num_samples must be a whole number of 0 or more"),
-        ({"method": "none", "num_samples": 1.5}, "num_samples must be a whole number of 0 or mo"),
-        ({"method": "none", "width": 1}, "and of .* no others, got {'method': 'none', 'width': 1}"),
+        ({"method": "none", "num_samples": -1}, "num_samples must be a non-negative integer"),
+        ({"method": "none", "num_samples": 1.5}, "num_samples must be a non-negative integer"),
+        ({"method": "none", "width": 1}, "and only the keys .* got {'method': 'none', 'width': 1}"),
         ({"mean": 0.0}, "a calibration must have a method"),
         (["none"], "a calibration must have a method"),
     ],
@@ -298,7 +298,7 @@ def test_figures_that_are_no_calibration_are_refused(figures, message):
 
 
 def test_prompts_and_completions_must_correspond():
-    with pytest.raises(ValueError, match="2 prompts and 3 completions"):
+    with pytest.raises(ValueError, match="the same length, got 2 and 3"):
         score({"r": length}, PROMPTS[:2], REPLIES)
 
 
@@ -475,17 +475,20 @@ def test_an_output_may_be_named_otherwise_than_its_objective():
     [
         (
             judge,
-            "^reward 'terse' takes the output 'terse' of .* outputs 'long', 'brief', 'none': n",
+            "^reward 'terse' uses the output 'terse' of .* outputs 'long', 'brief', 'none': s",
         ),
-        (Named(judge, "short"), "^reward 'terse' takes the output 'short' of a function that"),
+        (Named(judge, "short"), "^reward 'terse' uses the output 'short' of a function that"),
         (
             Named(length, "long"),
-            "^reward 'terse' has the output 'long', and its function returned l",
+            "^reward 'terse' has the output 'long', but its function returned l",
         ),
-        (lambda **_: {}, "'terse' of a function that returned the outputs none: name one of them"),
+        (
+            lambda **_: {},
+            "'terse' of a function that returned the outputs none: set `output` to one of them",
+        ),
         (lambda **_: {"terse": [1.0]}, "^reward 'terse' returned 1 values: return one finite numb"),
         (lambda **_: {"terse": 1.0}, "^reward 'terse' returned float: return one finite number"),
-        (lambda **_: {1: [1.0] * 3}, "returned the outputs 1: name one of them"),
+        (lambda **_: {1: [1.0] * 3}, "returned the outputs 1: set `output` to one of them"),
     ],
 )
 def test_outputs_that_are_missing_or_odd_are_named(reward_fn, message):

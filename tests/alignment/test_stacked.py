@@ -269,13 +269,15 @@ def test_what_cannot_be_stacked_is_refused(make_trainer, checkpoint, letter_coun
     config = PolicyConfig(str(checkpoint), gradient_checkpointing=True)
     policy = load_policy(config, stream=RandomStream(0, "adapter"))
     trainer = make_trainer(rewards={"a": letter_count("a")}, policy=policy)
-    with pytest.raises(ValueError, match="gradient checkpointing and the adapter's dropout"):
+    with pytest.raises(ValueError, match="gradient checkpointing together with dropout"):
         stacked_trainers(trainer)
     mamba = MambaConfig(vocab_size=15, hidden_size=16, num_hidden_layers=1, state_size=4)
     config = PolicyConfig("it", lora=LoraSettings(dropout=0.0, target_modules=None, r=2))
     policy = add_adapter(AutoModelForCausalLM.from_config(mamba), config)
     trainer = make_trainer(rewards={"a": letter_count("a")}, policy=policy)
-    with pytest.raises(ValueError, match=r"^engine must be local with a MambaForCausalLM, whose s"):
+    with pytest.raises(
+        ValueError, match=r"^engine must be local with a MambaForCausalLM, which has no key"
+    ):
         stacked_trainers(trainer)
     with pytest.raises(ValueError, match="timeout must be None, got 3"):
         StackedEngine([], timeout=3.0)

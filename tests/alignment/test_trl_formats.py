@@ -99,7 +99,7 @@ def test_a_row_gives_the_prompt_that_trl_sees(name, source, tokenizer, tmp_path)
     [
         ({"text": "The sky is blue."}, "no prompt in fields text"),
         ({"completion": " Blue.", "label": True}, "no prompt in fields completion, label"),
-        ({"messages": [BLUE]}, "must end with one that the assistant replies to"),
+        ({"messages": [BLUE]}, "must end with a message of the user or a tool"),
     ],
 )
 def test_a_row_without_a_prompt_is_refused_by_its_place(row, message):

@@ -129,7 +129,11 @@ def test_a_conditioned_one_folds_at_each_preference(tmp_path):
     [
         ("dora", ("--engine", "stacked"), "engine must be local with policy.adapter dora"),
         ("dora", smoke.FRONT, "conditioning.kind must be none with policy.adapter dora"),
-        ("dora", ("--strategy.ranks", "{client_1: 2}"), "policy.adapter must be lora, got dora"),
+        (
+            "dora",
+            ("--strategy.ranks", "{client_1: 2}"),
+            "strategy.ranks requires policy.adapter lora, got dora",
+        ),
         ("mos_lora", ("--strategy.lora_mean", "products"), "must be factors with policy.adapter"),
     ],
 )

@@ -219,7 +219,7 @@ CASES = {
     ),
     "ranks of what has none": (
         ["--strategy.ranks", "{client_1: 2}", "--policy.adapter", "lora_xs"],
-        ["strategy.ranks are of LoRA layers; policy.adapter must be lora, got lora_xs"],
+        ["strategy.ranks requires policy.adapter lora, got lora_xs"],
     ),
     "an adapter that does not exist": (
         ["--policy.adapter", "loraxs"],
@@ -273,7 +273,7 @@ CASES = {
     # the data
     "half a character in a test prompt": (
         ["--data.test.source", "FILES/half.jsonl"],
-        ["FILES/half.jsonl, line 2: the prompt has half a surrogate pair at character 4"],
+        ["FILES/half.jsonl, line 2: the prompt has a lone surrogate at character 4"],
     ),
     "more clients than prompts": (
         ["--num_clients", "5000"],
@@ -285,7 +285,7 @@ CASES = {
     ),
     "an empty data file": (
         ["--data.train.source", "FILES/empty.jsonl"],
-        ["there is no prompt in FILES/empty.jsonl", "give a source that has some"],
+        ["there is no prompt in FILES/empty.jsonl", "choose another source"],
     ),
     "a torn data file": (
         ["--data.train.source", "FILES/torn.jsonl"],
@@ -293,7 +293,7 @@ CASES = {
     ),
     "a data file with other fields": (
         ["--data.validation.source", "FILES/other.jsonl"],
-        ["FILES/other.jsonl, line 3: no prompt in fields question", "give an object with"],
+        ["FILES/other.jsonl, line 3: no prompt in fields question", "use an object with"],
     ),
     "prompts and replies beyond the context": (
         ["--rollout.max_prompt_tokens", "500", "--rollout.max_new_tokens", "13"],
@@ -306,19 +306,25 @@ CASES = {
     ),
     "a policy on the hub without network": (
         ["--policy.path", "some/policy"],
-        ["policy.path: there is no folder some/policy", "give the folder of a local checkpoint"],
+        ["policy.path: there is no folder some/policy", "choose the folder of a local checkpoint"],
     ),
     "a policy without a tokenizer": (
         ["--policy.path", "FILES/no_tokenizer"],
-        ["no tokenizer could be loaded from the folder FILES/no_tokenizer", "whole checkpoint"],
+        ["no tokenizer could be loaded from the folder FILES/no_tokenizer", "complete checkpoint"],
     ),
     "a torn policy": (
         ["--policy.path", "FILES/torn_policy"],
-        ["no language model could be loaded from the folder FILES/torn_policy", "whole checkpoint"],
+        [
+            "no language model could be loaded from the folder FILES/torn_policy",
+            "complete checkpoint",
+        ],
     ),
     "a tokenizer with more tokens than the embedding": (
         ["--policy.path", "FILES/large_tokenizer"],
-        ["policy.path: the tokenizer of FILES/large_tokenizer has ids up to", "give the tokenizer"],
+        [
+            "policy.path: the tokenizer of FILES/large_tokenizer has ids up to",
+            "use the model's own",
+        ],
     ),
     "target modules that match nothing": (
         ["--policy.lora.target_modules", "[wq]"],

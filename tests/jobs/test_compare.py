@@ -319,7 +319,7 @@ def huge_rank(run: Path) -> None:
     ("breaks", "message"),
     [
         (other_rank, "has shape [4, 128], expected [8, 128]"),
-        (fewer_targets, "names stand on one side only"),
+        (fewer_targets, "names exist on one side only"),
         (unknown_targets, "does not fit"),
         (other_base, "was made for the base model 'some/other-model'"),
         (malformed_settings, "adapter_config.json is malformed"),

@@ -187,7 +187,7 @@ def test_a_model_that_reads_padding_is_refused_before_anything_is_sampled(tokeni
     config = RwkvConfig(vocab_size=len(tokenizer), hidden_size=16, num_hidden_layers=2)
     model = AutoModelForCausalLM.from_config(config)
     settings = {**SETTINGS, "policy.lora.target_modules": None}
-    with pytest.raises(ValueError, match="padding on the left changes it, although it is masked"):
+    with pytest.raises(ValueError, match="padding on the left has an effect although it is masked"):
         firm.align(model, REWARDS, PROMPTS, tokenizer=tokenizer, settings=settings)
 
 
@@ -290,7 +290,7 @@ def test_prompts_that_are_trained_and_measured_on_are_told_everywhere(model, tmp
     given = {"settings": SETTINGS, "out": tmp_path / "run"}
     tests = ["Is this a test?", PROMPTS[3], f" {PROMPTS[5]}  ", PROMPTS[7].replace(" ", "  ")]
     run = firm.align(model, REWARDS, PROMPTS, test_prompts=tests, **given)
-    note = "3 of 4 test prompts are also in the training data (2 of them but for white space)"
+    note = "3 of 4 test prompts are also in the training data (2 of them up to white space)"
     (header,) = read_rows(run.path, "run")
     assert [alarm for alarm in header["alarms"] if alarm.startswith(note)]
     assert note in " ".join(html.unescape(run.page.read_text()).split())

@@ -67,7 +67,7 @@ def test_chats_are_presented_in_every_format(byte_tokenizer):
 def test_conversations_that_the_template_refuses_are_refused(byte_tokenizer):
     strict = "{{ raise_exception('no system message\nhere') }}"
     tokenizer = byte_tokenizer(template=strict)
-    message = r"the chat template refuses a conversation of user, assistant \(no system message\)"
+    message = r"the chat template rejects a conversation of user, assistant \(no system message\)"
     with pytest.raises(ValueError, match=message):
         present("chat_template", "Q", "A", tokenizer)
 

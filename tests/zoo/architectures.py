@@ -31,8 +31,8 @@ DROPOUTS = (
 
 
 BOTH_WAYS = {"everywhere": "generation token by token and one forward pass differ"}
-PADDING = {"everywhere": "padding on the left changes it, although it is masked"}
-NO_CACHE = {"stacked": "whose state is no cache of keys and values by rows"}
+PADDING = {"everywhere": "padding on the left has an effect although it is masked"}
+NO_CACHE = {"stacked": "which has no key-value cache"}
 
 
 @dataclass(frozen=True)

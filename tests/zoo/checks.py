@@ -529,7 +529,7 @@ SMALL = {"vocab_size": 288, "hidden_size": 32, "intermediate_size": 48, "num_att
 TEXT = {**SMALL, "num_hidden_layers": 1}
 NO_LANGUAGE_MODELS = {
     "T5": "no language model could be loaded",
-    "BART": "is no whole language model",
+    "BART": "is not a complete language model",
     "LLaVA": "no language model could be loaded",
 }
 """Models that transformers does not load as language models, and what FIRM says of them."""

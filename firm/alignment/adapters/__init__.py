@@ -1,7 +1,7 @@
-"""Kinds of adapters, one per file, over one forward pass.
+"""Kinds of adapters, one per file, with a common forward pass.
 
-`lora` has the kind that others derive from and their registry, `lora_xs` and `conditioned` are
-further kinds, `forward` computes adapted layers, and `target_modules` chooses the layers.
+`lora` has the base class of all kinds and their registry, `lora_xs` and `conditioned` are further
+kinds, `forward` computes adapted layers, and `target_modules` selects the layers.
 """
 
 from firm.alignment.adapters.conditioned import Conditioned, PreferenceStream, preference_sampler

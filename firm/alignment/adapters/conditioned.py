@@ -1,11 +1,11 @@
-"""One adapter for all preferences: a layer's update is linear in the preference.
+"""Adapters conditioned on a preference: a layer's update is linear in the preference.
 
-ΔW(p) = (α / r) · [B₀ + Σ_{j<M} (M p_j - 1) B_j] · A. At equal shares it is B₀ A, and any preference
-folds into an ordinary LoRA adapter of the same rank. Each row of a batch carries a preference of
-its own, by which the layer gates the B_j.
+ΔW(p) = (α / r) · [B₀ + Σ_{j<M} (M p_j - 1) B_j] · A. At equal shares this is B₀ A, and at any
+preference the adapter folds into an ordinary LoRA adapter of the same rank. Each row of a batch has
+its own preference, which gates the B_j.
 
-Policies conditioned on a preference are Panacea's (arXiv:2402.02030), through the singular values
-of an adapter, and PARM's (ICML 2025), through a core between its two matrices.
+Other preference-conditioned policies are Panacea (arXiv:2402.02030), which conditions the singular
+values of an adapter, and PARM (ICML 2025), which conditions a core between its two matrices.
 """
 
 from collections.abc import Callable, Collection, Sequence
@@ -22,44 +22,41 @@ from firm.fields import NOT_IN_PAPER, PositiveFloat, configuration
 from firm.registry import OneOf, Registry
 
 PREFERENCE_SAMPLERS: Registry[str, "PreferenceSampler"] = Registry("sampler")
-"""Samplers, by the name that `policy.conditioning.sampler` chooses them by."""
+"""Samplers by the value of `policy.conditioning.sampler`."""
 
 
 @configuration(source=NOT_IN_PAPER)
 class ConditioningConfig:
-    """Whether one adapter holds one trade-off, or all of them."""
+    """Conditioning of the adapter on a preference of the objectives."""
 
     kind: Literal["none", "preference"] = "none"
-    """none: one trade-off. preference: the adapter depends on the preference, and each prompt's
-    replies are sampled, and compared, at a preference that is drawn for it."""
+    """none trains a single trade-off. preference conditions the adapter on a preference; a prompt's
+    replies are sampled and compared at a preference drawn for the prompt."""
     sampler: Annotated[str, OneOf(PREFERENCE_SAMPLERS)] = "dirichlet"
-    """How preferences are drawn, by a name that is registered
+    """Distribution of the preferences, by its registered name
     (`firm.alignment.adapters.preference_sampler`)."""
     concentration: PositiveFloat = 1.0
-    """Of the Dirichlet distribution that preferences are drawn from: 1 is uniform on the simplex,
-    less is nearer to its corners."""
+    """Concentration of the Dirichlet distribution of the preferences: 1 is uniform on the simplex,
+    smaller values are closer to its corners."""
     corner_share: Annotated[float, Interval(ge=0, le=1)] = 0.0
-    """Share of the draws that ask for one objective alone, each as often as the others."""
+    """Share of preferences for a single objective, each objective equally often."""
     draw_per: Literal["prompt", "step"] = "prompt"
-    """Whether each prompt has a different preference, or all prompts of a local step share one."""
+    """Whether a preference is drawn for each prompt, or one for all prompts of a local step."""
 
     def conditioned(self, kind: Lora, num_objectives: int) -> Lora:
-        """Returns the kind of adapter that depends on the preference as these settings say."""
+        """Returns the kind of adapter, conditioned on a preference if configured."""
         return kind if self.kind == "none" else Conditioned(kind, num_objectives)
 
     def preferences(self, *arguments: Any, **options: Any) -> "PreferenceStream | None":
-        """Returns a client's preferences as these settings draw them; see `PreferenceStream`.
-
-        A policy that does not depend on the preference has none.
-        """
+        """Returns a client's `PreferenceStream`; None if the policy is not conditioned."""
         return None if self.kind == "none" else PreferenceStream(self, *arguments, **options)
 
 
 PreferenceSampler = Callable[[ConditioningConfig, int, torch.Tensor], torch.Tensor]
 """Returns `count` preferences [count, M] from the settings, `count` and corners [K, M].
 
-Drawn preferences are mixtures of the corners, rows of sum 1: the identity for the whole simplex, a
-single row for a client with one preference. Random numbers come from torch's global generator.
+Preferences are mixtures of the corners, whose rows sum to 1: the identity for the whole simplex, a
+single row for a client with a fixed preference. Draws from torch's global generator.
 """
 
 Sampler = TypeVar("Sampler", bound=PreferenceSampler)
@@ -69,14 +66,14 @@ def preference_sampler(name: str) -> Callable[[Sampler], Sampler]:
     """Returns a decorator that registers a sampler of preferences under a name.
 
     Raises:
-        ValueError: The name is taken.
+        ValueError: When the name is taken.
     """
     return PREFERENCE_SAMPLERS.register(name)
 
 
 @preference_sampler("dirichlet")
 def dirichlet(config: ConditioningConfig, count: int, corners: torch.Tensor) -> torch.Tensor:
-    """Returns preferences with Dirichlet shares of the corners; some are a corner itself."""
+    """Returns mixtures of the corners with Dirichlet weights; some are a single corner."""
     concentrations = torch.full((len(corners),), config.concentration, dtype=torch.float64)
     shares = torch.distributions.Dirichlet(concentrations).sample((count,))
     alone = torch.eye(len(corners), dtype=torch.float64)
@@ -89,11 +86,11 @@ class PreferenceStream:
     """Draws the preferences of a client's prompts.
 
     Args:
-        config: How they are drawn.
-        stream: Random numbers for this purpose alone.
+        config: Distribution of the preferences.
+        stream: Random stream, not used for anything else.
         num_objectives: M.
-        corners: Preferences to draw mixtures of, not negative, scaled to sum 1; by default those
-            for one objective alone, so that any preference may be drawn.
+        corners: Non-negative preferences to mix, scaled to sum 1; by default the single-objective
+            preferences, whose mixtures cover the simplex.
     """
 
     def __init__(
@@ -108,7 +105,7 @@ class PreferenceStream:
         self._corners = shares / shares.sum(1, keepdim=True)
 
     def draw(self, count: int) -> torch.Tensor:
-        """Returns the preferences of the next prompts, shape [count, M], rows of sum 1."""
+        """Returns the preferences of the next prompts, [count, M], with rows that sum to 1."""
         num_draws = count if self._config.draw_per == "prompt" else 1
         with self._stream:
             sampler = PREFERENCE_SAMPLERS[self._config.sampler]
@@ -116,19 +113,19 @@ class PreferenceStream:
         return drawn.expand(count, -1).float()
 
     def state(self) -> dict[str, Any]:
-        """Returns a copy of the state of the random numbers."""
+        """Returns a copy of the random stream's state."""
         return self._stream.state()
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Continues from a state that `state` returned."""
+        """Restores a state returned by `state`."""
         self._stream.restore(state)
 
 
 def check_estimator(name: str, *, replies_per_prompt: int) -> None:
-    """Raises ``ValueError`` for an estimator that does not compare replies to the same prompt.
+    """Raises ``ValueError`` unless the estimator compares several replies to the same prompt.
 
-    Rewards at different preferences differ by the preference, which only a mean over replies at the
-    same preference removes.
+    Rewards depend on the preference; only a baseline over replies at the same preference removes
+    this effect.
     """
     if replies_per_prompt < 2:
         raise ValueError(
@@ -141,7 +138,7 @@ def gates(preferences: torch.Tensor) -> torch.Tensor:
     """Returns the factors of B_1 to B_{M-1}, M p_j - 1, shape [b, M - 1].
 
     Args:
-        preferences: Rows of sum 1, shape [b, M].
+        preferences: Rows that sum to 1, shape [b, M].
     """
     return preferences.size(1) * preferences[:, :-1] - 1
 
@@ -152,9 +149,9 @@ def weighted_by_preference(
     """Returns the coefficients of the replies' gradients in the rows of a Jacobian.
 
     Args:
-        coefficients: Of the objectives' gradients, c_jb, shape [M, b].
+        coefficients: Coefficients c_jb of the objectives' gradients, shape [M, b].
         own: The replies' preferences, shape [b, M].
-        wanted: Preferences to take the rows apart by, shape [K, M].
+        wanted: Preferences by which to separate the rows, shape [K, M].
 
     Returns:
         The fixed weights at the replies' own preferences, M p_bj c_jb, whose mean over the
@@ -168,21 +165,20 @@ def weighted_by_preference(
 
 
 class Conditioned(Lora):
-    """An adapter of any linear kind with M - 1 further matrices B_j, gated by the preference.
+    """Extends a linear kind of adapter by M - 1 matrices B_j, gated by the preference.
 
     Args:
-        kind: The kind, whose B is B₀.
+        kind: Kind to extend; its B is B₀.
         num_objectives: M.
 
     Raises:
-        ValueError: There are fewer than two objectives, or the kind is not linear.
+        ValueError: When there are fewer than two objectives, or the kind is not linear.
     """
 
     def __init__(self, kind: Lora, num_objectives: int) -> None:
         if num_objectives < 2:
             raise ValueError(
-                "policy.conditioning.kind must be none with a single objective, got preference: "
-                "there is nothing to trade off."
+                "policy.conditioning.kind must be none with a single objective, got preference."
             )
         if not kind.is_linear:
             raise ValueError(
@@ -207,7 +203,7 @@ class Conditioned(Lora):
         return self.kind.peft_options()
 
     def prepare_(self, policy: Any) -> None:
-        """Adds the B_j, which are zero, so that the preference changes nothing yet."""
+        """Adds the B_j, initialised to zero, so that the preference has no effect yet."""
         self.kind.prepare_(policy)
         for layer in adapted_modules(policy).values():
             zeros = torch.zeros_like(layer.lora_B["default"].weight)
@@ -219,20 +215,20 @@ class Conditioned(Lora):
     def output(
         self, layer: Any, rows: PassRows, x: torch.Tensor, result: torch.Tensor
     ) -> torch.Tensor:
-        """Returns the kind's output with B(p) in place of B, [b, ..., out]."""
+        """Returns the kind's output with B(p) instead of B, [b, ..., out]."""
         return self.kind.output(layer, _AtPreferences(rows, self.names), x, result)
 
     def as_lora(self, policy: Any, adapter: Adapter) -> Adapter:
-        """Returns the adapter with ordinary B₀ and B_j, which `fold` takes."""
+        """Returns the adapter with B₀ and B_j as LoRA matrices, for `fold`."""
         return self.kind.as_lora(policy, adapter)
 
     def from_lora(self, policy: Any, adapter: Adapter, problem: str) -> Adapter:
-        """Returns the kind's parameters for a PEFT file's adapter."""
+        """Converts a PEFT file's adapter to the kind's parameters."""
         return self.kind.from_lora(policy, adapter, problem)
 
 
 class _AtPreferences:
-    """Rows that are multiplied by B(p) = B₀ + Σ_{j<M} (M p_j - 1) B_j in place of B."""
+    """Wraps rows to multiply them by B(p) = B₀ + Σ_{j<M} (M p_j - 1) B_j instead of B."""
 
     def __init__(self, rows: PassRows, names: Sequence[str]) -> None:
         self.preferences = rows.preferences
@@ -250,31 +246,31 @@ class _AtPreferences:
 
 
 def is_conditioned(name: str) -> bool:
-    """Returns whether a parameter of an adapter is one of the B_j."""
+    """Returns whether an adapter's parameter is one of the B_j."""
     return "lora_B" in name and not name.endswith(("lora_B.weight", "lora_B.default.weight"))
 
 
 def fold(adapter: Adapter, preference: Sequence[float]) -> Adapter:
-    """Returns the ordinary LoRA adapter of a conditioned one at a preference.
+    """Folds a conditioned adapter into an ordinary LoRA adapter at a preference.
 
     Args:
-        adapter: With B₀ as ``lora_B`` and the B_j as ``lora_B1`` and so on.
-        preference: Shares of the M objectives, not negative; scaled to sum 1.
+        adapter: Conditioned adapter with B₀ as ``lora_B`` and the B_j as ``lora_B1`` etc.
+        preference: Shares of the M objectives, non-negative; scaled to sum 1.
 
     Raises:
-        ValueError: The preference is no such vector, or has not one share per objective, or a layer
-            lacks some of its matrices.
+        ValueError: When the preference is invalid or does not have one share per objective, or a
+            layer lacks one of its matrices.
     """
     shares = torch.tensor(preference, dtype=torch.float64)
     if shares.ndim != 1 or not bool((shares >= 0).all() and 0 < shares.sum() < float("inf")):
         raise ValueError(
-            f"a preference must be finite shares, not negative and not all zero, got {preference}."
+            f"a preference must be finite, non-negative and not all zero, got {preference}."
         )
     numbers = {name.split("lora_B")[1].split(".")[0] for name in adapter if is_conditioned(name)}
     if len(numbers) != len(shares) - 1:
         raise ValueError(
             f"the adapter is conditioned on {len(numbers) + 1} objectives, got a preference "
-            f"{list(preference)}: give one share for each."
+            f"{list(preference)}: provide one share for each."
         )
     weights = gates((shares / shares.sum())[None])[0].tolist()
     folded = {}
@@ -287,7 +283,7 @@ def fold(adapter: Adapter, preference: Sequence[float]) -> Adapter:
                 gated = adapter.get(name.replace("lora_B", f"lora_B{index}"))
                 if gated is None or gated.shape != values.shape:
                     raise ValueError(
-                        f"{name} has no B_{index} of its shape {list(values.shape)}: give the "
+                        f"{name} has no B_{index} of its shape {list(values.shape)}: use the "
                         "conditioned adapter as it was saved."
                     )
                 total = total + weight * gated.double()

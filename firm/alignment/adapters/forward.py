@@ -1,8 +1,8 @@
-"""The forward pass of adapted layers, shared by all kinds of adapters and by joint passes.
+"""Forward pass of adapted layers, shared by all kinds of adapters and by joint passes.
 
-PEFT's own layers compute plain LoRA. Where a kind adds something else, and where rows of several
-clients share a batch, `AdapterForward` computes their output: the base layer's, changed by the kind
-for the rows of the pass.
+PEFT's layers compute plain LoRA. For other kinds, and if rows of several clients share a batch,
+`AdapterForward` computes their output: the base layer's output, modified by the kind for the rows
+of the pass.
 """
 
 from collections.abc import Iterator
@@ -16,13 +16,13 @@ from firm.alignment.adapters.lora import Lora, LoraSettings, PassRows, adapted_m
 
 
 class OwnRows:
-    """Rows that all use the policy's own adapter, by the modules that PEFT has made."""
+    """Rows that all use the policy's own adapter, with PEFT's modules."""
 
     def __init__(self) -> None:
         self.preferences: torch.Tensor | None = None
 
     def is_base(self, layer: Any) -> bool:
-        """Returns whether PEFT has switched the adapter off; see `PassRows`."""
+        """Returns whether the adapter is disabled in PEFT; see `PassRows`."""
         return layer.disable_adapters
 
     def dropped(self, layer: Any, x: torch.Tensor) -> torch.Tensor:
@@ -30,12 +30,12 @@ class OwnRows:
         return layer.lora_dropout["default"](x)
 
     def product(self, layer: Any, name: str, x: torch.Tensor) -> torch.Tensor:
-        """Returns x Wᵀ; see `PassRows`. Hooks of the linear layer take gradients by sequence."""
+        """Returns x Wᵀ; see `PassRows`. Calls the module, so that its hooks see the input."""
         return getattr(layer, name)["default"](x)
 
 
 class AdapterForward:
-    """The kind of a policy's adapter, and the rows of the pass that is running.
+    """The kind of a policy's adapter, and the rows of the current pass.
 
     Args:
         kind: The kind of the adapter.
@@ -46,13 +46,13 @@ class AdapterForward:
         self.rows: PassRows = OwnRows()
 
     def install_(self, policy: Any) -> None:
-        """Computes the output of the policy's adapted layers from now on."""
+        """Replaces the forward methods of the policy's adapted layers."""
         for layer in adapted_modules(policy).values():
             layer.forward = partial(self, layer)
 
     @contextmanager
     def of(self, rows: PassRows) -> Iterator[None]:
-        """Opens a context in which passes have these rows."""
+        """Sets the rows of passes inside the context."""
         outer, self.rows = self.rows, rows
         try:
             yield
@@ -60,7 +60,7 @@ class AdapterForward:
             self.rows = outer
 
     def __call__(self, layer: Any, x: torch.Tensor, *args: Any, **options: Any) -> torch.Tensor:
-        """Returns a layer's output for x [b, ..., in]; further arguments are the base layer's."""
+        """Returns a layer's output for x [b, ..., in]; other arguments go to the base layer."""
         result = layer.base_layer(x, *args, **options)
         if self.rows.is_base(layer):
             return result
@@ -68,20 +68,20 @@ class AdapterForward:
 
 
 def adapt_(policy: Any, kind: Lora) -> None:
-    """Changes the fresh LoRA adapter of a policy into one of a kind.
+    """Converts the fresh LoRA adapter of a policy to a kind.
 
     Raises:
-        ValueError: As `Lora.prepare_`.
+        ValueError: As in `Lora.prepare_`.
     """
     kind.prepare_(policy)
     policy.adapter_forward = forward = AdapterForward(kind)
     is_peft_own = type(kind).update is Lora.update and type(kind).output is Lora.output
-    if not is_peft_own:  # PEFT's layers know LoRA and its own variants
+    if not is_peft_own:  # PEFT's own layers already compute plain LoRA
         forward.install_(policy)
 
 
 def forward_of(policy: Any) -> AdapterForward:
-    """Returns how a policy's adapted layers compute; LoRA where PEFT alone has made the adapter."""
+    """Returns the forward pass of a policy's adapted layers; LoRA if created by PEFT alone."""
     forward = getattr(policy, "adapter_forward", None)
     if forward is None:
         policy.adapter_forward = forward = AdapterForward(Lora(LoraSettings()))

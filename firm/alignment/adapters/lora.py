@@ -1,8 +1,8 @@
-"""LoRA, the adapter that every kind derives from, and the registry of kinds.
+"""LoRA, the base class of all kinds of adapters, and their registry.
 
-A kind decides which parameters a layer trains, how they change the layer's output, and how they
-fold into the ordinary LoRA adapter that is saved and served. It is one class in one file that
-derives from `Lora`, overrides the methods that differ, and registers by `register_adapter`.
+A kind defines which parameters a layer trains, how they change the layer's output, and how they
+convert to the ordinary LoRA adapter that is saved and served. It is a class in its own file that
+derives from `Lora`, overrides the methods that differ, and is registered with `register_adapter`.
 """
 
 from collections.abc import Collection
@@ -21,37 +21,37 @@ from firm.registry import Registry
 
 @configuration(source=Paper("section 5"))
 class LoraSettings:
-    """The adapter, the only thing that is trained and sent."""
+    """LoRA adapter, the only part of the policy that is trained and sent."""
 
     r: BoundedInt = 16
     """Rank."""
     alpha: PositiveFloat = 32.0
-    """Scale: the update is multiplied by alpha / r."""
+    """Scale of the update, which is multiplied by alpha / r."""
     dropout: Annotated[float, Interval(ge=0, lt=1)] = 0.05
-    """Dropout on the adapter's input, active in updates and off in rollouts."""
+    """Dropout on the adapter's input, active in updates only."""
     target_modules: Annotated[list[str] | None, MinLen(1), Paper("A.1")] = field(
         default_factory=lambda: list(ATTENTION)
     )
-    """Names of the linear layers of the language model that get an adapter; null takes PEFT's
-    choice for the model type."""
+    """Names of the linear layers that get an adapter; null uses PEFT's default for the model
+    type."""
     freeze_a: Annotated[bool, NOT_IN_PAPER] = False
-    """Whether A keeps its initial values, so that only B is trained and sent: half the adapter
-    where layers are square, and the mean of B is the mean of B·A: FFA-LoRA, Sun et al. (2024),
-    arXiv:2403.12313."""
+    """Whether to freeze A at its initial values, so that only B is trained and sent (FFA-LoRA, Sun
+    et al. 2024, arXiv:2403.12313). This halves the adapter of square layers and makes the mean of B
+    exact for B·A."""
 
 
 class PassRows(Protocol):
-    """The rows [b] of a forward pass, each of which may use a different adapter.
+    """Rows [b] of a forward pass, which may use different adapters.
 
-    Kinds multiply by their parameters through `product` alone. That gives each row the matrices of
-    its client in a joint pass, and is where gradients are taken apart by sequence.
+    Kinds must multiply by their parameters through `product` only. In a joint pass it uses the
+    matrices of each row's client, and it is where gradients are separated by sequence.
     """
 
     preferences: torch.Tensor | None
-    """Shares of the M objectives by row, [b, M]; None is equal shares."""
+    """Shares of the M objectives by row, [b, M]; None for equal shares."""
 
     def is_base(self, layer: Any) -> bool:
-        """Returns whether the rows go through the base model, without an adapter."""
+        """Returns whether the rows use the base model without an adapter."""
         ...
 
     def dropped(self, layer: Any, x: torch.Tensor) -> torch.Tensor:
@@ -59,7 +59,7 @@ class PassRows(Protocol):
         ...
 
     def product(self, layer: Any, name: str, x: torch.Tensor) -> torch.Tensor:
-        """Returns x Wᵀ, [b, ..., out], with the matrix W of this name, such as "lora_A"."""
+        """Returns x Wᵀ, [b, ..., out], with the matrix W called `name`, such as "lora_A"."""
         ...
 
 
@@ -67,12 +67,12 @@ class Lora:
     """LoRA: a layer adds (α / r) B A x to its output, with A [r, in] and B [out, r]."""
 
     name: ClassVar[str] = "lora"
-    """The value of `policy.adapter` that chooses the kind."""
+    """Value of `policy.adapter` that selects the kind."""
     has_factors: ClassVar[bool] = True
-    """Whether the trained parameters are LoRA's A and B, which have ranks and a product."""
+    """Whether the trained parameters are LoRA's factors A and B."""
     is_linear: ClassVar[bool] = True
-    """Whether all trained parameters are matrices that act by `PassRows.product`. Other kinds can
-    neither be conditioned nor stacked, and their M gradients take M backward passes."""
+    """Whether all trained parameters are matrices used through `PassRows.product`. Other kinds
+    support neither conditioning nor stacking, and need M backward passes for M gradients."""
 
     def __init__(self, settings: LoraSettings) -> None:
         self.settings = settings
@@ -83,51 +83,49 @@ class Lora:
         """Checks that a run can train this adapter.
 
         Args:
-            lora_mean: The mean that the server takes, `strategy.lora_mean`.
-            ranks: Clients that train some of the ranks.
+            lora_mean: Value of `strategy.lora_mean`.
+            ranks: Clients that train only some of the ranks.
             start: Folders of adapters that the run starts from.
             engine: Name of the engine.
 
         Raises:
-            ValueError: It cannot.
+            ValueError: When a setting is not supported with this adapter.
         """
         freezes_a = self.settings.freeze_a
         if lora_mean == "products" and (freezes_a or not self.has_factors):
             given = "policy.lora.freeze_a" if freezes_a else f"policy.adapter {self.name}"
             raise ValueError(
-                f"strategy.lora_mean must be factors with {given}, which does not train both A and "
-                "B, got products."
+                f"strategy.lora_mean must be factors with {given}, which does not train A and B "
+                "both, got products."
             )
         if freezes_a and start:
             raise ValueError(
-                "start must be empty with policy.lora.freeze_a, since the adapters' own A would be "
-                f"lost, got {list(start)}."
+                "start must be empty with policy.lora.freeze_a, which would discard the adapters' "
+                f"A, got {list(start)}."
             )
         if ranks and not self.has_factors:
-            raise ValueError(
-                f"strategy.ranks are of LoRA layers; policy.adapter must be lora, got {self.name}."
-            )
+            raise ValueError(f"strategy.ranks requires policy.adapter lora, got {self.name}.")
         if engine == "stacked" and not self.is_linear:
             raise ValueError(
-                f"engine must be local with policy.adapter {self.name}, whose parameters are not "
-                "all matrices that a joint pass could stack, got stacked."
+                f"engine must be local with policy.adapter {self.name}, which has parameters that "
+                "cannot be stacked, got stacked."
             )
 
     def peft_options(self) -> dict[str, Any]:
-        """Returns further arguments of PEFT's `LoraConfig`."""
+        """Returns additional arguments of PEFT's `LoraConfig`."""
         return {}
 
     def prepare_(self, policy: Any) -> None:
-        """Changes the fresh LoRA adapter that PEFT has made into one of this kind.
+        """Converts the fresh LoRA adapter created by PEFT to this kind.
 
         Raises:
-            ValueError: The adapted layers cannot have one.
+            ValueError: When the adapted layers do not support it.
         """
         if self.settings.freeze_a:
             freeze_a_(policy)
 
     def update(self, layer: Any, rows: PassRows, x: torch.Tensor) -> torch.Tensor:
-        """Returns the adapter's part of a layer's output before scaling, for x [b, ..., in]."""
+        """Returns the adapter's contribution to the output before scaling, for x [b, ..., in]."""
         return rows.product(layer, "lora_B", rows.product(layer, "lora_A", x))
 
     def output(
@@ -146,7 +144,7 @@ class Lora:
         return (result + update * layer.scaling["default"]).to(result.dtype)
 
     def as_lora(self, policy: Any, adapter: Adapter) -> Adapter:
-        """Converts the policy's adapter to an ordinary LoRA adapter, as PEFT reads it.
+        """Converts the policy's adapter to an ordinary LoRA adapter for PEFT.
 
         Args:
             policy: The policy, which may hold fixed matrices.
@@ -158,7 +156,8 @@ class Lora:
         """Converts a PEFT file's adapter to parameters of this kind; inverts `as_lora`.
 
         Raises:
-            ValueError: The adapter was not trained as this kind; the message opens with `problem`.
+            ValueError: When the adapter was not trained as this kind; the message starts with
+                `problem`.
         """
         return adapter
 
@@ -166,29 +165,30 @@ class Lora:
 Kind = TypeVar("Kind", bound=type[Lora])
 
 ADAPTERS: Registry[str, type[Lora]] = Registry("adapter", {"lora": Lora})
-"""Kinds of adapters, by the name that `policy.adapter` chooses them by."""
+"""Kinds of adapters by the value of `policy.adapter`."""
 
 
 def register_adapter(kind: Kind) -> Kind:
-    """Adds a kind of adapters; a decorator of the class.
+    """Registers a kind of adapter; a class decorator.
 
     Raises:
-        ValueError: The name is taken.
+        ValueError: When the name is taken.
     """
     return ADAPTERS.add(kind.name, kind)
 
 
 def adapted_modules(model: Any) -> dict[str, Any]:
-    """Returns the LoRA layers that PEFT has put into a model, by their full names."""
+    """Returns PEFT's LoRA layers in a model, by their full names."""
     return {name: m for name, m in model.named_modules() if isinstance(m, LoraLayer)}
 
 
 def freeze_a_(policy: Any) -> None:
     """Freezes the A matrices of the policy's adapter.
 
-    PEFT makes an adapter trainable again whenever it switches it on, but for the names that a layer
-    declares. Versions that know no such names thaw A after the first rollout. A is not trained even
-    then, since `adapter_parameters` is read before, but takes memory in updates.
+    PEFT makes an adapter trainable whenever it enables it, except for parameters listed in
+    `frozen_peft_weight_names`. Versions without this attribute unfreeze A after the first rollout.
+    A is still not trained, since `adapter_parameters` has been read before, but takes memory in
+    updates.
     """
     for layer in adapted_modules(policy).values():
         layer.frozen_peft_weight_names = {"default": ("lora_A",)}

@@ -1,13 +1,13 @@
-"""LoRA-XS: r² trained numbers per layer, between fixed matrices made from the layer's weight.
+"""LoRA-XS: r² trained parameters per layer, between fixed matrices derived from its weight.
 
 ΔW = (α / r) · U R Uᵀ W, with U [out, r] the first left singular vectors of the frozen weight W.
-Only R [r, r] is trained and sent. This is arXiv:2405.17604, whose A and B of Wᵀ are (Uᵀ W)ᵀ =
-V_r Σ_r and Uᵀ. All clients have the same U and Uᵀ W, so the mean of R is the mean of ΔW. The paper
-draws R with a deviation of 1e-5; here it starts at zero, like B of LoRA, so that the policy starts
-as the base model.
+Only R [r, r] is trained and sent. In the notation of arXiv:2405.17604, for Wᵀ, A and B are (Uᵀ W)ᵀ
+= V_r Σ_r and Uᵀ. All clients have the same U and Uᵀ W, so that the mean of R gives the exact mean
+of ΔW. The paper initialises R with a standard deviation of 1e-5; here it is initialised to zero,
+like B in LoRA, so that the policy starts as the base model.
 
-Below, a layer's A is Uᵀ W and frozen, its B is R, and U is a buffer `xs_left`. A PEFT folder has A
-and U R, an ordinary LoRA adapter of rank r.
+In the code, a layer's A is Uᵀ W, which is frozen, its B is R, and U is the buffer `xs_left`. PEFT
+folders contain A and U R, an ordinary LoRA adapter of rank r.
 """
 
 import hashlib
@@ -32,12 +32,12 @@ from firm.alignment.adapters.lora import (
 from firm.federation.client import Adapter
 
 CACHED_SIZE = 512
-"""Singular vectors of matrices from this side on take seconds, and are kept in a file."""
+"""Smallest side of matrices whose singular vectors, which take seconds to compute, are cached."""
 
 
 @register_adapter
 class LoraXS(Lora):
-    """LoRA-XS, with the rank, scale and layers of `policy.lora`."""
+    """LoRA-XS with the rank, scale and layers of `policy.lora`."""
 
     name: ClassVar[str] = "lora_xs"
     has_factors: ClassVar[bool] = False
@@ -52,10 +52,10 @@ class LoraXS(Lora):
         super().check(**run)
 
     def prepare_(self, policy: Any) -> None:
-        """Sets A to Uᵀ W and puts R = 0 in place of B; the policy is then still the base model.
+        """Sets A to Uᵀ W and B to R = 0, so that the policy is still the base model.
 
         Raises:
-            ValueError: The rank is larger than a side of an adapted layer.
+            ValueError: When the rank exceeds the smaller side of an adapted layer.
         """
         layers = adapted_modules(policy)
         weights = {name: _weight(layer) for name, layer in layers.items()}
@@ -75,7 +75,7 @@ class LoraXS(Lora):
             inner = nn.Linear(rank, rank, bias=False, device=first.device, dtype=first.dtype)
             nn.init.zeros_(inner.weight)
             layer.lora_B["default"] = inner
-            # not part of the state, since it can be computed from the weight
+            # not persistent, since it can be recomputed from the weight
             layer.register_buffer("xs_left", left.to(first), persistent=False)
         freeze_a_(policy)
 
@@ -85,7 +85,7 @@ class LoraXS(Lora):
         return inner @ layer.xs_left.T.to(inner)
 
     def as_lora(self, policy: Any, adapter: Adapter) -> Adapter:
-        """Returns the adapter with U R in place of each R; names are kept."""
+        """Returns the adapter with each R replaced by U R; names are kept."""
         lefts = _lefts(policy)
         return {
             name: lefts[at].to(values) @ values if (at := _layer_of(name)) in lefts else values
@@ -93,10 +93,11 @@ class LoraXS(Lora):
         }
 
     def from_lora(self, policy: Any, adapter: Adapter, problem: str) -> Adapter:
-        """Returns the adapter with R in place of each U R.
+        """Returns the adapter with each U R replaced by R.
 
         Raises:
-            ValueError: A matrix is no U R, or A is not Uᵀ W; the message opens with `problem`.
+            ValueError: When a matrix is not of the form U R, or A is not Uᵀ W; the message starts
+                with `problem`.
         """
         parts = dict(adapter)
         for at, left in _lefts(policy).items():
@@ -107,14 +108,14 @@ class LoraXS(Lora):
                     parts[name] = left.T.to(adapter[name]) @ adapter[name]
                     pairs[name] = left.to(adapter[name]) @ parts[name]
             for name, own in pairs.items():
-                # a missing matrix or another shape is refused where the file is read
+                # missing matrices and wrong shapes are rejected where the file is read
                 given: torch.Tensor = adapter.get(name, own)
                 if given.shape == own.shape and not torch.allclose(
                     given, own.to(given), 1e-3, 1e-4
                 ):
                     raise ValueError(
-                        f"{problem}: {name} is not of the layer's own singular vectors: give an "
-                        "adapter that was trained with policy.adapter lora_xs, or use lora."
+                        f"{problem}: {name} is not made of the layer's singular vectors: use an "
+                        "adapter trained with policy.adapter lora_xs, or set it to lora."
                     )
         return parts
 
@@ -128,7 +129,7 @@ def _lefts(policy: Any) -> dict[str, torch.Tensor]:
 
 
 def _layer_of(name: str) -> str:
-    """Returns the name of the layer that a matrix B belongs to; empty for other parameters."""
+    """Returns the layer's name of a matrix B; empty for other parameters."""
     return name.partition(".lora_B")[0] if ".lora_B" in name else ""
 
 
@@ -139,10 +140,10 @@ def _weight(layer: Any) -> torch.Tensor:
 
 
 def _left_singular_vectors(weights: Adapter, rank: int) -> Adapter:
-    """Returns the first left singular vectors [out, r] of each weight, in float64.
+    """Returns the leading left singular vectors [out, r] of each weight, in float64.
 
-    The largest entry of each is positive, which fixes the signs for everyone with these weights.
-    Vectors of large matrices are kept in the user's cache, by the weights' hash.
+    The largest entry of each vector is made positive, so that all clients have the same signs.
+    Vectors of large matrices are cached in the user's cache folder by a hash of the weights.
     """
     if all(max(weight.shape) < CACHED_SIZE or weight.is_meta for weight in weights.values()):
         return {name: _vectors(weight, rank) for name, weight in weights.items()}

@@ -1,4 +1,4 @@
-"""Chooses the layers of a language model that get an adapter."""
+"""Selects the layers of a language model that get an adapter."""
 
 import re
 from collections import Counter
@@ -12,21 +12,21 @@ from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj"]
-"""Attention's projections in Llama and most models since, as in Appendix A.1 of the paper."""
+"""Attention projections of Llama and most later models, as in Appendix A.1 of the paper."""
 
 _READ_BY_KERNELS = {"dt_proj", "out_proj"}
-"""Layers of state-space models that fused kernels bypass by reading the weight directly."""
+"""Layers of state-space models whose weights fused kernels read directly, bypassing adapters."""
 
 
 def default_target_modules(config: PretrainedConfig) -> list[str]:
-    """Returns the names of the layers that get an adapter where `target_modules` is null.
+    """Returns the names of the layers that get an adapter if `target_modules` is null.
 
-    They are the four projections of attention where the model has all of them, or PEFT's own choice
-    for the model type, or, for a type that PEFT does not know, the linear layers of attention, or,
-    without attention, all but the head and those that share a name with stacked experts.
+    In order of preference: the four attention projections if the model has all of them; PEFT's
+    default for the model type; the linear layers of attention; all linear layers except the head
+    and layers that share a name with stacked experts.
 
     Args:
-        config: A model's configuration; no weights are made.
+        config: A model's configuration; no weights are created.
     """
     with torch.device("meta"):
         return usual_names(AutoModelForCausalLM.from_config(config))
@@ -55,10 +55,10 @@ def usual_names(model: Any) -> list[str]:
 
 
 def _names_of_experts(model: Any) -> set[str]:
-    """Returns the names of layers that stacked experts had before their weights were joined.
+    """Returns the layer names of experts before their weights were stacked.
 
-    PEFT takes such a name for the joined weight, which is a parameter and no layer. For
-    instance, the weight `gate_up_proj` [E, in, out] joins `gate_proj` and `up_proj`.
+    PEFT maps such a name to the stacked weight, which is a parameter, not a layer. For instance,
+    the weight `gate_up_proj` [E, in, out] combines `gate_proj` and `up_proj`.
     """
     stacked = {_last(name) for name, weight in model.named_parameters() if weight.ndim == 3}
     parts = (name.removesuffix("_proj").split("_") for name in stacked if name.endswith("_proj"))
@@ -66,23 +66,22 @@ def _names_of_experts(model: Any) -> set[str]:
 
 
 def check_layers(settings: LoraConfig) -> None:
-    """Checks that PEFT has put an adapter with these settings on layers alone.
+    """Checks that PEFT has adapted only layers with these settings.
 
     Raises:
-        ValueError: A target module was the name of stacked experts.
+        ValueError: When a target module is the name of stacked experts.
     """
     if settings.target_parameters:
         raise ValueError(
-            f"the weights of the experts, {', '.join(sorted(settings.target_parameters))}, are no "
-            "layers"
+            f"the experts' weights {', '.join(sorted(settings.target_parameters))} are not layers"
         )
 
 
 def text_layers(model: Any) -> dict[str, torch.nn.Module]:
-    """Returns the modules of a model, by name, without encoders of images or sound.
+    """Returns the modules of a model by name, without image or audio encoders.
 
-    Such encoders have projections with the names of the language model's, but no text goes through
-    them.
+    Such encoders have projections with the same names as the language model's, but do not process
+    text.
     """
     apart = _other_modalities(model)
     return {name: m for name, m in model.named_modules() if not _is_in(name, apart)}
@@ -91,16 +90,16 @@ def text_layers(model: Any) -> dict[str, torch.nn.Module]:
 def adapted_layers(
     model: Any, target_modules: Sequence[str], path: str
 ) -> dict[str, torch.nn.Module]:
-    """Returns the layers that target modules name, by their full names.
+    """Returns the layers matched by target modules, by their full names.
 
     Args:
         model: The language model.
-        target_modules: Names, or ends of dotted names, as PEFT compares them.
-        path: What messages call the model.
+        target_modules: Names, or suffixes of dotted names, as in PEFT.
+        path: Name of the model for messages.
 
     Raises:
-        ValueError: A name matches no layer, or one that cannot have an adapter: it is not linear,
-            or its weight is another layer's, too.
+        ValueError: When a name matches no layer, or one that cannot be adapted because it is not
+            linear or shares its weight with another layer.
     """
     layers = text_layers(model)
     by_target = {
@@ -135,9 +134,9 @@ def adapted_layers(
 
 
 def excluded_modules(model: Any, target_modules: Iterable[str]) -> str | None:
-    """Returns a pattern of the modules that target modules name outside of `text_layers`, if any.
+    """Returns a pattern of modules outside of `text_layers` that target modules match, if any.
 
-    It is PEFT's `exclude_modules`, which a folder with the adapter keeps.
+    It is used as PEFT's `exclude_modules`, which is saved with the adapter.
     """
     apart = _other_modalities(model)
     ends = tuple(f".{target}" for target in target_modules)
@@ -151,10 +150,10 @@ def excluded_modules(model: Any, target_modules: Iterable[str]) -> str | None:
 
 
 def _other_modalities(model: Any) -> list[str]:
-    """Returns the names of the submodules for images or sound.
+    """Returns the names of the submodules for images or audio.
 
-    They are pretrained models with another configuration than the model and its text model have,
-    and, where a text model is nested in the model, the siblings of the modules that contain it.
+    These are pretrained submodels whose configuration type differs from the model's and its text
+    model's, and, if the text model is nested, the siblings of the modules that contain it.
     """
     config, text = model.config, model.config.get_text_config()
     own_kinds = type(config), type(text)
@@ -188,6 +187,6 @@ def _last(name: str) -> str:
 
 
 def _shared_weights(model: Any) -> set[int]:
-    """Returns the identities of the weights that several modules have."""
+    """Returns the ids of the weights that several modules share."""
     weights = [id(w) for m in model.modules() if (w := getattr(m, "weight", None)) is not None]
     return {weight for weight, uses in Counter(weights).items() if uses > 1}

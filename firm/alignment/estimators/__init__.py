@@ -1,7 +1,7 @@
-"""Estimators, which turn scored replies into one loss per objective; one file per estimator.
+"""Estimators, which compute one loss per objective from scored replies; one file each.
 
-A configuration chooses one by its `name`. A new one is a file with a configuration under
-`register_estimator` and an implementation of `Estimator`.
+Configurations select an estimator by its `name`. To add one, write a file with a configuration
+decorated with `register_estimator` and an implementation of `Estimator`.
 """
 
 from firm.alignment.estimators.critic_free import CriticFree, CriticFreeConfig

@@ -1,8 +1,8 @@
-"""Policy gradients on groups of replies, without a critic: GRPO, RLOO, Dr. GRPO, CISPO and kin.
+"""Critic-free policy gradients on groups of replies: GRPO, RLOO, Dr. GRPO, CISPO and variants.
 
-The loss of objective j is Σ_b c_jb ℓ_b: one advantage per reply and objective, and one number per
-reply that all objectives share. So all M gradients come from one backward pass
-(`PerSequenceGradients`); PPO's clip, which depends on an advantage's sign, takes two for any M.
+The loss of objective j is Σ_b c_jb ℓ_b: one advantage per reply and objective, and a loss per reply
+that all objectives share. All M gradients therefore take one backward pass
+(`PerSequenceGradients`), or two with PPO's clip, which depends on the advantage's sign.
 """
 
 from collections.abc import Callable, Mapping
@@ -40,7 +40,7 @@ register(
         "zero_variance_share",
         "Groups with equal rewards, {}",
         "share of groups",
-        "Replies to a prompt with equal rewards teach nothing of this objective.",
+        "Groups of replies with equal rewards give no learning signal for the objective.",
         type=ByObjective[Share | None],
         section="training",
         axis=PERCENT,
@@ -51,43 +51,45 @@ register(
 @register_estimator
 @configuration(source=NOT_IN_PAPER)
 class CriticFreeConfig(EstimatorConfig):
-    """Hyperparameters of critic-free policy gradients. Options are named as in the field."""
+    """Hyperparameters of critic-free policy gradients."""
 
     needs_independent_rows: ClassVar[bool] = True
 
     name: Literal["critic_free"] = "critic_free"
-    """The estimator."""
+    """Estimator."""
     num_replies: Annotated[BoundedInt, Ge(2)] = 4
-    """Replies to a prompt, G, which form a group; divides the batch, which counts replies."""
+    """Group size G, the number of replies per prompt; must divide batch_size, which counts
+    replies."""
     baseline: Literal["group", "leave_one_out"] = "group"
-    """What a reply's reward is compared with: its group's mean (GRPO, arXiv:2402.03300), or the
-    mean of the group's other replies (RLOO, arXiv:2402.14740)."""
+    """Baseline of a reply's reward: the mean of its group (GRPO, arXiv:2402.03300), or of the other
+    replies in the group (RLOO, arXiv:2402.14740)."""
     scale: Literal["group_std", "batch_std", "none"] = "batch_std"
-    """What advantages are divided by: the standard deviation of the group's rewards (GRPO), that of
-    all advantages of the batch, or nothing (RLOO; Dr. GRPO, arXiv:2503.20783)."""
+    """Normalisation of advantages: by the standard deviation of the group's rewards (GRPO), by that
+    of all advantages in the batch, or none (RLOO; Dr. GRPO, arXiv:2503.20783)."""
     advantage_scale: Literal["by_objective", "shared"] = "by_objective"
-    """Whether each objective has a standard deviation of its own, so that all gradients count alike
-    (with fixed weights that is GDPO's normalise, then sum, arXiv:2601.05242), or all have that of
-    the objectives' mean (with equal fixed weights: GRPO on the summed reward)."""
+    """Whether each objective is normalised by its own standard deviation (with fixed weights this
+    is GDPO, arXiv:2601.05242: normalise, then sum), or all by that of the objectives' mean (with
+    equal fixed weights: GRPO on the summed reward)."""
     std_floor: NonNegativeFloat = 1e-4
-    """Added to a standard deviation. Where rewards saturate, a larger one keeps differences that
-    are next to none from counting in full."""
+    """Constant added to standard deviations. If rewards saturate, a larger value avoids amplifying
+    tiny differences."""
     ratio: Literal["cispo", "ppo", "none"] = "cispo"
-    """How tokens of an older policy count: by their probability ratio up to `ratio_cap`, which is
-    a constant factor (CISPO, arXiv:2506.13585); by PPO's clipped surrogate; or all alike."""
+    """Importance weighting of off-policy tokens. cispo: by the probability ratio, capped at
+    `ratio_cap` and detached (CISPO, arXiv:2506.13585); ppo: the clipped surrogate; none: no
+    weighting."""
     ratio_level: Literal["token", "reply"] = "token"
-    """Whether each token has its ratio, or a reply as a whole, as if it were one token (RLOO)."""
+    """Whether ratios are computed per token or per reply (RLOO)."""
     ratio_cap: PositiveFloat = 2.0
     """Largest probability ratio of CISPO."""
     clip_range: Annotated[float, Interval(gt=0, lt=1)] = 0.2
-    """PPO's ratio is clipped to 1 ± this."""
+    """Clip range of PPO's ratio, 1 ± this."""
     loss_mean: Literal["replies", "tokens", "constant"] = "tokens"
-    """A loss is the mean over replies of their means over tokens (GRPO), the mean over all tokens
-    of a minibatch (DAPO, arXiv:2503.14476), or the sum over tokens divided by the replies' number
-    and greatest length (Dr. GRPO)."""
+    """Reduction of the loss. replies: mean over replies of their means over tokens (GRPO); tokens:
+    mean over all tokens of the minibatch (DAPO, arXiv:2503.14476); constant: sum over tokens
+    divided by the number of replies and max_new_tokens (Dr. GRPO)."""
     kl_in: Literal["reward", "advantage"] = "reward"
-    """Where the KL penalty goes: off every reward, before advantages are taken and scaled; or off
-    every advantage, less its leave-one-out baseline, as it is."""
+    """Whether the KL penalty is subtracted from every reward, before advantages are computed and
+    normalised, or from every advantage, with a leave-one-out baseline and unscaled."""
 
     @property
     def replies_per_prompt(self) -> int:
@@ -114,10 +116,10 @@ class CriticFreeConfig(EstimatorConfig):
 
 @dataclass(frozen=True)
 class CriticFreeExperience(Experience):
-    """One batch with one advantage per objective and reply."""
+    """A batch with one advantage per objective and reply."""
 
     advantages: torch.Tensor = field(metadata=BY_OBJECTIVE)
-    """[M, B]."""
+    """Advantages, [M, B]."""
     kl: torch.Tensor
     """Estimate of the KL from the reference, per token, [B, T]."""
 
@@ -134,7 +136,7 @@ class CriticFree:
     def experience(
         self, rollouts: Rollouts, scores: torch.Tensor, rewards: torch.Tensor
     ) -> CriticFreeExperience:
-        """Stage 4: returns the batch with advantages of rewards less the KL penalty."""
+        """Stage 4: returns the batch with advantages of the KL-penalised rewards."""
         with self._policy.timed("advantages"):
             kl = self.kl.per_token(rollouts)
             penalty = self.kl.coefficient * kl.sum(1)  # [B]
@@ -149,7 +151,7 @@ class CriticFree:
         *,
         preferences: torch.Tensor | None = None,
     ) -> MinibatchGradients:
-        """Stages 5 and 6: the M losses of some rows and their Jacobian, from one or two passes.
+        """Stages 5 and 6: M losses of some rows and their Jacobian, in one or two backward passes.
 
         Replies with preferences are weighted by them (`weighted_by_preference`).
         """
@@ -210,7 +212,7 @@ class CriticFree:
         """Does nothing, since only the adapter has a learning rate."""
 
     def metrics(self, experience: CriticFreeExperience) -> dict[str, Any]:
-        """Returns KL and coefficient, and by objective the share of groups with equal rewards."""
+        """Returns KL, its coefficient, and the share of groups with equal rewards by objective."""
         groups = in_groups(experience.rewards, self.config.num_replies)
         shares = is_flat(groups).float().mean((1, 2))
         return {**self.kl.metrics(experience.kl), "zero_variance_share": shares.tolist()}
@@ -220,24 +222,24 @@ class CriticFree:
         return {"kl_coefficient": self.kl.coefficient}
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Restores a state that `state` returned."""
+        """Restores a state returned by `state`."""
         self.kl.coefficient = state["kl_coefficient"]
 
 
 def in_groups(values: torch.Tensor, num_replies: int) -> torch.Tensor:
-    """Returns values of replies [M, B], those to one prompt together, as [M, B / G, G]."""
+    """Groups values of replies [M, B] by prompt, to [M, B / G, G]."""
     return values.unflatten(1, (-1, num_replies))
 
 
 def is_flat(groups: torch.Tensor) -> torch.Tensor:
-    """Returns which groups [M, B / G, G] have equal values and so no signal; [M, B / G, 1]."""
+    """Returns a mask of groups [M, B / G, G] with equal values, [M, B / G, 1]."""
     return groups.amax(2, keepdim=True) == groups.amin(2, keepdim=True)
 
 
 def group_advantages(
     rewards: torch.Tensor, penalty: torch.Tensor, config: CriticFreeConfig
 ) -> torch.Tensor:
-    """Returns the advantages of replies over their groups, shape [M, B].
+    """Returns group-relative advantages of replies, shape [M, B].
 
     For the rewards r of a group of G replies and the standard deviation s (unbiased) selected by
     `config.scale`, the advantage is (r - mean of r) / (s + `config.std_floor`); with the
@@ -245,9 +247,9 @@ def group_advantages(
     rewards.
 
     Args:
-        rewards: Rewards of the replies, those to one prompt together, shape [M, B].
+        rewards: Rewards of the replies, with replies to the same prompt adjacent, shape [M, B].
         penalty: KL penalty of each reply, shape [B].
-        config: Baseline, scale and place of the penalty.
+        config: Baseline, normalisation, and where the penalty is subtracted.
     """
     size = config.num_replies
     bessel = size / (size - 1)
@@ -270,7 +272,7 @@ def group_advantages(
 
 
 def units(mask: torch.Tensor, config: CriticFreeConfig) -> torch.Tensor:
-    """Returns the units with a ratio: tokens of a mask [B, T], or non-empty replies, [B, 1]."""
+    """Returns a mask of units with a ratio: tokens [B, T], or non-empty replies [B, 1]."""
     return mask if config.ratio_level == "token" else mask.any(1, keepdim=True)
 
 
@@ -283,7 +285,7 @@ def reply_factors(
         own: The `units` of b replies.
         whole: The `units` of all replies of the minibatch.
         config: How losses are averaged.
-        max_tokens: Greatest length of a reply.
+        max_tokens: Maximum length of a reply.
     """
     counts = own.sum(1).double()
     if config.loss_mean == "replies":
@@ -299,18 +301,18 @@ def reply_losses(
     mask: torch.Tensor,
     config: CriticFreeConfig,
 ) -> tuple[list[tuple[torch.Tensor, torch.Tensor]], torch.Tensor]:
-    """Returns losses per reply, their coefficients by objective, and where ratios are clipped.
+    """Returns losses per reply, their coefficients by objective, and a mask of clipped ratios.
 
-    The loss of objective j is the sum of its coefficients times the losses. With ρ the ratio of
-    probabilities, -A min(ρ, 1 + ε) for A > 0 and -A max(ρ, 1 - ε) for A < 0 is PPO's clipped
-    surrogate, so that two losses per reply suffice for any number of objectives.
+    The loss of objective j is the sum of its coefficients times the losses. With ρ the probability
+    ratio, PPO's clipped surrogate is -A min(ρ, 1 + ε) for A > 0 and -A max(ρ, 1 - ε) for A < 0, so
+    that two losses per reply suffice for any number of objectives.
 
     Args:
         logprobs: Log-probabilities under the current policy, shape [B, T]; carries the graph.
         old_logprobs: Log-probabilities at sampling time, shape [B, T].
         advantages: One per objective and reply, shape [M, B].
         mask: Response tokens, shape [B, T].
-        config: The form of the ratio.
+        config: Form of the ratio.
 
     Returns:
         Pairs of losses [B] and coefficients [M, B]; and, detached, the share of the objectives for

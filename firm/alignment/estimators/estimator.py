@@ -1,7 +1,7 @@
-"""The interface of estimators, which turn scored replies into M losses and their gradients.
+"""Interface of estimators, which compute M losses and their gradients from scored replies.
 
-Each file is one estimator: a configuration (``EstimatorConfig``) that builds it, and the estimator
-itself (``Estimator``), with one instance per learner.
+Each estimator has its own file, with a configuration (``EstimatorConfig``) that builds it and the
+estimator itself (``Estimator``), of which every learner has an instance.
 """
 
 from abc import ABC, abstractmethod
@@ -43,31 +43,31 @@ from firm.registry import Registry
 
 @dataclass(frozen=True)
 class Experience(Rows):
-    """One batch of scored rollouts; estimators add the inputs of their losses."""
+    """A batch of scored rollouts; estimators add the inputs of their losses."""
 
     rollouts: Rollouts
     scores: torch.Tensor = field(metadata=BY_OBJECTIVE)
-    """As the reward models gave them, [M, B]."""
+    """Raw scores of the reward functions, [M, B]."""
     rewards: torch.Tensor = field(metadata=BY_OBJECTIVE)
-    """Calibrated scores, less the penalty of replies without an end, [M, B]."""
+    """Calibrated scores minus the penalty of unfinished replies, [M, B]."""
 
 
 @dataclass(frozen=True)
 class MinibatchGradients:
-    """Contribution of some rows to a minibatch's gradients; all parts sum to the minibatch's."""
+    """Contribution of some rows to a minibatch's gradients; the parts sum to the minibatch's."""
 
     jacobian: torch.Tensor
     """Gradients of the M losses in the adapter's parameters, [M, d], or of their weighted sum,
     [1, d]."""
     losses: torch.Tensor
-    """Detached, [M]."""
+    """Losses, detached, [M]."""
     metrics: Mapping[str, torch.Tensor]
-    """Figures to log, scalars or [M]."""
+    """Metrics to log, scalars or [M]."""
     own: torch.Tensor | None = None
-    """What the estimator's own step needs, such as the gradient of a critic."""
+    """Input of the estimator's own step, such as the critic's gradient."""
 
     def add_(self, other: "MinibatchGradients") -> None:
-        """Adds another part's, in place."""
+        """Adds another part in place."""
         for mine, theirs in zip(self._tensors(), other._tensors(), strict=True):
             mine.add_(theirs)
 
@@ -86,37 +86,37 @@ class MinibatchGradients:
 
 
 LOG_RATIO = "log_ratio_mean_square"
-"""Name of the figure of a minibatch that `mean_square_log_ratio` gives."""
+"""Name of the metric that `mean_square_log_ratio` computes."""
 
 
 @torch.no_grad()
 def mean_square_log_ratio(logprobs: torch.Tensor, rollouts: Rollouts) -> torch.Tensor:
-    """Returns the mean square over tokens of log-probabilities [B, T] less those at sampling time.
+    """Returns the mean square log-ratio over tokens, of log-probabilities [B, T].
 
-    As long as the policy is unchanged, it is zero up to rounding and the adapter's dropout.
+    Before the first update it is zero up to rounding and the adapter's dropout.
     """
     return masked_mean((logprobs - rollouts.logprobs) ** 2, rollouts.mask)
 
 
 @dataclass(frozen=True)
 class Policy:
-    """The policy as an estimator uses it: forward passes, and the parameters of its adapter."""
+    """The policy as used by estimators: forward passes, and the adapter's parameters."""
 
     model: Any
-    """With its adapter."""
+    """Language model with its adapter."""
     parameters: Sequence[torch.nn.Parameter]
-    """The adapter's, d entries together."""
+    """The adapter's parameters, d entries in total."""
     config: RolloutConfig
-    """Temperature, and rows of a forward pass."""
+    """Configuration with the temperature and the rows per forward pass."""
     is_linear: bool = True
     """Whether the adapter's parameters are all matrices of linear layers."""
     team: Team | Alone = ALONE
-    """Processes that divide the rows of a batch."""
+    """Processes that share the rows of a batch."""
     timed: Callable[[str], AbstractContextManager[Any]] = nullcontext
-    """Opens a context whose seconds count for a stage."""
+    """Context manager that records the time spent in a stage."""
 
     def forward(self, rows: Sequences, model: Any = None) -> Any:
-        """Returns the output of the policy, or of another model, with its hidden states."""
+        """Returns the output of the policy or another model, with its hidden states."""
         set_preferences(self.model, rows.queries.preferences)
         return forward(model or self.model, rows.query_responses, rows.attention_mask)
 
@@ -125,7 +125,7 @@ class Policy:
         return response_logits(output.logits, rows.context_length, self.config.temperature)
 
     def by_chunks(self, function: Callable[[Any], torch.Tensor], rows: Rows) -> torch.Tensor:
-        """Returns a function's values for rows, shape [B, ...], in chunks that fit the memory."""
+        """Applies a function to rows in chunks that fit into memory; returns values [B, ...]."""
         return by_chunks(function, rows, size=self.config.forward_batch_size, team=self.team)
 
     def jacobian(self, losses: torch.Tensor) -> torch.Tensor:
@@ -133,10 +133,9 @@ class Policy:
         return jacobian(losses, self.parameters)
 
     def per_sequence(self) -> PerSequenceGradients | BackwardPasses:
-        """Returns a context for taking M gradients of one forward pass.
+        """Returns a context for computing M gradients of one forward pass.
 
-        One backward pass gives them all, unless the kind of adapter has parameters other than
-        matrices.
+        Takes a single backward pass, unless the adapter has parameters other than matrices.
         """
         if not self.is_linear:
             return BackwardPasses(self.parameters)
@@ -144,31 +143,31 @@ class Policy:
 
 
 class Estimator(Protocol):
-    """Turns scored replies into M losses and their gradients, for one learner."""
+    """Computes M losses and their gradients from scored replies, for one learner."""
 
     def experience(
         self, rollouts: Rollouts, scores: torch.Tensor, rewards: torch.Tensor
     ) -> Experience:
-        """Stage 4: returns a batch with everything that its losses need.
+        """Stage 4: returns a batch with all inputs of its losses.
 
-        Of the B replies, those to one prompt are adjacent; scores and rewards are [M, B].
+        Replies to the same prompt are adjacent; scores and rewards are [M, B].
         """
         ...
 
     def gradients(
         self, part: Any, minibatch: Any, weights: torch.Tensor | None = None
     ) -> MinibatchGradients:
-        """Stages 5 and 6: returns the contribution of some rows to a minibatch; takes no step.
+        """Stages 5 and 6: returns the contribution of some rows to a minibatch's gradients.
 
-        Losses are means over the whole minibatch; both are of the type that `experience` returns.
-        With weights [M] the Jacobian has one row, the gradient of the losses' weighted sum.
-        Estimators for conditioned policies also take `preferences` [K, M], to separate the rows by
-        them (`weighted_by_preference`).
+        Losses are means over the whole minibatch; `part` and `minibatch` are results of
+        `experience`. With weights [M] the Jacobian has one row, the gradient of the weighted sum of
+        losses. Estimators that support conditioned policies also take `preferences` [K, M], by
+        which the rows are separated (`weighted_by_preference`).
         """
         ...
 
     def step(self, own: torch.Tensor | None) -> None:
-        """Stage 9: steps the parameters trained beside the adapter, by `MinibatchGradients.own`."""
+        """Stage 9: steps the estimator's own parameters along `MinibatchGradients.own`."""
         ...
 
     def end_batch(self, experience: Any) -> None:
@@ -176,56 +175,56 @@ class Estimator(Protocol):
         ...
 
     def set_learning_rate(self, factor: float) -> None:
-        """Sets the learning rate of further parameters, in multiples of the configured one."""
+        """Sets the estimator's own learning rate, relative to the configured one."""
         ...
 
     def metrics(self, experience: Any) -> dict[str, float]:
-        """Returns figures of a batch, registered as quantities."""
+        """Returns metrics of a batch, which are registered as quantities."""
         ...
 
     def state(self) -> dict[str, Any]:
-        """Returns everything that training changes, for a checkpoint; it may share memory."""
+        """Returns all state that training changes, for a checkpoint; may share memory."""
         ...
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Restores a state, which this estimator owns from then on."""
+        """Restores a state, of which this estimator takes ownership."""
         ...
 
 
 @configuration
 class EstimatorConfig(ABC):
-    """Hyperparameters of a local step, whatever the estimator, with A.1's values where it has one.
+    """Hyperparameters of a local step common to all estimators; defaults follow Appendix A.1.
 
-    A subclass gives `name` a default, which is what configurations choose it by.
+    Subclasses set the default of `name`, by which configurations select them.
     """
 
     needs_independent_rows: ClassVar[bool] = False
     """Whether gradients come from products per row, which rows that interact would falsify."""
 
     name: str = ""
-    """The estimator."""
+    """Estimator."""
     batch_size: Annotated[BoundedInt, Paper("A.1", (16,))] = 16
-    """Responses per local step, each to a fresh prompt unless the estimator compares several to
-    one."""
+    """Responses per local step, each to a fresh prompt unless the estimator compares several
+    responses to the same prompt."""
     minibatch_size: Annotated[BoundedInt, Paper("A.1", (8,))] = 8
-    """Responses per optimizer step; divides the batch."""
+    """Responses per optimizer step; must divide batch_size."""
     micro_batch_size: Annotated[PositiveInt | None, NOT_IN_PAPER] = None
-    """Responses per forward and backward pass; the minibatch's gradients are their sum, so that a
-    minibatch is one optimizer step however it is divided. By default the whole minibatch. Bounds
-    memory."""
+    """Responses per forward and backward pass, to limit memory; by default the whole minibatch.
+    Gradients are accumulated over the minibatch, which remains one optimizer step."""
     num_epochs: Annotated[BoundedInt, Paper("A.1", (3,))] = 3
-    """PPO epochs over a batch."""
+    """Epochs over each batch."""
     actor_learning_rate: Annotated[PositiveFloat, Paper("A.1")] = 6e-5
     """Learning rate of the adapter."""
     actor_optimizer: Annotated[Literal["adam", "sgd"], NOT_IN_PAPER] = "adam"
-    """Adam, or the plain gradient step of Algorithm 1; the paper does not say which one its
-    experiments used."""
+    """Adam, or plain SGD as in Algorithm 1; the paper does not state which of them its experiments
+    used."""
     learning_rate_schedule: Annotated[Literal["constant", "linear"], NOT_IN_PAPER] = "constant"
-    """Constant, or linear decay to zero over the run's rounds, whoever takes part in them."""
+    """Constant, or linear decay to zero over the rounds of the run, independent of a client's
+    participation."""
     missing_end_penalty: Annotated[NonNegativeFloat, NOT_IN_PAPER] = 0.0
-    """Subtracted from every score of a response that did not end by itself."""
+    """Penalty subtracted from every reward of a response without an end token or stop string."""
     max_gradient_norm: Annotated[PositiveFloat | None, NOT_IN_PAPER] = None
-    """Clip the combined gradient to this norm."""
+    """Maximum norm of the combined gradient, which is clipped to it."""
     kl: KLConfig = field(default_factory=KLConfig)
     """KL penalty and its controller."""
 
@@ -243,7 +242,8 @@ class EstimatorConfig(ABC):
         if self.kl.horizon <= MAX_KL_ERROR * self.batch_size:
             raise ValueError(
                 f"kl.horizon must exceed a fifth of batch_size ({self.batch_size}), got "
-                f"{self.kl.horizon}: one step of the controller could turn the penalty's sign."
+                f"{self.kl.horizon}: otherwise one step of the controller could flip the penalty's "
+                "sign."
             )
 
     @classmethod
@@ -253,18 +253,18 @@ class EstimatorConfig(ABC):
 
     @property
     def replies_per_prompt(self) -> int:
-        """Replies to one prompt that the estimator compares; 1 unless it needs a group."""
+        """Number of replies to a prompt that the estimator compares."""
         return 1
 
     @property
     def num_prompts(self) -> int:
-        """Fresh prompts of a local step."""
+        """Fresh prompts per local step."""
         return self.batch_size // self.replies_per_prompt
 
     def new_critic(self, policy: Any, num_objectives: int) -> torch.nn.Module | None:
-        """Returns a new module to train by Adam beside the adapter; None if there is none.
+        """Returns a new critic, trained by Adam, or None if the estimator has none.
 
-        The policy, with its adapter, may have no storage.
+        The policy, with its adapter, may be on the meta device.
         """
         return None
 
@@ -280,25 +280,25 @@ class EstimatorConfig(ABC):
 
         Args:
             policy: The policy.
-            critic: This estimator's own copy of the module from `new_critic`.
+            critic: The estimator's own copy of the critic from `new_critic`.
             optimizer: Adam factory, called with parameters and `lr`.
         """
 
     @abstractmethod
     def rehearsal(self, rollouts: Rollouts, num_objectives: int) -> Experience:
-        """Returns a placeholder experience, for a plan's dry run of `gradients`."""
+        """Returns a placeholder experience for the dry run of `gradients` when planning."""
 
 
 ESTIMATORS: Registry[str, type[EstimatorConfig]] = Registry("estimator")
-"""The configurations of all estimators, by the name that chooses them."""
+"""Configurations of all estimators, by name."""
 
 Config = TypeVar("Config", bound=type[EstimatorConfig])
 
 
 def register_estimator(config: Config) -> Config:
-    """Registers an estimator by its configuration; a decorator of the class.
+    """Registers an estimator by its configuration; a class decorator.
 
     Raises:
-        ValueError: The name is taken or missing.
+        ValueError: When the name is taken or missing.
     """
     return ESTIMATORS.add(config.__dataclass_fields__["name"].default, config)

@@ -1,7 +1,7 @@
-"""PPO with a critic: one clipped loss per objective, on that objective's advantages.
+"""PPO with a critic: one clipped loss per objective, on the objective's advantages.
 
-The functions are pure; `PPO` joins them. With one objective, a value network and a fixed KL
-coefficient it is TRL's PPO bit for bit.
+`PPO` combines the pure functions below. With one objective, a value network and a fixed KL
+coefficient it equals TRL's PPO bit for bit.
 """
 
 import copy
@@ -62,44 +62,45 @@ register(
 @register_estimator
 @configuration
 class PPOConfig(EstimatorConfig):
-    """Hyperparameters of PPO. Defaults are Appendix A.1 where it gives a value."""
+    """Hyperparameters of PPO; defaults follow Appendix A.1."""
 
     name: Literal["ppo"] = "ppo"
-    """The estimator."""
+    """Estimator."""
     critic_learning_rate: Annotated[PositiveFloat, Paper("A.1")] = 1e-4
-    """Learning rate of the value heads."""
+    """Learning rate of the critic."""
     critic: Annotated[Literal["heads", "network"], NOT_IN_PAPER] = "heads"
-    """One linear value head per objective on the policy's last hidden state, detached, or a
-    separate value network with one output per objective. T-FIRM's critic is linear."""
+    """Critic. heads: one linear value head per objective on the policy's last hidden state,
+    detached, as T-FIRM's linear critic; network: a separate value network with one output per
+    objective."""
     clip_range: Annotated[PositiveFloat, NOT_IN_PAPER] = 0.2
-    """The probability ratio is clipped to 1 ± this."""
+    """Clip range of the probability ratio, 1 ± this."""
     value_clip_range: Annotated[NonNegativeFloat, NOT_IN_PAPER] = 0.2
-    """New values are clipped to the old ones ± this."""
+    """Clip range of new values around the old ones."""
     gamma: Annotated[Fraction, NOT_IN_PAPER] = 1.0
     """Discount per token."""
     gae_lambda: Annotated[Fraction, NOT_IN_PAPER] = 0.95
-    """Lambda of the generalised advantage estimate."""
+    """λ of generalised advantage estimation."""
     whiten_rewards: Annotated[bool, NOT_IN_PAPER] = False
-    """Scale the rewards per token to unit variance."""
+    """Whether to scale per-token rewards to unit variance."""
     advantage_scale: Annotated[Literal["by_objective", "shared"], NOT_IN_PAPER] = "by_objective"
-    """Whether each objective's advantages are whitened by themselves, so that all gradients count
-    alike (with fixed weights that is GDPO's normalise, then sum, arXiv:2601.05242), or all are
-    scaled by one factor, which keeps the rewards' own spreads (with fixed weights: linear
-    scalarisation)."""
+    """Whether each objective's advantages are whitened separately (with fixed weights this is GDPO,
+    arXiv:2601.05242: normalise, then sum), or all are scaled by a common factor, which preserves
+    the relative spread of the rewards (with fixed weights: linear scalarisation)."""
 
     def new_critic(self, policy: Any, num_objectives: int) -> torch.nn.Module:
         """Returns value heads, or a sequence classifier of the policy's architecture.
 
         Raises:
-            ValueError: transformers has no sequence classifier of that architecture.
+            ValueError: When transformers has no sequence classifier of the architecture.
         """
         if self.critic == "heads":
             return ValueHeads(policy.config.get_text_config().hidden_size, num_objectives)
         architecture: Any = copy.deepcopy(policy.get_base_model().config.get_text_config())
         if type(architecture) not in MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING:
             raise ValueError(
-                "estimator.critic must be heads where transformers has no sequence classifier of "
-                f"the policy's architecture, here {architecture.model_type}, got {self.critic}."
+                "estimator.critic must be heads for the policy's architecture "
+                f"{architecture.model_type}, for which transformers has no sequence classifier, "
+                f"got {self.critic}."
             )
         architecture.num_labels = num_objectives
         return AutoModelForSequenceClassification.from_config(architecture).eval()
@@ -125,11 +126,13 @@ class PPOConfig(EstimatorConfig):
 class ValueHeads(torch.nn.Module):
     """One linear value head per objective on hidden states: [B, L, H] to [B, L, M].
 
-    The heads start at zero: M equal objectives stay equal, and the first advantages are the
-    returns themselves.
+    The heads are initialised to zero, so that M equal objectives stay equal and the first
+    advantages equal the returns.
     """
 
-    base_model_prefix = "score"  # TRL's wrapper asks every value model for its trunk
+    base_model_prefix = (
+        "score"  # TRL's wrapper looks up the trunk of every value model by this name
+    )
 
     def __init__(self, hidden_size: int, num_objectives: int) -> None:
         super().__init__()
@@ -172,7 +175,7 @@ class PPO:
     def experience(
         self, rollouts: Rollouts, scores: torch.Tensor, rewards: torch.Tensor
     ) -> PPOExperience:
-        """Stage 4: returns the batch with values and advantages of rewards less the KL penalty."""
+        """Stage 4: returns the batch with values and advantages of the KL-penalised rewards."""
         config, policy = self.config, self._policy
         set_mode(policy.model, is_training=False)
         with policy.timed("values"):
@@ -201,9 +204,9 @@ class PPO:
     def gradients(
         self, part: PPOExperience, minibatch: PPOExperience, weights: torch.Tensor | None = None
     ) -> MinibatchGradients:
-        """Stages 5 and 6: the M clipped losses of some rows, their Jacobian, the critic's gradient.
+        """Stages 5 and 6: M clipped losses of some rows, their Jacobian and the critic's gradient.
 
-        Losses are means over a minibatch's tokens, to which the part contributes its share. A
+        Losses are means over the minibatch's tokens, to which the part contributes its share. The
         Jacobian takes M backward passes, the gradient of a weighted sum one.
         """
         config, policy, rollouts = self.config, self._policy, part.rollouts
@@ -274,7 +277,7 @@ class PPO:
         return self.kl.metrics(experience.kl)
 
     def state(self) -> dict[str, Any]:
-        """Returns critic, its optimizer's moments and the KL coefficient."""
+        """Returns the critic, its optimizer's moments and the KL coefficient."""
         return {
             "critic": self.critic.state_dict(),
             "critic_optimizer": self.critic_optimizer.state_dict(),
@@ -282,7 +285,7 @@ class PPO:
         }
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Restores a state that `state` returned."""
+        """Restores a state returned by `state`."""
         self.critic.load_state_dict(state["critic"])
         self.critic_optimizer.load_state_dict(state["critic_optimizer"])
         self.kl.coefficient = state["kl_coefficient"]
@@ -344,8 +347,8 @@ def value_losses(
         values: Current estimates, shape [M, B, T]; carries the graph.
         old_values: Estimates at sampling time, shape [M, B, T].
         returns: Targets, shape [M, B, T].
-        mask: Tokens that have a value, shape [B, T].
-        clip_range: Values are clipped to the old ones ± this; the larger error counts.
+        mask: Tokens with a value, shape [B, T].
+        clip_range: Values are clipped to the old ones ± this; the larger error is used.
     """
     losses = []
     for value, old, target in zip(values, old_values, returns, strict=True):

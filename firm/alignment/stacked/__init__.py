@@ -1,1 +1,1 @@
-"""Clients of one process that share a policy and its forward passes, each with its adapter."""
+"""Joint forward passes of clients that share a policy, each with its own adapter."""

@@ -1,4 +1,4 @@
-"""A client's policy and sampler in a stacked model, which join the passes of all clients."""
+"""A client's policy and sampler on a stacked model, with passes batched over all clients."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -66,7 +66,7 @@ class StackedPolicy(Policy):
         return together(self.stack.jacobian, Losses(place, losses), key=key, is_urgent=True)
 
     def per_sequence(self) -> Any:
-        """Returns a context for taking all M gradients of a forward pass by one backward pass."""
+        """Returns a context for computing all M gradients in one backward pass."""
         return _PerSequence(self)
 
     def _place(self, losses: torch.Tensor) -> PassPosition:
@@ -110,7 +110,7 @@ class StackedSampler(Sampler):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Returns samples and their log-probabilities; see `Sampler`.
 
-        `on_token` is not called at each token, since a joint pass samples for several clients.
+        `on_token` is never called, since a joint pass samples for several clients.
         """
         generator = copy_of_generator(self.model.device)
         part = Part(

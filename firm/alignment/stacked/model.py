@@ -1,9 +1,9 @@
-"""One policy with an adapter for each of several clients, which share forward passes.
+"""A policy with one adapter per client, and forward passes shared by clients.
 
-A row of a joint batch belongs to one client, and each adapted layer multiplies it by that client's
-matrices. No client's loss depends on another's matrices: M backward passes of Σ_c L_cj give the
-gradients of all clients, and where objectives differ by one number per reply one backward pass
-gives them all.
+Each row of a joint batch belongs to a client, and adapted layers multiply it by that client's
+matrices. Since a client's loss does not depend on another's matrices, M backward passes of Σ_c L_cj
+give the gradients of all clients; if objectives differ by one factor per reply, a single backward
+pass does.
 """
 
 import inspect
@@ -23,21 +23,21 @@ from firm.gradients.jacobian import check_losses, jacobian_buffer
 from firm.gradients.per_sequence import check_sequences
 
 KEPT_SHARE = 0.9
-"""Rows are dropped from a pass when the share of unfinished replies is at most this: below 1, as
-copying the cache to fewer rows costs time."""
+"""Finished rows are dropped once the share of unfinished replies is at most this; below 1, because
+compacting the cache takes time."""
 
 
 class StackedModel:
     """A policy that applies a different client's adapter to each row of a batch.
 
-    Outside joint passes the policy uses its own adapter slot.
+    Outside of joint passes the policy uses its own adapter slot.
 
     Args:
         policy: A `PeftModel` with one adapter.
 
     Raises:
-        ValueError: The model's state is not a key-value cache, as in state-space models; or
-            gradient checkpointing would draw other dropout masks in the backward pass.
+        ValueError: When the model has no key-value cache, as state-space models; or when gradient
+            checkpointing would draw different dropout masks in the backward pass.
     """
 
     def __init__(self, policy: Any) -> None:
@@ -47,8 +47,8 @@ class StackedModel:
         known = inspect.signature(base.forward).parameters
         if "past_key_values" not in known:
             raise ValueError(
-                f"engine must be local with a {type(base).__name__}, whose state is no cache of "
-                "keys and values by rows, got stacked."
+                f"engine must be local with a {type(base).__name__}, which has no key-value cache, "
+                "got stacked."
             )
         self._last_logits_alone = {"logits_to_keep": 1} if "logits_to_keep" in known else {}
         self._forward = forward_of(policy)
@@ -56,12 +56,12 @@ class StackedModel:
         is_checkpointed = any(getattr(m, "gradient_checkpointing", False) for m in policy.modules())
         if is_checkpointed and policy.peft_config["default"].lora_dropout > 0:
             raise ValueError(
-                "a stacked policy cannot have gradient checkpointing and the adapter's dropout, "
-                "whose masks the second forward pass would draw anew; set one of them off."
+                "a stacked policy does not support gradient checkpointing together with dropout of "
+                "the adapter, whose masks would differ on recomputation; disable one of them."
             )
 
     def new_adapter(self) -> dict[str, torch.nn.Parameter]:
-        """Returns new parameters for a client, with the values of the policy's slot."""
+        """Returns new adapter parameters for a client, initialised from the policy's slot."""
         return {
             name: torch.nn.Parameter(parameter.detach().clone())
             for name, parameter in self._slot.items()
@@ -79,7 +79,7 @@ class StackedModel:
         return [Output(PassPosition(joint, index), logits, hidden) for index in range(len(parts))]
 
     def jacobian(self, wanted: "list[Losses]") -> Sequence[Any]:
-        """Returns each part's Jacobian [M, d] in its own adapter, or the error in its losses.
+        """Returns each part's Jacobian [M, d] in its own adapter, or the error of its losses.
 
         All parts belong to one pass and have M losses, so there are M backward passes.
         """
@@ -106,7 +106,7 @@ class StackedModel:
         return [error or rows[at] for at, error in enumerate(errors)]
 
     def per_sequence_jacobian(self, wanted: "list[Weighted]") -> Sequence[Any]:
-        """Returns the gradients of each part's Σ_b c_jb ℓ_b, from one backward pass for all."""
+        """Returns the gradients of each part's Σ_b c_jb ℓ_b, from one joint backward pass."""
         joint = wanted[0].place.joint
         errors = [outcome_of(check_sequences, each.losses, each.coefficients) for each in wanted]
         good = [(at, each) for at, each in enumerate(wanted) if errors[at] is None]
@@ -138,10 +138,10 @@ class StackedModel:
 
     @torch.no_grad()
     def generate(self, parts: list[Part]) -> list[Any]:
-        """Returns samples of each part's prompts and their log-probabilities.
+        """Samples replies to each part's prompts, with log-probabilities.
 
-        Each part draws the same numbers from its generator as it would alone, and ends with its
-        last reply. Replies that have ended are dropped from passes, once there are enough
+        Each part draws the same random numbers from its generator as it would alone, and ends with
+        its last reply. Finished replies are dropped from the batch once there are enough of them
         (`KEPT_SHARE`).
         """
         joint = self._pass(parts)
@@ -169,7 +169,7 @@ class StackedModel:
             kept = max(reply.num_open for reply in replies)
             if 0 < kept <= KEPT_SHARE * max(joint.counts):
                 rows = joint.restrict([reply.keep(kept) for reply in replies])
-                cache.reorder_cache(rows)  # of states of linear attention, too
+                cache.reorder_cache(rows)  # also reorders states of linear attention
                 inputs, positions, mask = inputs[rows], positions[rows], mask[rows]
         return [reply.result() for reply in replies]
 
@@ -179,7 +179,7 @@ class StackedModel:
 
 @dataclass(frozen=True, eq=False)
 class Losses:
-    """A client's losses [M] that are to be differentiated."""
+    """A client's losses [M] to differentiate."""
 
     place: PassPosition
     losses: torch.Tensor
@@ -187,7 +187,7 @@ class Losses:
 
 @dataclass(frozen=True, eq=False)
 class Weighted:
-    """Losses [b] by row, and the coefficients [M, b] of the sums that are differentiated."""
+    """Losses [b] by row, and coefficients [M, b] of the sums to differentiate."""
 
     place: PassPosition
     losses: torch.Tensor

@@ -1,4 +1,4 @@
-"""A joint pass: one batch with rows of several clients, multiplied by their own matrices."""
+"""A joint pass over rows of several clients, each multiplied by its client's matrices."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -18,17 +18,17 @@ class Part:
     """One client's rows in a joint pass."""
 
     rows: Any
-    """`Sequences`, or `Queries` to be answered."""
+    """`Sequences`, or `Queries` for generation."""
     adapter: Mapping[str, torch.nn.Parameter] | None
-    """None is the base model."""
+    """Parameters of the client's adapter; None for the base model."""
     is_training: bool = False
-    """Whether dropout is on."""
+    """Whether dropout is active."""
     has_gradient: bool = False
-    """Whether a graph is kept for backward passes."""
+    """Whether to build a graph for backward passes."""
     is_tapped: bool = False
-    """Whether the backward pass hands gradients over by row (`Weighted`)."""
+    """Whether the backward pass separates gradients by row (`Weighted`)."""
     generator: torch.Generator | None = None
-    """Of its random numbers."""
+    """Generator of the client's random numbers."""
     temperature: float = 1.0
     config: RolloutConfig | None = None
     end_ids: Sequence[int] = ()
@@ -41,12 +41,12 @@ class Part:
 
     @property
     def token_ids(self) -> torch.Tensor:
-        """Prompts [b, Q], or with responses [b, Q + T]."""
+        """Token ids of prompts [b, Q], or of prompts and responses [b, Q + T]."""
         return self.rows.token_ids if isinstance(self.rows, Queries) else self.rows.query_responses
 
     @property
     def mask(self) -> torch.Tensor:
-        """True for tokens of the prompt or the response, bool of the same shape."""
+        """Mask of the tokens of prompts and responses, bool of the same shape."""
         return self.rows.mask if isinstance(self.rows, Queries) else self.rows.attention_mask
 
     @property
@@ -57,7 +57,7 @@ class Part:
 
     @property
     def context_length(self) -> int:
-        """Q, at which the responses begin."""
+        """Q, the column at which responses start."""
         if isinstance(self.rows, Queries):
             return self.token_ids.size(1)
         return self.rows.context_length
@@ -77,18 +77,18 @@ class PassPosition:
 
 
 class Pass:
-    """A batch of several clients' rows, without needless padding; see `PassRows`.
+    """A batch of several clients' rows, with minimal padding; implements `PassRows`.
 
     Args:
-        parts: The rows of each client.
-        names: Names of the slot's trained parameters, which each part replaces by its own.
+        parts: Rows of each client.
+        names: Names of the slot's trained parameters, in whose place each part uses its own.
     """
 
     def __init__(self, parts: Sequence[Part], names: Mapping[torch.nn.Parameter, str]) -> None:
         self.parts = parts
         self.anchor = torch.zeros((), requires_grad=True)
         self.targets: list[Target] = []
-        """Jacobians that the backward pass fills by row."""
+        """Jacobians to be filled by the backward pass."""
         self.stacked: dict[str, torch.Tensor] = {}
         """All clients' values of each parameter, shape [C, ...]; empty for the base model."""
         self._names = names
@@ -104,7 +104,7 @@ class Pass:
             self._columns[name] = slice(start, start + own[0].numel())
             start += own[0].numel()
         self.counts = [len(part.token_ids) for part in parts]
-        # tokens on either side of where the responses begin
+        # columns before and after the start of the responses
         sides = [_widths(part.mask, part.context_length) for part in parts]
         self.context = max(left for left, _ in sides)
         self.length = self.context + max(right for _, right in sides)
@@ -118,7 +118,7 @@ class Pass:
         return bool(self._waiting)
 
     def finish(self, places: "Sequence[PassPosition]") -> None:
-        """Marks these places as needing no further gradients of this pass."""
+        """Marks parts as needing no further gradients of this pass."""
         self._waiting -= {place.index for place in places}
 
     def _arrange(self) -> None:
@@ -130,12 +130,12 @@ class Pass:
         self._spans = [slice(end - own, end) for end, own in zip(ends, self.counts, strict=True)]
 
     def _placed(self, values: torch.Tensor, part: Part, *, fill: float) -> torch.Tensor:
-        """Returns a part's values [b, L, ...], shifted to the common beginning of the responses."""
+        """Aligns a part's values [b, L, ...] to the common start of the responses."""
         before = self.context - part.context_length
         return _fitted(values, before, self.length - before, fill)
 
     def restrict(self, kept: list[torch.Tensor]) -> torch.Tensor:
-        """Keeps the rows of each part at these indices; returns the indices of all in the batch."""
+        """Keeps the rows of each part at these indices; returns their indices in the batch."""
         rows = torch.cat([self.span(index).start + own for index, own in enumerate(kept)])
         self.counts = [len(own) for own in kept]
         if self.preferences is not None:
@@ -148,12 +148,14 @@ class Pass:
         return self._spans[index]
 
     def of_part(self, values: torch.Tensor, index: int) -> torch.Tensor:
-        """Returns values [N, L, ...] of a part's rows at its own positions, zero at padding."""
+        """Extracts a part's rows from values [N, L, ...], zero at the part's padding."""
         part = self.parts[index]
         before = part.context_length - self.context
         width = part.token_ids.size(1)
         if before <= 0 and width - before <= self.length:
-            return values[self.span(index), -before : width - before]  # nothing is missing
+            return values[
+                self.span(index), -before : width - before
+            ]  # a plain slice, without padding
         return _fitted(values[self.span(index)], before, width - before, 0.0)
 
     def is_base(self, layer: Any) -> bool:
@@ -161,12 +163,12 @@ class Pass:
         return not self.stacked
 
     def product(self, layer: Any, name: str, x: torch.Tensor) -> torch.Tensor:
-        """Returns x Wᵀ with each row's client's W, for x [N, ..., in]; see `PassRows`."""
+        """Returns x Wᵀ with the W of each row's client, for x [N, ..., in]; see `PassRows`."""
         matrix = getattr(layer, name)["default"].weight
         if (parameter := self._names.get(matrix)) is None:  # frozen, so all clients share it
             return torch.nn.functional.linear(x, matrix)
         weight = self.stacked[parameter]
-        rows = x.flatten(1, -2)  # latent attention has layers on [N, 1, L, in]
+        rows = x.flatten(1, -2)  # multi-head latent attention has layers on [N, 1, L, in]
         if self._is_even:
             joint = rows.reshape(len(weight), -1, rows.size(-1))
             output = torch.bmm(joint, weight.mT).view(*rows.shape[:-1], -1)
@@ -177,9 +179,9 @@ class Pass:
         return output.view(*x.shape[:-1], -1)
 
     def dropped(self, layer: Any, x: torch.Tensor) -> torch.Tensor:
-        """Returns x [N, ..., in] after dropout with the masks that each part would draw alone.
+        """Returns x [N, ..., in] after dropout, with the same masks as if each part ran alone.
 
-        On a GPU, torch's dropout draws different masks from the same generator; see `PassRows`.
+        On a GPU the masks differ from those of torch's dropout kernel; see `PassRows`.
         """
         dropout = layer.lora_dropout["default"]
         probability = getattr(dropout, "p", 0.0)
@@ -195,17 +197,17 @@ class Pass:
         return x * torch.cat(fitted).div_(1 - probability).view_as(x)
 
     def fold(self, name: str, inputs: torch.Tensor, deltas: torch.Tensor) -> None:
-        """Adds a parameter's columns of all targets' rows; called by the backward pass."""
+        """Adds a parameter's columns to the rows of all targets; called by the backward pass."""
         columns = self._columns[name]
         for target in self.targets:
             own = target.rows[..., columns], target.coefficients
             add_weight_gradients_(*own, target.of_groups(inputs), target.of_groups(deltas))
 
     def add_targets(self, wanted: "Mapping[int, torch.Tensor]") -> dict[int, torch.Tensor]:
-        """Returns the Jacobians [M, d], by part, that the next backward pass fills.
+        """Returns Jacobians [M, d] by part, to be filled by the next backward pass.
 
         Args:
-            wanted: Coefficients [M, b] by part. Parts with equally many rows and objectives share
+            wanted: Coefficients [M, b] by part. Parts with coefficients of the same shape share
                 their products.
         """
         alike: dict[torch.Size, list[int]] = {}
@@ -225,24 +227,24 @@ class Pass:
 
 @dataclass(frozen=True, eq=False)
 class Target:
-    """Jacobians of several parts with equally many rows and objectives."""
+    """Jacobians of several parts with the same numbers of rows and objectives."""
 
     rows: torch.Tensor
-    """[C, M, d]"""
+    """Jacobians, [C, M, d]."""
     coefficients: torch.Tensor
-    """[C, M, b]"""
+    """Coefficients of the losses, [C, M, b]."""
     spans: list[slice] | None
-    """Where the parts' rows are; None for all rows."""
+    """Slices of the parts' rows; None for all rows."""
 
     def of_groups(self, values: torch.Tensor) -> torch.Tensor:
-        """Returns the values [N, ...] of the parts' rows, [C, b, ...]."""
+        """Extracts the parts' rows [C, b, ...] from values [N, ...]."""
         if self.spans is None:
             return values.unflatten(0, (len(self.rows), -1))
         return torch.stack([values[span] for span in self.spans])
 
 
 class Output:
-    """The model's output for the rows of one part, padded as the part is."""
+    """The model's output for the rows of one part, with the part's padding."""
 
     def __init__(self, place: PassPosition, logits: torch.Tensor, hidden: torch.Tensor) -> None:
         self.place = place
@@ -250,12 +252,12 @@ class Output:
 
     @property
     def hidden_states(self) -> tuple[torch.Tensor]:
-        """The last layer's, [b, Q + T, H], zero at padding."""
+        """Hidden states of the last layer, [b, Q + T, H], zero at padding."""
         return (self.place.joint.of_part(self._hidden, self.place.index),)
 
     @property
     def logits(self) -> torch.Tensor:
-        """[b, Q + T, V], zero at padding."""
+        """Logits, [b, Q + T, V], zero at padding."""
         return self.place.joint.of_part(self._logits, self.place.index)
 
     def response_logits(self, temperature: float) -> torch.Tensor:
@@ -268,7 +270,7 @@ class Output:
 
 
 def _widths(mask: torch.Tensor, context_length: int) -> tuple[int, int]:
-    """Returns the numbers of columns with tokens before and after the responses' beginning."""
+    """Returns the numbers of columns with tokens before and after the start of the responses."""
     columns = mask.any(0).nonzero()[:, 0].tolist()
     first = columns[0] if columns else context_length - 1
     last = columns[-1] + 1 if columns else context_length
@@ -276,7 +278,7 @@ def _widths(mask: torch.Tensor, context_length: int) -> tuple[int, int]:
 
 
 def _fitted(values: torch.Tensor, before: int, length: int, fill: float) -> torch.Tensor:
-    """Returns values [b, L, ...] moved right by `before` columns and cut or filled to a length.
+    """Shifts values [b, L, ...] right by `before` columns, and cuts or pads them to a length.
 
     `length` counts from the first column of the values.
     """

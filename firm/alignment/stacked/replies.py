@@ -1,4 +1,4 @@
-"""Sampling in joint passes: each client gets the replies that it would sample alone."""
+"""Sampling in joint passes, with the same replies as if each client sampled alone."""
 
 import torch
 
@@ -7,7 +7,7 @@ from firm.alignment.stacked.passes import Part
 
 
 class SamplingState:
-    """The replies to one client's prompts while they are sampled."""
+    """State of sampling the replies to one client's prompts."""
 
     def __init__(self, part: Part) -> None:
         assert part.config is not None
@@ -19,15 +19,15 @@ class SamplingState:
         self._rows = torch.arange(len(part.token_ids), device=device)  # still in the batch
         self._ends = torch.tensor(list(part.end_ids), device=device)
         self.num_open = len(self._rows)
-        """Number of replies that have not ended; 0 at the greatest length."""
+        """Number of unfinished replies; 0 at the maximum length."""
 
     def sample(self, logits: torch.Tensor) -> torch.Tensor:
-        """Returns the next tokens of the rows in the batch, [n], by their logits [n, V]."""
+        """Samples the next tokens [n] of the rows in the batch from their logits [n, V]."""
         if not self.num_open:
             return torch.zeros_like(self._rows)
         scores = logits / (self._config.temperature + TEMPERATURE_GUARD)
         probabilities = torch.softmax(scores, dim=-1)
-        # torch.multinomial draws for all rows, so rows that have ended use up random numbers too
+        # torch.multinomial draws for all rows, so finished rows must consume random numbers too
         draws = probabilities.new_empty(len(self._is_open), logits.size(-1))
         draws.exponential_(generator=self._part.generator)
         chosen = (probabilities / draws[self._rows]).argmax(-1)
@@ -43,12 +43,12 @@ class SamplingState:
         return chosen
 
     def keep(self, count: int) -> torch.Tensor:
-        """Keeps `count` rows in the batch, with all open ones; returns their indices in it."""
+        """Keeps `count` rows in the batch, including all unfinished ones; returns their indices."""
         places = self._is_open[self._rows].int().argsort(descending=True, stable=True)[:count]
         self._rows = self._rows[places]
         return places
 
     def result(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Returns token ids [b, Q + T], -1 after an end, and log-probabilities [b, T]."""
+        """Returns token ids [b, Q + T], -1 after the end, and log-probabilities [b, T]."""
         tokens = torch.stack(self._tokens, dim=1)
         return torch.cat([self._part.token_ids, tokens], 1), torch.stack(self._logprobs, dim=1)

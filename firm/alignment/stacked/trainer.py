@@ -14,7 +14,7 @@ from firm.federation.lockstep import clock, together
 
 
 def stacked_trainers(trainer: MultiObjectiveTrainer) -> "Callable[[], StackedTrainer]":
-    """Returns a factory of trainers of the same policy with separate adapters.
+    """Returns a factory of trainers that share this policy but have separate adapters.
 
     In ``lockstep`` their passes are one large batch (`StackedModel`), and a reward model scores
     the replies of all in one call.

@@ -425,8 +425,8 @@ def test_a_folder_has_the_adapter_at_equal_shares_and_folds_at_any(
     [
         ([1, 1, 1], "conditioned on 2 objectives, got a preference"),
         ([0, 0], "not all zero"),
-        ([-1, 2], "not negative"),
-        ([float("nan"), 1], "finite shares"),
+        ([-1, 2], "non-negative"),
+        ([float("nan"), 1], "must be finite"),
     ],
 )
 def test_a_preference_that_cannot_be_folded_is_refused(make_conditioned, preference, message):
@@ -456,7 +456,9 @@ def test_an_estimator_that_compares_no_replies_is_refused(make_trainer, letter_c
 def test_an_adapter_of_one_trade_off_and_a_single_objective_are_refused(make_policy, tmp_path):
     policy = make_policy()
     save_adapter(policy, tmp_path)
-    with pytest.raises(ValueError, match=r"has no conditioned\.safetensors, and so one trade-off"):
+    with pytest.raises(
+        ValueError, match=r"has no conditioned\.safetensors, hence only one trade-off"
+    ):
         fill_adapter_(policy, tmp_path, "base", preference=[1, 1])
     with pytest.raises(ValueError, match="must be none with a single objective"):
         Conditioned(Lora(LoraSettings()), 1)

@@ -117,7 +117,7 @@ def test_an_adapter_of_other_vectors_is_refused(make_small, make_policy, checkpo
         parameter.data = torch.randn_like(parameter)
     save_adapter(ordinary, tmp_path / "ordinary")
     before = copy_adapter(adapter_parameters(policy))
-    with pytest.raises(ValueError, match="is not of the layer's own singular vectors"):
+    with pytest.raises(ValueError, match="is not made of the layer's singular vectors"):
         fill_adapter_(policy, tmp_path / "ordinary", str(checkpoint))
     save_adapter(make_small(r=2), tmp_path / "smaller")
     with pytest.raises(ValueError, match="has shape"):

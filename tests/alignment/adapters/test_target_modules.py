@@ -248,7 +248,9 @@ def test_an_adapter_that_peft_made_of_a_tied_head_is_loaded(names, tmp_path):
     other = load_base_model(config)
     other.get_input_embeddings().weight.data += 1
     other.save_pretrained(tmp_path / "other")
-    with pytest.raises(ValueError, match=r"base_layer.weight is not the base model's: give an ad"):
+    with pytest.raises(
+        ValueError, match=r"base_layer.weight differs from the base model's: use an ad"
+    ):
         load_adapters(
             PolicyConfig(path=str(tmp_path / "other")), [tmp_path / "adapter"], check_base=False
         )
