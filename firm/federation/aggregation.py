@@ -32,7 +32,7 @@ class ServerStep:
     num_clients: int
     """Total number of clients, C."""
     num_refused: int
-    """Number of clients with rejected answers."""
+    """Number of clients that count as attackers, because of a rejected answer or by an option."""
     memory: State
     """State of the strategy between rounds."""
     weights: Sequence[float] = ()

@@ -1,8 +1,20 @@
 """Errors that end a round or the work of a client; they need no library to be caught."""
 
+from collections.abc import Sequence
+
 
 class RoundFailed(RuntimeError):
-    """Raised when too few clients finish a round; the last checkpoint is still valid."""
+    """Raised when too few clients finish a round; the last checkpoint is still valid.
+
+    Args:
+        message: Why.
+        asked: Names of the clients that received a request.
+        failed: Names of those that did not answer, or whose answers were refused.
+    """
+
+    def __init__(self, message: str, *, asked: Sequence[str] = (), failed: Sequence[str] = ()):
+        super().__init__(message)
+        self.asked, self.failed = tuple(asked), tuple(failed)
 
 
 class ProcessLost(RuntimeError):

@@ -14,7 +14,7 @@ import torch
 from pydantic import PlainValidator, ValidationInfo
 
 from firm.federation.aggregation import Transform
-from firm.federation.client import Adapter, Client, Reply
+from firm.federation.client import Adapter, Client, Failure, Reply
 from firm.federation.messages import Request, Update
 from firm.federation.schema import Invalid, context, invalid, read_record, shown
 from firm.registry import Registry
@@ -123,6 +123,10 @@ class Option:
     def quorum(self, num_refused: int) -> tuple[int, str]:
         """Returns the minimum number of answers, and text to follow it in an error message."""
         return 0, ""
+
+    def exposes(self, failure: Failure) -> bool:
+        """Returns whether a client counts as an attacker although no answer of it was rejected."""
+        return False
 
     def collected(self, this_round: "Round", replies: list[Reply]) -> list[Reply]:
         """Returns the valid replies of a training in the form that the strategy uses."""

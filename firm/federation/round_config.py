@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 from annotated_types import Ge
 
 from firm.federation.aggregation import Aggregation, Count, Mean, ServerStep, Transform, chain
-from firm.federation.client import Capability, Client, missing
+from firm.federation.client import Capability, Client, Failure, missing
 from firm.federation.messages import Request
 from firm.federation.option import Option
 from firm.federation.training import LocalTraining
@@ -15,6 +15,7 @@ from firm.fields import (
     NOT_IN_PAPER,
     BoundedInt,
     Hint,
+    NonNegativeInt,
     NumRounds,
     PositiveFloat,
     PositiveInt,
@@ -46,7 +47,10 @@ class RoundConfig:
     """Clients that take part in every round, such as attackers; the remaining places are filled by
     sampling."""
     quorum: Annotated[PositiveInt, NOT_IN_PAPER] = 1
-    """Minimum number of updates in a round; with fewer the run stops."""
+    """Minimum number of updates in a round; with fewer the round fails."""
+    round_retries: Annotated[NonNegativeInt, NOT_IN_PAPER] = 1
+    """Number of times that a failed round is tried again before the run stops. Sampled clients that
+    failed are replaced by others as far as there are any."""
     max_update_norm: Annotated[PositiveFloat | None, Hint("null accepts any"), NOT_IN_PAPER] = None
     """Maximum norm ‖θ_c - θ_t‖ of an accepted update; null accepts any norm."""
     share_gram: Annotated[bool, NOT_IN_PAPER] = False
@@ -131,6 +135,18 @@ class RoundConfig:
             if is_needed and capability not in kind.capabilities:
                 name = f"strategy.name {self.name}"
                 raise ValueError(missing(kind.__name__, capability, strategy=name))
+
+    def num_exposed(self, failures: Sequence[Failure]) -> int:
+        """Returns the number of clients that count as attackers.
+
+        They are those with rejected answers, and others that an option names.
+        """
+        exposed = {
+            failure.client
+            for failure in failures
+            if failure.is_refused or any(option.exposes(failure) for option in self.options)
+        }
+        return len(exposed)
 
     def least_answers(self, num_refused: int) -> tuple[int, str]:
         """Returns the minimum number of answers in a round, and the reason for the message."""

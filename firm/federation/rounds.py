@@ -1,7 +1,8 @@
 """A round of any strategy: sample clients, send requests, drop invalid answers, report."""
 
+import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, TypeVar
 
@@ -11,20 +12,24 @@ import torch
 from firm.federation.aggregation import ServerStep
 from firm.federation.client import Adapter, Failure, Reply, State
 from firm.federation.engines.engine import Engine
+from firm.federation.errors import RoundFailed
 from firm.federation.messages import Request, Update
 from firm.federation.randomness import derive_seed
 from firm.federation.round_config import RoundConfig
 from firm.federation.server import (
     Check,
+    FailedAttempt,
     ServerState,
     accept,
-    num_refused,
     round_metrics,
 )
 from firm.registry import did_you_mean
 from firm.solvers.fixed import fixed_weights
 
+logger = logging.getLogger(__name__)
+
 RequestType = TypeVar("RequestType", bound=Request)
+Result = TypeVar("Result")
 
 
 class Round:
@@ -43,12 +48,16 @@ class Round:
             round_number=self.number,
             count=cfg.clients_per_round,
             always=cfg.always,
+            attempt=len(state.attempts),
+            absent={name for attempt in state.attempts for name in attempt.failed},
         )
         self.failures: list[Failure] = []
         """Clients that did not answer or sent rejected answers so far."""
         self._bytes: dict[str, list[int]] = {}  # bytes [down, up] by client
         self.entries: State = {}
         """Entries of the round's row so far, JSON-able."""
+        if state.attempts:
+            self.entries["retries"] = len(state.attempts)
 
     @property
     def adapter(self) -> Adapter:
@@ -170,11 +179,41 @@ class Round:
             start=self._state.adapter,
             updates=[reply.content for reply in replies],
             round=self.number,
-            sampled=self.sampled,
+            # also a failed attempt's requests may have been answered
+            sampled=[
+                *(n for attempt in self._state.attempts for n in attempt.asked),
+                *self.sampled,
+            ],
             num_clients=self._num_clients,
-            num_refused=num_refused(self.failures),
+            num_refused=self._cfg.num_exposed(self.failures),
             memory=self._state.memory if memory is None else memory,
         )
+
+
+def with_retries(
+    strategy: Callable[..., Result],
+    state: ServerState,
+    clients: Sequence[str],
+    engine: Engine,
+    cfg: RoundConfig,
+) -> Result:
+    """Returns the result of a strategy's round, trying again if too few clients finish it.
+
+    Of the clients that may be sampled, those that failed are asked again only if there are too few
+    others.
+
+    Raises:
+        RoundFailed: The round has failed ``cfg.round_retries`` times and once more.
+    """
+    while True:
+        try:
+            return strategy(state, clients, engine, cfg)
+        except RoundFailed as error:
+            if len(state.attempts) >= cfg.round_retries:
+                raise
+            logger.warning("%s Trying the round again.", error)
+            attempt = FailedAttempt(error.asked, error.failed)
+            state = replace(state, attempts=(*state.attempts, attempt))
 
 
 def sample_clients(
@@ -184,6 +223,8 @@ def sample_clients(
     round_number: int,
     count: int | None = None,
     always: Sequence[str] = (),
+    attempt: int = 0,
+    absent: Collection[str] = (),
 ) -> list[str]:
     """Returns the clients of a round, drawn without replacement, in their given order.
 
@@ -196,6 +237,8 @@ def sample_clients(
         count: Number of clients, from 1 to C; all by default.
         always: Names of clients that take part in every round. The others are sampled for the
             remaining places; there must be at least one.
+        attempt: Number of failed attempts at the round, each of which has a draw of its own.
+        absent: Names of clients that are drawn only if there are too few others.
 
     >>> sample_clients(["a", "b", "c"], seed=0, round_number=1)
     ['a', 'b', 'c']
@@ -220,9 +263,11 @@ def sample_clients(
             f"got {count}."
         )
     others = [name for name in clients if name not in always]
-    generator = np.random.default_rng(derive_seed(seed, "sampling", round_number))
-    drawn = generator.permutation(len(others))[: count - num_always].tolist()
-    chosen = {*always, *(others[index] for index in drawn)}
+    retry = [attempt] if attempt else []
+    generator = np.random.default_rng(derive_seed(seed, "sampling", round_number, *retry))
+    order = [others[index] for index in generator.permutation(len(others)).tolist()]
+    present_first = sorted(order, key=lambda name: name in absent)  # stable
+    chosen = {*always, *present_first[: count - num_always]}
     return [name for name in clients if name in chosen]
 
 

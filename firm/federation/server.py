@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from math import inf, isfinite
 from statistics import median
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 import torch
 
@@ -28,8 +28,18 @@ from firm.schema import Count, Named, NonNegative
 
 register(
     Quantity("seconds", kind="round", type=NonNegative),
+    Quantity("retries", kind="round", type=Count),
     Quantity("dropped_fields", kind="round", type=Named[Count]),
 )
+
+
+class FailedAttempt(NamedTuple):
+    """An attempt at a round that too few clients finished."""
+
+    asked: tuple[str, ...]
+    """Names of the clients that received a request."""
+    failed: tuple[str, ...]
+    """Names of those that did not answer, or whose answers were refused."""
 
 
 @dataclass(frozen=True)
@@ -48,6 +58,8 @@ class ServerState:
     """Last round with an accepted update, by client; clients without one are absent."""
     memory: State = field(default_factory=dict)
     """State of the strategy between rounds, such as the last round's weights."""
+    attempts: tuple[FailedAttempt, ...] = ()
+    """Failed attempts at the next round; never in a checkpoint."""
 
     def advance(
         self, adapter: Adapter, clients: Sequence[str], *, memory: State | None = None
@@ -62,11 +74,15 @@ class ServerState:
         finished = self.round + 1
         accepted = {**self.accepted, **dict.fromkeys(clients, finished)}
         memory = self.memory if memory is None else memory
-        return replace(self, adapter=adapter, round=finished, accepted=accepted, memory=memory)
+        return replace(
+            self, adapter=adapter, round=finished, accepted=accepted, memory=memory, attempts=()
+        )
 
     def to_state(self) -> State:
         """Returns the state in the form saved in a checkpoint; the inverse of ``from_state``."""
-        return {**vars(self), "objectives": list(self.objectives)}
+        content = {**vars(self), "objectives": list(self.objectives)}
+        del content["attempts"]  # a run that resumes begins the round anew
+        return content
 
     @classmethod
     def from_state(cls, state: State) -> Self:
@@ -121,14 +137,16 @@ def accept(
             all_failures.append(failure)
         else:
             accepted.append(reply)
-    quorum, why = cfg.least_answers(num_refused(all_failures))
+    quorum, why = cfg.least_answers(cfg.num_exposed(all_failures))
     if len(accepted) < quorum and not may_fail:
         reasons = "; ".join(by_reason((each.client, each.reason) for each in all_failures))
         causes = [failure.cause for failure in all_failures if failure.cause]
         raise RoundFailed(
             f"{len(accepted) or 'no'} client{'s' * (len(accepted) != 1)} finished round "
             f"{request.round}, quorum {quorum}{why} ({reasons or 'no failures'}); repair the "
-            f"cause, then resume from round {request.round - 1}."
+            f"cause, then resume from round {request.round - 1}.",
+            asked=sorted({each.client for each in (*replies, *all_failures)}),
+            failed=sorted({each.client for each in all_failures}),
         ) from (causes[0] if causes else None)
     return accepted, all_failures
 
@@ -147,11 +165,6 @@ def _uncommon(
         problem or (f"its answer has {value}, the others' {usual}" if value != usual else None)
         for problem, value in zip(problems, values, strict=True)
     ]
-
-
-def num_refused(failures: Sequence[Failure]) -> int:
-    """Returns the number of clients that sent an answer that was refused."""
-    return len({failure.client for failure in failures if failure.is_refused})
 
 
 def _received(reply: Reply, request: Request) -> tuple[Reply, str | None]:

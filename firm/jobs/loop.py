@@ -7,6 +7,7 @@ from typing import Any
 
 from firm.federation.client import State
 from firm.federation.engines.engine import Engine
+from firm.federation.rounds import with_retries
 from firm.federation.server import ServerState
 from firm.federation.strategies import STRATEGIES, StrategyConfig
 from firm.federation.user_code import user_code
@@ -150,6 +151,6 @@ def train(wing: Wing, engine: Engine, clients: Sequence[str], cfg: StrategyConfi
     while not wing.is_done(state):
         before = state
         with user_code(f"strategy {cfg.name!r}", but=(Exception,)):  # may raise SystemExit
-            state, metrics = STRATEGIES[cfg.name](state, clients, engine, cfg)
+            state, metrics = with_retries(STRATEGIES[cfg.name], state, clients, engine, cfg)
         wing.end_round(engine, before, state, metrics)
     return state

@@ -12,7 +12,7 @@ from typing import Annotated, ClassVar, TypeVar
 import torch
 
 from firm.federation.aggregation import ServerStep, Transform, moved
-from firm.federation.client import Adapter, State
+from firm.federation.client import Adapter, Failure, State
 from firm.federation.messages import Update
 from firm.federation.option import Need, Option
 from firm.federation.round_config import RoundConfig
@@ -86,6 +86,11 @@ class RobustConfig(Option):
     clip_norm: Annotated[PositiveFloat | None, Hint("null uses the median norm")] = None
     """Maximum norm ‖θ_c - θ_t‖ of norm_clipping; null uses the median norm."""
 
+    count_silent: bool = False
+    """Count clients that do not answer as attackers, as those with rejected answers. A round then
+    needs fewer updates; but honest clients may be silent too, and each leaves the rule prepared for
+    one attacker fewer."""
+
     def __post_init__(self) -> None:
         if self.rule == "none" and self.num_attackers > 0:
             raise ValueError(
@@ -118,7 +123,7 @@ class RobustConfig(Option):
         """Returns the maximum number of attackers among the accepted updates.
 
         Every refused answer counts as one of the f assumed attackers. Clients that fail or do not
-        answer are not counted, because honest clients may do so too.
+        answer are not counted, because honest clients may do so too, unless with ``count_silent``.
         """
         return max(0, self.num_attackers - num_refused)
 
@@ -130,6 +135,10 @@ class RobustConfig(Option):
                 f"robust.rule {self.rule} with num_attackers {self.num_attackers} needs "
                 f"clients_per_round of at least {self.min_updates}, got {cfg.clients_per_round}."
             )
+
+    def exposes(self, failure: Failure) -> bool:
+        """Returns whether a silent client counts as an attacker."""
+        return self.count_silent and self.rule != "none"
 
     def quorum(self, num_refused: int) -> tuple[int, str]:
         """Returns the minimum number of updates with the remaining attackers among them."""

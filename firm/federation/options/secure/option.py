@@ -221,5 +221,7 @@ def _failed(this_round: Round, problem: str) -> RoundFailed:
     reasons = "; ".join(by_reason((each.client, each.reason) for each in this_round.failures))
     return RoundFailed(
         f"the sum of round {number} could not be opened: {problem} ({reasons or 'no failures'}); "
-        f"repair the cause, then resume from round {number - 1}."
+        f"repair the cause, then resume from round {number - 1}.",
+        asked=this_round.sampled,
+        failed=sorted({failure.client for failure in this_round.failures}),
     )
