@@ -72,6 +72,9 @@ class Front:
     mean of two of them is that adapter at the preference in between."""
     num_scored: dict[str, int] = field(default_factory=dict)
     """Number of test prompts by objective, for objectives that do not apply to all prompts."""
+    validation: dict[str, dict[str, float]] = field(default_factory=dict)
+    """Mean calibrated rewards on the validation prompts, by point name and objective. Selecting
+    points by them keeps the rewards on the test prompts free of selection bias."""
 
     def __post_init__(self) -> None:
         if not self.objectives or len(set(self.objectives)) < len(self.objectives):
@@ -92,6 +95,8 @@ class Front:
             )
         for point in self.points:
             self._check_point(point)
+        for name, rewards in self.validation.items():
+            self._check_figures(f"the validation rewards of {name!r}", rewards)
 
     def _check_point(self, point: Point) -> None:
         for what, text in (
@@ -141,6 +146,22 @@ class Front:
     def rewards(self) -> np.ndarray:
         """Returns the rewards of all points, shape [N, M]."""
         rows = [[point.rewards[name] for name in self.objectives] for point in self.points]
+        return np.array(rows, dtype=np.float64).reshape(len(rows), len(self.objectives))
+
+    @property
+    def has_validation(self) -> bool:
+        """Whether all points have rewards on the validation prompts."""
+        return all(point.name in self.validation for point in self.points)
+
+    def selection_rewards(self) -> np.ndarray:
+        """Returns the rewards by which points are selected, shape [N, M].
+
+        These are the rewards on the validation prompts, or on the test prompts if a point lacks
+        them.
+        """
+        if not self.has_validation:
+            return self.rewards()
+        rows = [[self.validation[p.name][name] for name in self.objectives] for p in self.points]
         return np.array(rows, dtype=np.float64).reshape(len(rows), len(self.objectives))
 
     def preferences(self) -> np.ndarray:
@@ -193,9 +214,8 @@ class Front:
         Raises:
             ValueError: When the file does not hold a valid front; names the invalid entry.
         """
-        return read_record(
-            path, cls, version=_FORMAT, added={"is_conditioned": False, "num_scored": {}}
-        )
+        added = {"is_conditioned": False, "num_scored": {}, "validation": {}}
+        return read_record(path, cls, version=_FORMAT, added=added)
 
 
 def _check_shown(what: str, text: str) -> None:

@@ -32,7 +32,8 @@ def nearest(front: Front, target: Sequence[float], *, any_point: bool = False) -
             f"{'' if any_point else ' and is neither dominated nor collapsed'}: train more models."
         )
     distances = np.linalg.norm(candidates.preferences() - shares, axis=1)
-    values = np.where(distances <= distances.min() + _SAME, candidates.rewards() @ shares, -np.inf)
+    values = candidates.selection_rewards() @ shares
+    values = np.where(distances <= distances.min() + _SAME, values, -np.inf)
     return candidates.points[int(values.argmax())]
 
 
@@ -43,7 +44,7 @@ def neighbours(front: Front, target: Sequence[float]) -> list[tuple[Point, float
     triangle around `target`, or fewer models if they suffice. Among all mixtures that give it, the
     one with the smallest spread ``Σ share · |preference - target|²`` is chosen, which is a simplex
     of the Delaunay triangulation; ties are broken by the best expected reward under `target`.
-    Excludes models that have collapsed, are dominated within their seed or have no preference.
+    Excludes models that have collapsed, are dominated by any other model or have no preference.
     Falls back to the nearest model if no seed's preferences enclose the target.
 
     Returns:
@@ -56,7 +57,7 @@ def neighbours(front: Front, target: Sequence[float]) -> list[tuple[Point, float
     mixtures = [
         mixture
         for seed in sorted({point.seed for point in front.points})
-        for mixture in _mixtures(sound(front.of_seed(seed)), shares)
+        for mixture in _mixtures(sound(front).of_seed(seed), shares)
     ]
     if not mixtures:
         return [(nearest(front, target), 1.0)]
@@ -104,7 +105,7 @@ def sound(front: Front) -> Front:
     speaking = replace(front, points=tuple(p for p in front.points if p.collapse is None))
     if not speaking.points:
         return speaking
-    kept = non_dominated(speaking.rewards())
+    kept = non_dominated(speaking.selection_rewards())
     points = tuple(p for p, is_kept in zip(speaking.points, kept, strict=True) if is_kept)
     return _with_preference(replace(speaking, points=points))
 
@@ -122,7 +123,7 @@ class _Mixture:
 
 def _mixtures(front: Front, target: np.ndarray) -> Iterator[_Mixture]:
     """Yields all mixtures of at most M models that give the target with positive shares."""
-    preferences, values = front.preferences(), front.rewards() @ target
+    preferences, values = front.preferences(), front.selection_rewards() @ target
     distances = np.linalg.norm(preferences - target, axis=1)
     for size in range(1, min(len(front.objectives), len(front.points)) + 1):
         sets = np.array(list(combinations(range(len(front.points)), size)))  # [K, size]

@@ -26,8 +26,8 @@ def reaching(front: Front, target: Sequence[float]) -> list[tuple[Point, float]]
     minimum-norm convex combination of ``gain - Σ gain · target``. The simplex with the smallest
     miss is chosen; among several that reach the target, the one with the largest gains.
 
-    Excludes models that have collapsed or are dominated within their seed. Intended for fronts with
-    one conditioned adapter per seed: it is linear in the preference, so that folding it at the
+    Excludes models that have collapsed or are dominated by any other model. Intended for fronts
+    with one conditioned adapter per seed: it is linear in the preference, so that folding it at the
     mixed preference gives the mixture of the models.
 
     Args:
@@ -42,17 +42,18 @@ def reaching(front: Front, target: Sequence[float]) -> list[tuple[Point, float]]
     """
     target_shares = as_shares(target, len(front.objectives), name="the target trade-off")
     seeds = sorted({point.seed for point in front.points})
-    fronts = [own for seed in seeds if (own := sound(front.of_seed(seed))).points]
+    eligible = sound(front)
+    fronts = [own for seed in seeds if (own := eligible.of_seed(seed)).points]
     if not fronts:
         raise ValueError(
             f"none of the {len(front.points)} models has a preference and is neither dominated nor "
             "collapsed: train more models."
         )
-    rewards = np.concatenate([own.rewards() for own in fronts])
+    rewards = np.concatenate([own.selection_rewards() for own in fronts])
     least, ranges = rewards.min(axis=0), np.ptp(rewards, axis=0)
     found = []
     for own in fronts:
-        gains = (own.rewards() - least) / np.where(ranges > 0, ranges, 1.0)
+        gains = (own.selection_rewards() - least) / np.where(ranges > 0, ranges, 1.0)
         totals = gains.sum(axis=1, keepdims=True)
         misses = gains - totals * target_shares  # [N, M], linear in the models
         misses = misses.round(12)  # squares of smaller values would underflow in the Gram matrix

@@ -391,6 +391,10 @@ class _LanguageWing(Wing):
         """
         base, final = self._base["test"], self._evaluate(state.adapter, self._loaded.test, "test")
         self.book.log(final.row(base, round=state.round, split="test"))
+        if self._loaded.validation and not self._cfg.rounds:  # rounds measure it otherwise
+            measured = self._evaluate(state.adapter, self._loaded.validation, "validation")
+            row = measured.row(self._base["validation"], round=state.round, split="validation")
+            self.book.log(row)
         for row in self._final_front(state):
             self.book.log(row)
         self._log_samples(final, state)
@@ -428,15 +432,17 @@ class _LanguageWing(Wing):
         Stops adding rows when a gap is too narrow for a distinct name. Appends the added
         preferences to `preferences`.
         """
-        rows = self._at_preferences(state, "test")
+        rows, extra = self._at_preferences(state, "test"), list[Row]()
         for _ in range(self._cfg.evaluation.num_refined):
             rewards = [[row["rewards"][name]["mean"] for name in self._cfg.rewards] for row in rows]
             gap = widest_gap(np.array(self.preferences), np.array(rewards))
             if split_at("test", gap) in {row["split"] for row in rows}:
                 break
             rows.append(self._at_preference(state, "test", gap))
+            if self._loaded.validation:
+                extra.append(self._at_preference(state, "validation", gap))
             self.preferences.append(gap)
-        return rows
+        return [*rows, *extra]
 
     def _evaluate(
         self,

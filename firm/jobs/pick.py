@@ -17,7 +17,7 @@ from firm.federation.aggregation import weighted_mean
 from firm.federation.client import Adapter
 from firm.federation.outside import legible
 from firm.fronts.front import Front, Point
-from firm.fronts.nearest import Expectation, expected_rewards, nearest, neighbours
+from firm.fronts.nearest import Expectation, expected_rewards, nearest, neighbours, sound
 from firm.fronts.reach import mean_preference, reaching
 from firm.jobs.model_card import markdown_table, markdown_text, model_card
 from firm.registry import did_you_mean
@@ -114,7 +114,13 @@ class PickedModel:
             )
         else:
             nearby = " It was trained for another preference, the nearest there is."
-        return f"Measured on {prompts} at the end of its run.{nearby}"
+        selected = (
+            " It was selected by rewards on validation prompts."
+            if self.front.has_validation
+            else " It was selected on the same prompts, so expect a little less: runs with "
+            "evaluation.num_validation_prompts above 0 select on others."
+        )
+        return f"Measured on {prompts} at the end of its run.{selected}{nearby}"
 
     @property
     def made(self) -> str:
@@ -162,7 +168,7 @@ def pick(cfg: PickConfig) -> PickedModel:
     if front.is_conditioned:
         around = reaching(front, target)
         preference = mean_preference(around)
-        candidates = front.of_seed(around[0][0].seed)
+        candidates = sound(front).of_seed(around[0][0].seed)
     else:
         around = neighbours(front, target) if cfg.merge else []
     parts = around if cfg.merge else [(nearest(candidates, preference), 1.0)]

@@ -179,7 +179,7 @@ def front_of(
 
     Excludes points without a valid final evaluation in the log, with a warning.
     """
-    points, records = [], []
+    points, records, validation = [], [], {}
     for name, point in sweep.manifest["points"].items():
         if point["method"] != method:
             continue
@@ -204,6 +204,10 @@ def front_of(
                 )
             )
             records.append(record)
+            rows = record.evaluations.get("validation", [])
+            if rows and rows[-1]["round"] == final["round"] and rows[-1] is not rows[0]:
+                means = {n: rows[-1]["rewards"][n]["mean"] for n in record.objectives}
+                validation[name] = means
     if not records:
         raise UserError(f"{method} has no run with a valid final evaluation; run its points again.")
     header, first = records[0].header, records[0].evaluations["test"]
@@ -216,6 +220,7 @@ def front_of(
         strategy=method,
         num_prompts=first[0]["num_prompts"],
         num_scored=num_scored(first[0], objectives),
+        validation=validation,
     )
 
 

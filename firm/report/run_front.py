@@ -74,6 +74,7 @@ def front_of_run(record: Record) -> Front | None:
     if len(rows) < 2:
         return None
     base = record.evaluations["test"][0]
+    chosen = _rows(record, "validation").get(record.num_rounds, [])
     return Front(
         objectives=record.objectives,
         points=tuple(
@@ -95,6 +96,13 @@ def front_of_run(record: Record) -> Front | None:
         num_prompts=base["num_prompts"],
         is_conditioned=True,
         num_scored=num_scored(base, record.objectives),
+        validation={
+            preference_folder(row["preference"]): {
+                name: row["rewards"][name]["mean"] for name in record.objectives
+            }
+            for row in chosen
+            if rewards_of(row, record.objectives) is not None
+        },
     )
 
 
@@ -102,7 +110,11 @@ def volume_section(run: Setting) -> Section:
     """Returns the hypervolume of a conditioned run on the validation prompts over the rounds."""
     record = run.records[0]
     volumes: dict[int, float] = {}
-    for round_number, rows in _rows(record, "validation").items():
+    by_round = _rows(record, "validation")
+    splits = [{row["split"] for row in rows} for rows in by_round.values()]
+    common = set.intersection(*splits) if splits else set()  # the last round may have refined ones
+    for round_number, every_row in by_round.items():
+        rows = [row for row in every_row if row["split"] in common]
         rewards = [rewards_of(row, record.objectives) for row in rows]
         known = np.array([own for own in rewards if own is not None])
         if len(known) == len(rows) > 1 and (known > 0).all():

@@ -1,3 +1,4 @@
+from dataclasses import replace
 from itertools import combinations
 
 import numpy as np
@@ -135,10 +136,23 @@ def test_collapsed_and_dominated_models_take_no_part(build_point, build_front):
         build_point(r, preference=(n, 4 - n), collapse="mute" if n == 3 else None)
         for n, r in rewards.items()
     ]
-    front = build_front([*points, build_point((1, 1), preference=(1, 1), seed=1)])
-    for want, corners in (((1, 3), [0, 2]), ((3, 1), [2, 4])):  # of another seed harms nobody
-        found = neighbours(front, want)
+    for want, corners in (((1, 3), [0, 2]), ((3, 1), [2, 4])):
+        found = neighbours(build_front(points), want)
         assert sorted(point.preference[0] for point, _ in found) == corners
+    best = build_point((1, 1), preference=(1, 1), seed=1)
+    assert neighbours(build_front([*points, best]), (1, 3)) == [(best, 1.0)]
+
+
+def test_models_are_selected_by_their_rewards_on_validation_prompts(build_point, build_front):
+    lucky = build_point((0.9, 0.9), preference=(1, 1), seed=0)
+    good = build_point((0.5, 0.5), preference=(1, 1), seed=1)
+    front = build_front([lucky, good])
+    assert nearest(front, (1, 1)) == lucky
+    means = {lucky.name: {"a": 0.4, "b": 0.4}, good.name: {"a": 0.6, "b": 0.6}}
+    assert nearest(replace(front, validation=means), (1, 1)) == good
+    assert neighbours(replace(front, validation=means), (1, 1)) == [(good, 1.0)]
+    only_one = {good.name: means[good.name]}
+    assert nearest(replace(front, validation=only_one), (1, 1)) == lucky
 
 
 def test_outside_of_every_seeds_models_it_is_the_nearest(build_point, build_front):

@@ -41,5 +41,5 @@ def bent(trained, tmp_path_factory) -> Path:
         first, _ = point.preference or ()
         rewards = dict(zip(front.objectives, (first**2, 1 - first**2), strict=True))
         points.append(replace(point, rewards=rewards, collapse=None))
-    replace(front, points=tuple(points)).save(place / "front.json")
+    replace(front, points=tuple(points), validation={}).save(place / "front.json")
     return place

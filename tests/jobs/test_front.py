@@ -61,6 +61,9 @@ def test_the_run_s_page_is_the_front_and_its_points_are_ordinary_adapters(traine
         (row,) = read_rows(trained, "evaluation", split=split_at("test", point.preference))
         assert row["preference"] == list(point.preference)
         assert point.rewards == {name: row["rewards"][name]["mean"] for name in front.objectives}
+        *_, row = read_rows(trained, "evaluation", split=split_at("validation", point.preference))
+        means = {name: row["rewards"][name]["mean"] for name in front.objectives}
+        assert front.validation[point.name] == means != point.rewards
         folded = load_file(trained / point.adapter / "adapter_model.safetensors")
         assert folded.keys() == centre.keys()
         for name, value in centre.items():
@@ -120,8 +123,10 @@ def test_the_widest_gaps_of_the_final_front_are_measured_too(tmp_path):
     ]
     for point in front.points:
         assert (run / point.adapter / "adapter_model.safetensors").is_file()
-    rounds = read_rows(run, "evaluation", split=split_at("validation", [0.5, 0.5]))
-    assert rounds == []  # the rounds are measured where all have the same preferences
+    rows = read_rows(run, "evaluation", split=split_at("validation", [0.5, 0.5]))
+    last = read_rows(run, "round")[-1]["round"]
+    assert [row["round"] for row in rows] == [last]  # earlier rounds do not have the preference
+    assert set(front.validation) == set(names)
     page = (run / "report.html").read_text()
     assert all(f">{name}</" in page for name in names)
 

@@ -84,8 +84,14 @@ def test_the_nearest_adapter_is_named_with_what_it_earned(front, capsys):
     assert "0.600 ± 0.020" in printed
     assert "Measured on 8 held-out prompts" in printed
     assert "nearest there is" in printed
+    assert "selected on the same prompts, so expect a little less" in printed
+    whole = Front.load(front)
+    means = {point.name: point.rewards for point in whole.points}
+    replace(whole, validation=means).save(front)
     pick(front, "brevity=1,positivity=0")
-    assert "nearest there is" not in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert "nearest there is" not in printed
+    assert "selected by rewards on validation prompts" in printed
 
 
 def test_neighbours_are_merged_by_their_shares_into_a_whole_folder(front, run, tmp_path, capsys):

@@ -137,6 +137,10 @@ def test_a_soup_is_judged_beside_the_base_model_and_not_beside_itself(swept):
     fronts = [Front.load(swept / f"{name}.front.json") for name in ("firm", "soups")]
     record = read_record(swept / "points/soups-50_50-seed_0")  # without rounds
     base, final = record.evaluations["test"]
+    rewards = record.evaluations["validation"][-1]["rewards"]
+    own = {name: rewards[name]["mean"] for name in fronts[1].objectives}
+    assert fronts[1].validation["soups-50_50-seed_0"] == own
+    assert all(front.has_validation for front in fronts)
     assert {name: base["rewards"][name]["mean"] for name in record.objectives} == fronts[0].base
     assert "change" in final
     assert final["rewards"] != base["rewards"]
