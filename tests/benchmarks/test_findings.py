@@ -5,6 +5,7 @@ import re
 
 import numpy as np
 import pytest
+from scipy import stats
 
 from benchmarks.findings import (
     MARGIN,
@@ -15,6 +16,8 @@ from benchmarks.findings import (
     at_kl,
     chosen,
     coverage,
+    difference_p,
+    equality_p,
     expected_utility,
     family_a,
     findings,
@@ -70,6 +73,15 @@ def test_more_claims_ask_for_stronger_evidence():
     among = verdicts([claim(weak, margin=None), *[claim([0.0, 1e-3], planned=9)] * 6])
     assert alone == ["first ahead"]
     assert among[0] == "open"
+
+
+def test_p_values_are_those_of_scipy():
+    values = around(0.004, 0.02)
+    assert difference_p(values) == pytest.approx(stats.ttest_1samp(values, 0.0).pvalue)
+    low = stats.ttest_1samp(values, -0.01, alternative="greater").pvalue
+    high = stats.ttest_1samp(values, 0.01, alternative="less").pvalue
+    assert equality_p(values, 0.01) == pytest.approx(max(low, high))
+    assert difference_p([0.0] * 5) == 1.0
 
 
 def test_holms_method_stops_at_the_first_that_stands():
