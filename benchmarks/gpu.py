@@ -53,7 +53,7 @@ from firm.federation.outside import first_line, printable
 from firm.jobs.alignment_config import AlignmentConfig, client_names
 from firm.jobs.alignment_loading import LoadedRun, load
 from firm.jobs.plan import make_plan
-from firm.jobs.plan.record import Plan
+from firm.jobs.plan.record import RunPlan
 from firm.run import compose
 from reward_models import RewardModelConfig, load_reward_model
 
@@ -188,7 +188,7 @@ def _own_row(setting: Setting, case: Case) -> Row:
     )
 
 
-def _fitting(setting: Setting, case: Case) -> tuple[AlignmentConfig, Plan]:
+def _fitting(setting: Setting, case: Case) -> tuple[AlignmentConfig, RunPlan]:
     """Returns the run and its plan; on a GPU its joint passes have only rows that fit."""
     cfg = configuration(setting, case)
     plan = make_plan(cfg, client_names(cfg), Processes())

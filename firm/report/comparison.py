@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from firm.report import formats
-from firm.report.page import Bars, Cell, Origin, Page, Sample, Samples, Table, write_page
+from firm.report.page import Bars, Cell, Page, Provenance, Sample, Samples, Table, write_page
 from firm.report.record import Record
 from firm.run.comparison import Line, compare, prompts_text, score_notes
 
@@ -104,7 +104,7 @@ def write_comparison(
             samples,
             ["base", *adapters],
         ),
-        Origin("Everything needed to repeat the evaluation.", {formats.CONFIG: config}, origin),
+        Provenance("Everything needed to repeat the evaluation.", {formats.CONFIG: config}, origin),
     ]
     write_page(path, Page(product="FIRM evaluation", title=title, blocks=blocks, facts=facts))
 

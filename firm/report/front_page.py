@@ -32,8 +32,8 @@ from firm.report.front_tables import Runs
 from firm.report.page import (
     Block,
     Choice,
-    Origin,
     Page,
+    Provenance,
     Section,
     drawn_block,
     drawn_part,
@@ -120,7 +120,7 @@ def front_page(
         summary=[*part("The summary", lambda: _summary(fronts), []), *notes],
         facts=_page_facts(fronts),
         notices=[*notices, *left_out_notes(records.values())],
-        blocks=[*blocks, Origin(METHOD, {formats.CONFIG: config})],
+        blocks=[*blocks, Provenance(METHOD, {formats.CONFIG: config})],
         choice=Choice(
             keys,
             frozenset(key.label for key in keys[: len(fronts) + NUM_SHOWN]),

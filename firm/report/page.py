@@ -139,7 +139,7 @@ class Samples:
 
 
 @dataclass(frozen=True)
-class Origin:
+class Provenance:
     """How the page's numbers were made, with the files needed to repeat it."""
 
     kind: ClassVar = "origin"
@@ -151,7 +151,7 @@ class Origin:
     table: Table | None = None
 
 
-Block = Section | Table | Bars | Samples | Origin
+Block = Section | Table | Bars | Samples | Provenance
 
 
 def is_shown(block: Block) -> bool:
@@ -165,7 +165,7 @@ def is_shown(block: Block) -> bool:
             return bool(block.groups)
         case Samples():
             return bool(block.samples)
-        case Origin():
+        case Provenance():
             return True
 
 

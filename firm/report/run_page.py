@@ -22,8 +22,8 @@ from firm.report.page import (
     PAGE_NAME,
     Block,
     Headline,
-    Origin,
     Page,
+    Provenance,
     Samples,
     Section,
     Table,
@@ -407,7 +407,7 @@ def _failures(record: Record) -> Table:
     )
 
 
-def _origin(record: Record) -> Origin:
+def _origin(record: Record) -> Provenance:
     calibrations = record.header.get("calibration") or {}
     rows = [
         [
@@ -424,7 +424,7 @@ def _origin(record: Record) -> Origin:
     table = Table("", "", ["Reward", "Map to [0, 1]"], rows, words=frozenset({1}), chips=colors)
     run = json.dumps(record.run, indent=2, ensure_ascii=False)
     files = {formats.CONFIG: record.config, "Program and versions (run.json)": run}
-    return Origin(
+    return Provenance(
         "Everything needed to repeat the run: the frozen calibration of rewards to [0, 1], the "
         "resolved configuration, and the versions.",
         {heading: text for heading, text in files.items() if text.strip("{} \n")},

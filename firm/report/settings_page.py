@@ -19,8 +19,8 @@ from firm.report.criteria import Column, Criterion, comparable, criteria_of
 from firm.report.page import (
     Block,
     Choice,
-    Origin,
     Page,
+    Provenance,
     Samples,
     Section,
     Table,
@@ -127,7 +127,7 @@ def settings_page(
         summary=part("The summary", lambda: _summary(groups), []),
         facts=found | dict(facts or {}),
         alarms=warnings[:NUM_ALARMS],
-        blocks=[*_blocks(groups, settings, folder), Origin(method, {formats.CONFIG: config})],
+        blocks=[*_blocks(groups, settings, folder), Provenance(method, {formats.CONFIG: config})],
         notices=notices,
         choice=Choice(
             [setting.key for setting in settings],

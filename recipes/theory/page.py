@@ -8,7 +8,7 @@ import numpy as np
 
 from firm.report.drawing import INK, MUTED, LegendEntry, Panel, Series, figure, scatter, ticks_at
 from firm.report.formats import CONFIG, measure
-from firm.report.page import Origin, Page, Section, Table
+from firm.report.page import Page, Provenance, Section, Table
 from firm.run import to_yaml
 from firm.run.comparison import Measure
 from recipes.theory.panels import Fit, log_axis, points_trace, reference_line, scaling_panel
@@ -287,7 +287,7 @@ def page_of(
         "Root mean square distance of the clients' λ* from their mean. Dashed: β = 0.",
         [unregularised_panel(values, cfg)],
     )
-    origin = Origin(
+    origin = Provenance(
         "Every seed draws its own MDP and all noise. In the sweeps each round starts from the "
         "uniform policy, so that a term is measured at one place whatever the step size; the runs "
         "of the convergence learn. What T-FIRM's paper prints otherwise, and what it leaves open, "

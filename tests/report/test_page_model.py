@@ -6,7 +6,7 @@ import re
 import pytest
 
 from firm.report.drawing import LegendEntry, Panel
-from firm.report.page import Origin, Page, Section, Table, render
+from firm.report.page import Page, Provenance, Section, Table, render
 
 FIGURE = {"data": [{"type": "scatter", "x": [1], "y": [2]}], "layout": {"height": 340}}
 
@@ -27,7 +27,7 @@ def page() -> str:
             title="A study",
             summary=["It holds.", "Always."],
             facts={"Clients": "C = 4"},
-            blocks=[section, table, Origin("By measuring.", {"Configuration": "seed: 0"})],
+            blocks=[section, table, Provenance("By measuring.", {"Configuration": "seed: 0"})],
         )
     )
 

@@ -10,7 +10,7 @@ from firm.alignment.estimators.estimator import Policy
 from firm.alignment.rollout import Sampler
 from firm.alignment.sequences import Queries, Sequences
 from firm.alignment.stacked.model import Losses, StackedModel, Weighted
-from firm.alignment.stacked.passes import Output, Part, PassPosition
+from firm.alignment.stacked.passes import ClientPart, Output, PassPosition
 from firm.federation.devices import copy_of_generator, set_generator
 from firm.federation.lockstep import together
 
@@ -38,7 +38,7 @@ class StackedPolicy(Policy):
         is_training, has_gradient = self.model.training, torch.is_grad_enabled()
         is_tapped = self._latest.is_tapped and has_gradient
         generator = copy_of_generator(self.model.device)
-        part = Part(
+        part = ClientPart(
             rows,
             self.adapter,
             is_training=is_training,
@@ -113,7 +113,7 @@ class StackedSampler(Sampler):
         `on_token` is never called, since a joint pass samples for several clients.
         """
         generator = copy_of_generator(self.model.device)
-        part = Part(
+        part = ClientPart(
             queries,
             self.policy.adapter,
             generator=generator,
@@ -130,7 +130,7 @@ class StackedSampler(Sampler):
         adapter = None if of_reference else self.policy.adapter
         work, temperature = self.policy.stack.logprobs, self.config.temperature
         parts = [
-            Part(rows, adapter, temperature=temperature)
+            ClientPart(rows, adapter, temperature=temperature)
             for rows in sequences.split(self.config.forward_batch_size)
         ]
         return torch.cat([together(work, p, key=of_reference, size=p.rows.num_rows) for p in parts])

@@ -16,7 +16,7 @@ import torch
 from firm.alignment.adapters.forward import forward_of
 from firm.alignment.policy import adapter_parameters, set_mode
 from firm.alignment.sequences import forward, token_logprobs
-from firm.alignment.stacked.passes import Output, Part, Pass, PassPosition
+from firm.alignment.stacked.passes import ClientPart, Output, Pass, PassPosition
 from firm.alignment.stacked.replies import SamplingState
 from firm.federation.lockstep import outcome_of
 from firm.gradients.jacobian import check_losses, jacobian_buffer
@@ -69,7 +69,7 @@ class StackedModel:
 
     # --- Passes -----------------------------------------------------------------------------------
 
-    def forward(self, parts: list[Part]) -> list[Any]:
+    def forward(self, parts: list[ClientPart]) -> list[Any]:
         """Returns the output of each part's rows, from one forward pass over all of them."""
         set_mode(self.policy, is_training=parts[0].is_training)
         joint = self._pass(parts)
@@ -129,7 +129,7 @@ class StackedModel:
         return [error or rows[e.place.index] for error, e in zip(errors, wanted, strict=True)]
 
     @torch.no_grad()
-    def logprobs(self, parts: list[Part]) -> list[torch.Tensor]:
+    def logprobs(self, parts: list[ClientPart]) -> list[torch.Tensor]:
         """Returns the log-probabilities [b, T] of each part's responses."""
         return [
             token_logprobs(output.response_logits(part.temperature), part.rows.responses)
@@ -137,7 +137,7 @@ class StackedModel:
         ]
 
     @torch.no_grad()
-    def generate(self, parts: list[Part]) -> list[Any]:
+    def generate(self, parts: list[ClientPart]) -> list[Any]:
         """Samples replies to each part's prompts, with log-probabilities.
 
         Each part draws the same random numbers from its generator as it would alone, and ends with
@@ -173,7 +173,7 @@ class StackedModel:
                 inputs, positions, mask = inputs[rows], positions[rows], mask[rows]
         return [reply.result() for reply in replies]
 
-    def _pass(self, parts: list[Part]) -> Pass:
+    def _pass(self, parts: list[ClientPart]) -> Pass:
         return Pass(parts, {parameter: name for name, parameter in self._slot.items()})
 
 

@@ -14,7 +14,7 @@ from firm.gradients.per_sequence import Tap, add_weight_gradients_
 
 
 @dataclass(frozen=True, eq=False)
-class Part:
+class ClientPart:
     """One client's rows in a joint pass."""
 
     rows: Any
@@ -71,7 +71,7 @@ class PassPosition:
     index: int
 
     @property
-    def part(self) -> Part:
+    def part(self) -> ClientPart:
         """The rows."""
         return self.joint.parts[self.index]
 
@@ -84,7 +84,9 @@ class Pass:
         names: Names of the slot's trained parameters, in whose place each part uses its own.
     """
 
-    def __init__(self, parts: Sequence[Part], names: Mapping[torch.nn.Parameter, str]) -> None:
+    def __init__(
+        self, parts: Sequence[ClientPart], names: Mapping[torch.nn.Parameter, str]
+    ) -> None:
         self.parts = parts
         self.anchor = torch.zeros((), requires_grad=True)
         self.targets: list[Target] = []
@@ -129,7 +131,7 @@ class Pass:
         ends = list(accumulate(self.counts))
         self._spans = [slice(end - own, end) for end, own in zip(ends, self.counts, strict=True)]
 
-    def _placed(self, values: torch.Tensor, part: Part, *, fill: float) -> torch.Tensor:
+    def _placed(self, values: torch.Tensor, part: ClientPart, *, fill: float) -> torch.Tensor:
         """Aligns a part's values [b, L, ...] to the common start of the responses."""
         before = self.context - part.context_length
         return _fitted(values, before, self.length - before, fill)

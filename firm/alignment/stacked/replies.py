@@ -3,13 +3,13 @@
 import torch
 
 from firm.alignment.sequences import INVALID_LOGPROB, TEMPERATURE_GUARD, token_logprobs
-from firm.alignment.stacked.passes import Part
+from firm.alignment.stacked.passes import ClientPart
 
 
 class SamplingState:
     """State of sampling the replies to one client's prompts."""
 
-    def __init__(self, part: Part) -> None:
+    def __init__(self, part: ClientPart) -> None:
         assert part.config is not None
         self._part, self._config = part, part.config
         self._tokens: list[torch.Tensor] = []

@@ -23,7 +23,7 @@ from firm.jobs.alignment_loading import partition
 from firm.jobs.inspection import inspect_policy
 from firm.jobs.plan.memory import policy_without_storage, process_memory
 from firm.jobs.plan.passes import rollouts, updates
-from firm.jobs.plan.record import Placement, Plan, PolicyFigures, RewardFigures, Work
+from firm.jobs.plan.record import Placement, PolicyFigures, RewardFigures, RunPlan, Work
 from firm.jobs.plan.traffic import Traffic, num_passes, round_traffic
 from reward_models.registry import RewardModelConfig
 
@@ -34,7 +34,7 @@ LEFT_OUT = (
 )
 
 
-def make_plan(cfg: AlignmentConfig, clients: Sequence[str], processes: Processes) -> Plan:
+def make_plan(cfg: AlignmentConfig, clients: Sequence[str], processes: Processes) -> RunPlan:
     """Returns the plan of a run with this configuration.
 
     Args:
@@ -87,7 +87,7 @@ def make_plan(cfg: AlignmentConfig, clients: Sequence[str], processes: Processes
             "data.train: the prompts are not on this machine, or the tokenizer that limits on "
             "tokens need is not, so that those of each client are not counted."
         )
-    return Plan(
+    return RunPlan(
         policy_path=cfg.policy.path,
         dtype=cfg.policy.dtype,
         gradient_checkpointing=cfg.policy.gradient_checkpointing,

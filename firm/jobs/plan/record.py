@@ -124,7 +124,7 @@ class Placement:
 
 
 @dataclass(frozen=True)
-class Plan:
+class RunPlan:
     """Plan of a run; figures that require an unknown model are None."""
 
     policy_path: str

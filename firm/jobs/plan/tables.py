@@ -5,17 +5,17 @@ from collections.abc import Iterator
 from typing import Any
 
 from firm.jobs.plan.passes import Passes
-from firm.jobs.plan.record import Plan, PlanTable, PolicyFigures, Work
+from firm.jobs.plan.record import PlanTable, PolicyFigures, RunPlan, Work
 from firm.report import formats
 
 
-def plan_tables(plan: Plan) -> list[PlanTable]:
+def plan_tables(plan: RunPlan) -> list[PlanTable]:
     """Returns the tables of a plan, without its notes."""
     tables = [_model_table(plan), _work_table(plan), _placement_table(plan)]
     return [*tables, *_memory_tables(plan), *_hyperparameter_tables(plan)]
 
 
-def _model_table(plan: Plan) -> PlanTable:
+def _model_table(plan: RunPlan) -> PlanTable:
     rows = [("policy", plan.policy_path), *_inspection_rows(plan)]
     if figures := plan.policy:
         share = figures.num_trainable / (figures.num_parameters + figures.num_trainable)
@@ -45,7 +45,7 @@ def _module_rows(figures: PolicyFigures) -> Iterator[tuple[str, str]]:
         yield f"  {name}", f"{count:,} in {num_layers:,} layer{'s' * (num_layers > 1)}"
 
 
-def _inspection_rows(plan: Plan) -> list[tuple[str, str]]:
+def _inspection_rows(plan: RunPlan) -> list[tuple[str, str]]:
     """Returns the rows on prompt format and end tokens."""
     if (found := plan.inspection) is None:
         return []
@@ -67,7 +67,7 @@ def _inspection_rows(plan: Plan) -> list[tuple[str, str]]:
     ]
 
 
-def _work_table(plan: Plan) -> PlanTable:
+def _work_table(plan: RunPlan) -> PlanTable:
     work = plan.work
     visits = work.clients_per_round
     rows = [
@@ -101,7 +101,7 @@ def _passes_text(passes: Passes) -> str:
     return f"{passes.count:,} per process and round, of {passes.rows:,} rows{clients}"
 
 
-def _placement_table(plan: Plan) -> PlanTable:
+def _placement_table(plan: RunPlan) -> PlanTable:
     names = [name for name, reward in plan.rewards.items() if reward.device]
     rows = []
     for rank, place in enumerate(plan.places):
@@ -111,7 +111,7 @@ def _placement_table(plan: Plan) -> PlanTable:
     return PlanTable(f"Placement, {len(rows)} process{'es' * (len(rows) > 1)}", header, rows)
 
 
-def _memory_tables(plan: Plan) -> Iterator[PlanTable]:
+def _memory_tables(plan: RunPlan) -> Iterator[PlanTable]:
     if plan.policy and (memory := plan.memory):
         used = {plan.gradient_checkpointing: ", as configured"}
         sizes = plan.policy.bytes_by_dtype.items()
@@ -138,7 +138,7 @@ def _memory_tables(plan: Plan) -> Iterator[PlanTable]:
         yield PlanTable("Memory by device, at the worst moment", ("", "bytes"), rows)
 
 
-def _hyperparameter_tables(plan: Plan) -> Iterator[PlanTable]:
+def _hyperparameter_tables(plan: RunPlan) -> Iterator[PlanTable]:
     rows = [
         (
             h.path,
