@@ -327,7 +327,7 @@ def huge_rank(run: Path) -> None:
         (no_tensors, "has no adapter_model.safetensors"),
         (no_settings, "there is no adapter in"),
         (no_adapter, "has no adapter yet"),
-        (not_finite, "that are not finite"),
+        (not_finite, "has non-finite values"),
         (huge_rank, "states the rank 1000000000, but the largest size of its tensors"),
         (bad_byte_in_config, "config.yaml, line 2: the byte 0xff is not UTF-8; restore"),
         (list_for_config, "config.yaml holds no configuration of a run; restore"),
