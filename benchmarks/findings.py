@@ -178,17 +178,16 @@ def gained_volume(models: Sequence[Model], base: Model) -> float:
     model in both rewards add nothing.
     """
     kept = non_dominated(np.stack([rewards(model, "validation") for model in models]))
-    corner = rewards(base, "test")
-    points = [rewards(m, "test") for m, is_kept in zip(models, kept, strict=True) if is_kept]
-    above = [point for point in points if (point > corner).all()]
-    return hypervolume(np.stack(above), corner) if above else 0.0
+    points = np.stack([rewards(model, "test") for model in models])[kept]
+    return volume_above(points, rewards(base, "test"))
 
 
 def coverage(models: Sequence[Model], others: Sequence[Model]) -> float:
     """Returns the share of others that a model matches in both test rewards, up to the margin."""
-    own = np.stack([rewards(model, "test") for model in models])
-    matched = [(own >= rewards(other, "test") - MARGIN).all(1).any() for other in others]
-    return float(np.mean(matched))
+    own, theirs = (
+        np.stack([rewards(model, "test") for model in side]) for side in (models, others)
+    )
+    return matched_share(own, theirs)
 
 
 def at_kl(points: Sequence[tuple[float, float]], kl: float) -> float:
@@ -519,6 +518,72 @@ def weights_table(folder: Path = PROTOCOL) -> str:
     return markdown_table([f"{len(data)} seeds", *header, "difference", "KL, difference"], rows)
 
 
+def older_fronts() -> str:
+    """Returns quantities of the older fronts, and their differences from the separate runs'."""
+    rows = []
+    for world in ("aligned", "hh"):
+        paths = sorted((ROOT / "docs/fronts" / world).glob("*.front.json"))
+        base = np.array(list(Front.load(paths[0]).base.values()))
+        quantities: tuple[Callable[[np.ndarray, np.ndarray, list[Point]], float], ...] = (
+            lambda own, _, __: utility_of(own),
+            lambda own, _, __, corner=base: volume_above(own, corner),
+            lambda own, others, _: matched_share(own, others),
+            lambda _, __, points: fmean(point.kl for point in points),
+        )
+        separate = older_front(world, SEPARATE)
+        for path in paths:
+            method = path.name.removesuffix(".front.json")
+            cells = []
+            for read in quantities:
+                own, less = [], []
+                for seed, points in older_front(world, method).items():
+                    others = _rows_of(separate[seed])
+                    own.append(read(_rows_of(points), others, points))
+                    less.append(own[-1] - read(others, others, separate[seed]))
+                cells.append(spread(own) + ("" if method == SEPARATE else f"; {interval(less)}"))
+            rows.append([world, method.replace("_", " "), str(len(separate)), *cells])
+    header = ["world", "", "n", "expected utility", "hypervolume from the base", "coverage"]
+    return markdown_table([*header, "mean KL"], rows)
+
+
+def older_numbers() -> str:
+    """Returns what the first k of nine separate runs of the aligned world reach, for k = 1 to 9."""
+    separate, folds = (older_front("aligned", method) for method in (SEPARATE, FOLDS))
+    rows = []
+    for count in range(1, 10):
+        shares, cells = (*FIRST, *FURTHER)[:count], []
+        for measure in (utility_of, lambda own: volume_above(own, np.zeros(2))):
+            own, less = [], []
+            for seed, points in separate.items():
+                kept = [p for p in points if p.preference and round(p.preference[0], 6) in shares]
+                own.append(measure(_rows_of(kept)))
+                less.append(measure(_rows_of(folds[seed])) - own[-1])
+            cells += [spread(own), interval(less)]
+        rows.append([str(count), *cells])
+    header = ["separate runs", "expected utility", "the conditioned run less theirs"]
+    return markdown_table([*header, "hypervolume from zero", header[-1]], rows)
+
+
+def utility_of(points: np.ndarray) -> float:
+    """Returns the expected utility of points [N, 2], chosen and valued on the same prompts."""
+    return float((points @ np.stack([TARGETS, 1 - TARGETS])).max(0).mean())
+
+
+def volume_above(points: np.ndarray, corner: np.ndarray) -> float:
+    """Returns the hypervolume of those of the points [N, 2] that are above a corner."""
+    above = points[(points > corner).all(1)]
+    return hypervolume(above, corner) if len(above) else 0.0
+
+
+def matched_share(points: np.ndarray, others: np.ndarray) -> float:
+    """Returns the share of others [K, 2] that a point matches in both, up to the margin."""
+    return float(np.mean([(points >= other - MARGIN).all(1).any() for other in others]))
+
+
+def _rows_of(points: Sequence[Point]) -> np.ndarray:
+    return np.array([list(point.rewards.values()) for point in points])
+
+
 TABLES: dict[str, Callable[[], str]] = {
     "findings": findings,
     "front": front_table,
@@ -526,6 +591,8 @@ TABLES: dict[str, Callable[[], str]] = {
     "equal KL": kl_table,
     "baselines": baseline_table,
     "weights": weights_table,
+    "older fronts": older_fronts,
+    "older numbers": older_numbers,
 }
 
 
