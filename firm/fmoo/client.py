@@ -129,7 +129,7 @@ class SupervisedClient(Client):
             losses, own = self._batch_gradients(
                 minibatch, lambda losses: losses[served], len(served)
             )
-            rows = torch.zeros(len(self.objectives), own.shape[1])
+            rows = own.new_zeros(len(self.objectives), own.shape[1])
             rows[served] = own
             known = Gradients(rows, losses)
             self._memo = minibatch.number, self._flat_parameters(), known
@@ -140,7 +140,7 @@ class SupervisedClient(Client):
 
         Weights w [M] of unserved objectives are ignored.
         """
-        factors = self.of_served(weights)
+        factors = self.of_served(weights).to(self._workspace.data.inputs.device)
         if known := self._remembered(minibatch):
             return self._reported(Gradients(factors[None] @ known.jacobian, known.losses))
         losses, row = self._batch_gradients(minibatch, lambda losses: (factors @ losses)[None], 1)
@@ -205,7 +205,7 @@ class SupervisedClient(Client):
         """Takes one optimizer step along the weighted sum of the gradients."""
         self._memo = None
         self._losses.append(gradients.losses.tolist())
-        direction = weights.float() @ gradients.jacobian
+        direction = weights.float().to(gradients.jacobian.device) @ gradients.jacobian
         parameters = list(self._workspace.parameters.values())
         sizes = [parameter.numel() for parameter in parameters]
         for parameter, part in zip(parameters, direction.split(sizes), strict=True):
@@ -218,9 +218,9 @@ class SupervisedClient(Client):
         return attacked_losses(losses, client=self.name, attack=self._attack)
 
     def adapter(self) -> Adapter:
-        """Returns a copy of the model's parameters."""
+        """Returns a copy of the model's parameters, on the CPU."""
         parameters = self._workspace.parameters
-        return {name: value.detach().clone() for name, value in parameters.items()}
+        return {name: p.detach().to("cpu", copy=True) for name, p in parameters.items()}
 
     def state(self) -> State:
         """Returns the number of batches drawn, from which everything else follows."""

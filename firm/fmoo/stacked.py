@@ -71,7 +71,7 @@ def gradients_together(
     all_losses = vmap(losses_of)(leaves, inputs, targets)  # [C, M]
     selected = [each.select(own) for each, own in zip(asked, all_losses.unbind(), strict=True)]
     wanted = torch.stack(selected)  # [C, k]
-    rows = torch.empty(*wanted.shape, sum(leaf[0].numel() for leaf in leaves.values()))
+    rows = wanted.new_empty(*wanted.shape, sum(leaf[0].numel() for leaf in leaves.values()))
     count = wanted.shape[1]
     for k in range(count):
         # clients share no parameters, so a non-finite loss affects only its own client's rows

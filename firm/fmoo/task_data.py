@@ -176,6 +176,10 @@ class TaskData:
             **{name: None if own is None else own[indices] for name, own in columns.items()},
         )
 
+    def to(self, device: torch.device) -> "TaskData":
+        """Returns the same samples on a device; what partitions go by stays on the CPU."""
+        return replace(self, inputs=self.inputs.to(device), targets=self.targets.to(device))
+
     def with_losses(self, losses: Mapping[str, str]) -> "TaskData":
         """Returns the same samples with the losses of some objectives replaced."""
         for objective in losses:
@@ -206,6 +210,10 @@ class Splits:
                     f"{name} samples must have the objectives of the training samples, "
                     f"{', '.join(self.train.objectives)}, got {', '.join(part.objectives)}."
                 )
+
+    def to(self, device: torch.device) -> "Splits":
+        """Returns the same parts on a device."""
+        return Splits(*(part.to(device) for part in (self.train, self.validation, self.test)))
 
 
 def _collated(name: str, samples: Any) -> tuple[torch.Tensor, torch.Tensor]:

@@ -77,14 +77,14 @@ class ObjectiveMetrics:
 
 
 class Replica:
-    """A copy of a model, with convolutions in channels-last layout, which is fastest on the CPU."""
+    """A copy of a model, with or without convolutions in channels-last layout."""
 
-    def __init__(self, model: nn.Module, *, of_images: bool) -> None:
+    def __init__(self, model: nn.Module, *, is_channels_last: bool) -> None:
         self.model = copy.deepcopy(model)
-        if of_images:
+        if is_channels_last:
             self.model.to(memory_format=torch.channels_last)  # pyright: ignore[reportCallIssue]
         self.parameters = {n: p for n, p in self.model.named_parameters() if p.requires_grad}
-        self.generator = torch.Generator()
+        self.generator = torch.Generator(next(self.model.parameters()).device)
         for module in self.model.modules():
             if isinstance(module, Dropout):
                 module.generator = self.generator
@@ -112,7 +112,7 @@ class Workspace:
             train copies of it. It is called with a batch of the data's inputs, images as normalised
             floats. All its parameters that require grad are trained and shared by all objectives,
             except for the heads of a ``MultiTaskModel``.
-        data: The training data, into which clients hold indices.
+        data: The training data, into which clients hold indices. Clients train on its device.
         cfg: Configuration of local training.
 
     Raises:
@@ -123,12 +123,15 @@ class Workspace:
     """
 
     def __init__(self, model: nn.Module, data: TaskData, cfg: LocalConfig) -> None:
-        self._model, self.data, self.cfg = copy.deepcopy(model), data, cfg
+        self.data, self.cfg = data, cfg
+        _check_modules(model)
+        self._model = copy.deepcopy(model).to(data.inputs.device)
         self.is_stackable = is_stackable(model, data.losses)
         """Whether clients in lockstep compute their gradients in one batched pass."""
         self._idle: list[Replica] = []
+        # fastest on the CPU; elsewhere torch's group normalization may not take it
+        self._is_channels_last = data.inputs.ndim == 4 and data.inputs.device.type == "cpu"
         self.mean, self.std = _statistics(data.inputs)
-        _check_modules(model)
         names, has_heads = list(self.parameters), isinstance(model, MultiTaskModel)
         shared = [name for name in names if name.startswith("encoder.") or not has_heads]
         if names[: len(shared)] != shared:
@@ -155,6 +158,8 @@ class Workspace:
         heads = [head for head in model.heads if isinstance(head, nn.Linear)]
         if not 2 * len(model.heads) == 2 * len(heads) == len(self.parameters):
             return None  # a head is not linear, has no bias or is frozen
+        if self.data.inputs.device.type != "cpu":
+            return None
         is_known = set(self.data.losses) in ({"binary"}, {"squared"})
         return heads if is_known and self.data.inputs.dtype == torch.float32 else None
 
@@ -174,7 +179,7 @@ class Workspace:
             except (
                 IndexError
             ):  # no check before pop: another thread might take the last one in between
-                replica = Replica(self._model, of_images=self.data.inputs.ndim == 4)
+                replica = Replica(self._model, is_channels_last=self._is_channels_last)
             leases[self] = lease = _Lease(replica)
             weakref.finalize(lease, self._idle.append, replica)
         return leases[self].replica
@@ -189,7 +194,9 @@ class Workspace:
         """Returns inputs prepared for the model: images as normalised floats."""
         if inputs.dtype != torch.uint8:
             return inputs
-        images = inputs.to(memory_format=torch.channels_last).float()
+        if self._is_channels_last:
+            inputs = inputs.to(memory_format=torch.channels_last)
+        images = inputs.float()
         return (images / 255 - self.mean) / self.std
 
     def gradients(
@@ -275,7 +282,7 @@ class Workspace:
             outputs = self.model(self.prepared(data.inputs[part]))
             for j, (loss, output) in enumerate(zip(data.losses, outputs, strict=True)):
                 targets = data.targets[part, j]
-                losses[j] += LOSSES[loss](output, targets).double() * len(part)
+                losses[j] += LOSSES[loss](output, targets).cpu().double() * len(part)
                 hits[j] += _accuracy(loss, output, targets) * len(part)
         self.model.train()
         for name, loss in zip(data.objectives, losses.tolist(), strict=True):
@@ -321,10 +328,12 @@ def rotated(images: torch.Tensor, degrees: float, generator: torch.Generator) ->
     Each angle is drawn uniformly from [-degrees, degrees].
     """
     angles = (torch.rand(len(images), generator=generator) * 2 - 1) * torch.pi * degrees / 180
+    angles = angles.to(images.device)
     cosines, sines = angles.cos()[:, None, None], angles.sin()[:, None, None]
     height, width = images.shape[2:]
     ratio = height / width
-    x, y = _centres(width), _centres(height)[:, None]
+    x, y = (_centres(size).to(images.device) for size in (width, height))
+    y = y[:, None]
     # twenty times faster than torch's affine_grid, which multiplies small matrices
     grid = torch.stack(
         [cosines * x - sines * ratio * y, sines / ratio * x + cosines * y], dim=1
@@ -342,21 +351,23 @@ def _centres(size: int) -> torch.Tensor:
 def _statistics(inputs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Returns mean and standard deviation by channel of pixels in [0, 1], shape [C, 1, 1]."""
     if inputs.dtype != torch.uint8:
-        return torch.zeros(()), torch.ones(())
+        return inputs.new_zeros(()), inputs.new_ones(())
     channels = inputs.transpose(0, 1).flatten(1)  # [C, N H W]
-    counts = torch.stack([torch.bincount(c, minlength=256) for c in channels]).double()
+    counts = torch.stack([torch.bincount(c, minlength=256) for c in channels]).cpu().double()
     levels = torch.arange(256) / 255
     total = counts.sum(dim=1)
     mean = counts @ levels.double() / total
     variance = counts @ levels.double().square() / total - mean.square()
     std = variance.clamp(min=1e-12).sqrt()
-    return mean.float()[:, None, None], std.float()[:, None, None]
+    mean, std = (figure.float()[:, None, None].to(inputs.device) for figure in (mean, std))
+    return mean, std
 
 
 def _accuracy(loss: str, outputs: torch.Tensor, targets: torch.Tensor) -> float:
     """Returns the share of correct labels; 0 for regression, which has none."""
     if loss in CLASS_LOSSES:
-        return (outputs.argmax(dim=1) == targets).double().mean().item()
+        return (outputs.argmax(dim=1) == targets).cpu().double().mean().item()
     if loss == "binary":
-        return ((outputs > 0) == (targets.reshape(outputs.shape) > 0.5)).double().mean().item()
+        is_correct = (outputs > 0) == (targets.reshape(outputs.shape) > 0.5)
+        return is_correct.cpu().double().mean().item()
     return 0.0

@@ -15,6 +15,7 @@ from torch import nn
 
 from firm.console import accept_any_text
 from firm.federation.client import State
+from firm.federation.devices import named_device
 from firm.federation.diagnostics import failure_alarms
 from firm.federation.outside import legible, printable
 from firm.federation.server import ServerState
@@ -124,7 +125,11 @@ def run_classic(cfg: ClassicConfig) -> ClassicResult:
         torch.set_num_threads(cfg.num_threads)
     out = cfg.out or dated_folder("fmoo")
     is_resumed(out, cfg.resume, "*/seed_*/run.json")  # fail before the data are loaded
-    splits = load_data(cfg.data)
+    try:
+        device = named_device(cfg.device)
+    except ValueError as error:
+        raise UserError(f"device: {error}") from error
+    splits = load_data(cfg.data).to(device)
     if not len(getattr(splits, cfg.split)):
         raise ValueError(
             f"{cfg.data.name} has no {cfg.split} samples to evaluate on; choose another split."

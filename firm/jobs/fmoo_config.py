@@ -124,6 +124,10 @@ class ClassicConfig:
     """Where clients run, by a name that is registered (`firm.federation.engines.engine`). null
     takes `stacked` where that is faster, for models of dense layers, whose gradients are then those
     of all clients in one pass, and `local` elsewhere; they differ by rounding."""
+    device: str = "cpu"
+    """Where data and models are and clients train: "cpu", which is fastest for small models and
+    gives the same numbers on every machine; "auto" for the accelerator if there is one; or a
+    device by its name, such as "cuda", "mps" or "cuda:1"."""
     num_workers: NumWorkers | None = None
     """Clients that are trained at a time by the engine `local`; by default as many as there are
     cores. Results do not depend on it."""

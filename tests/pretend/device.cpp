@@ -149,7 +149,7 @@ at::Tensor on_host(const at::Tensor& tensor) {
 }
 
 // A result of the CPU as a tensor of the device, without a copy.
-at::Tensor on_device(const at::Tensor& result, c10::DeviceIndex device) {
+at::Tensor on_device(at::Tensor result, c10::DeviceIndex device) {
   const auto& storage = result.storage();
   if (storage.use_count() > 1 || storage.nbytes() == 0 || result.storage_offset()) {  // a view of something else
     auto copy = at::empty_strided(result.sizes(), result.strides(), result.options().device(kPretend, device));
@@ -203,6 +203,23 @@ at::Tensor& set_part(at::Tensor& self, at::Storage other, int64_t offset, c10::I
 }
 at::Tensor view(const at::Tensor& self, c10::SymIntArrayRef size) { return at::native::view(self, C10_AS_INTARRAYREF_SLOW(size)); }
 at::Tensor unfold(const at::Tensor& self, int64_t dim, int64_t size, int64_t step) { return at::native::unfold(self, dim, size, step); }
+
+at::Tensor convolution(const at::Tensor& input, const at::Tensor& weight, const std::optional<at::Tensor>& bias, c10::IntArrayRef stride,
+                       c10::IntArrayRef padding, c10::IntArrayRef dilation, bool is_transposed, c10::IntArrayRef output_padding, int64_t groups) {
+  const auto host_bias = bias && bias->defined() ? std::optional(on_host(*bias)) : std::nullopt;
+  auto result = at::convolution(on_host(input), on_host(weight), host_bias, stride, padding, dilation, is_transposed, output_padding, groups);
+  return on_device(std::move(result), input.device().index());
+}
+std::tuple<at::Tensor, at::Tensor, at::Tensor> convolution_backward(
+    const at::Tensor& gradient, const at::Tensor& input, const at::Tensor& weight, c10::IntArrayRef stride, c10::IntArrayRef padding,
+    c10::IntArrayRef dilation, bool is_transposed, c10::IntArrayRef output_padding, int64_t groups, std::array<bool, 3> mask) {
+  const std::vector<int64_t> bias_sizes{gradient.size(1)};
+  auto [one, two, three] = at::convolution_backward(on_host(gradient), on_host(input), on_host(weight), bias_sizes, stride, padding,
+                                                    dilation, is_transposed, output_padding, groups, mask);
+  const auto device = input.device().index();
+  auto ours = [&](at::Tensor& result) { return result.defined() ? on_device(std::move(result), device) : at::Tensor(); };
+  return {ours(one), ours(two), ours(three)};
+}
 
 // Operators whose indices may be on the host, as CUDA's.
 const std::unordered_set<std::string> kTakeHostIndices = {"aten::index", "aten::index_put_", "aten::_index_put_impl_", "aten::index_put", "aten::_unsafe_index"};
@@ -280,7 +297,7 @@ class Call {
 
   at::Tensor host_of(const at::Tensor& tensor, size_t i, bool is_output) {
     if (!is_ours(tensor)) return tensor;
-    const bool is_resizable = is_output && tensor.storage().nbytes() == 0;
+    const bool is_resizable = is_output && (tensor.storage().nbytes() == 0 || tensor.dim() == 0);
     auto host = is_resizable ? at::empty({0}, tensor.options().device(at::kCPU)) : on_host(tensor);
     if (is_resizable) resized_.emplace_back(tensor, host);
     const auto* alias = schema_.arguments()[i].alias_info();
@@ -306,7 +323,7 @@ class Call {
     if (!result.defined()) return result;
     for (const auto& [original, host] : written_)
       if (host.is_same(result)) return original;
-    return on_device(result, device);
+    return on_device(std::move(result), device);
   }
 
   const c10::OperatorHandle& op_;
@@ -360,6 +377,8 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
   m.impl("set_.source_Storage_storage_offset", set_part);
   m.impl("view", view);
   m.impl("unfold", unfold);
+  m.impl("convolution_overrideable", convolution);
+  m.impl("convolution_backward_overrideable", convolution_backward);
 }
 TORCH_LIBRARY_IMPL(_, PrivateUse1, m) { m.fallback(torch::CppFunction::makeFromBoxedFunction<&fallback>()); }
 
