@@ -1,5 +1,6 @@
 """Runs a study: compares several settings of a run, with several seeds each."""
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -10,18 +11,21 @@ from firm.jobs.alignment_config import AlignmentConfig
 from firm.jobs.plan.printing import print_plans
 from firm.jobs.points import PointsConfig, point_config, run_points
 from firm.report.criteria import criteria_of
+from firm.report.ledger import total_bytes
 from firm.report.page import PAGE_NAME, Table
-from firm.report.record import study_records
+from firm.report.record import Record, final_row, score, study_records
 from firm.report.settings_page import study_figures, write_settings_page
 from firm.report.settings_tables import difference_table, summary_table
 from firm.report.static import save_figure
 from firm.report.tables import scales, settings_of
 from firm.run.config import compose, to_yaml
+from firm.run.files import write_csv
 from firm.run.guard import drawing
 from firm.run.names import check_slugs, dated_folder, slug
 from firm.run.progress import print_table
 from firm.run.sweep import Sweep
 
+FINALS_NAME = "finals.csv"
 FREE_KEYS = ("figures", "half_life")
 """What may differ, beside what may in every folder of runs, when a study is resumed."""
 
@@ -104,6 +108,7 @@ def study(cfg: StudyConfig) -> StudyResult | None:
     page = write_settings_page(
         out / PAGE_NAME, by_setting, title=cfg.name, config=to_yaml(cfg), sets=cfg.figures
     )
+    write_csv(out / FINALS_NAME, final_rows(by_setting))
     sets = {slug(name): labels for name, labels in cfg.figures.items()}
     figures = study_figures(by_setting, sets=sets, half_life=cfg.half_life, folder=out)
     for name, figure in figures.items():
@@ -117,6 +122,31 @@ def study(cfg: StudyConfig) -> StudyResult | None:
         if len(group) > 1
     ]
     return StudyResult(out, header, rows, differences, page)
+
+
+def final_rows(by_setting: Mapping[str, Sequence[Record]]) -> list[dict[str, Any]]:
+    """Returns the figures of base and final model on the test prompts, a row per run and figure.
+
+    They are what a claim about the study follows from: keep the table beside the claim.
+    """
+    rows = []
+    for setting, records in by_setting.items():
+        for record in records:
+            base = next(iter(record.evaluations.get("test", [])), {})
+            final = final_row(record) or {}
+            figures: dict[str, tuple[float | None, float | None]] = {
+                prefix + name: (score(base, kind, name, "mean"), score(final, kind, name, "mean"))
+                for kind, prefix in (("rewards", "reward "), ("scores", ""))
+                for name in final.get(kind) or ()
+            }
+            figures["KL"] = 0.0, final.get("kl")
+            figures["bytes up"] = 0, total_bytes(record, "bytes_up")
+            rows += [
+                {"setting": setting, "seed": record.seed, "figure": name, "base": own, "final": end}
+                for name, (own, end) in figures.items()
+                if own is not None and end is not None
+            ]
+    return rows
 
 
 def _points(cfg: StudyConfig) -> dict[str, dict[str, Any]]:

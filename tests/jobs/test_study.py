@@ -1,6 +1,7 @@
 """Settings by seeds, side by side."""
 
 import contextlib
+import csv
 import json
 import re
 import shutil
@@ -18,6 +19,7 @@ from firm.jobs.model_card import markdown_table
 from firm.jobs.points import FREE_KEYS
 from firm.jobs.study import main
 from firm.report.__main__ import main as report
+from firm.report.record import read_record
 from firm.run import Sweep, UserError, compose, parse, to_dict
 from tests.nursery import forked_workers
 from tests.smoke import ROOT, SMOKE
@@ -128,6 +130,22 @@ def test_a_study_runs_all_settings_and_draws_them_side_by_side(studied):
         assert name in page
     assert list(out.rglob("*.js")) == [out / "plotly.min.js"]
     assert {path.suffix for path in (out / "figures").iterdir()} == {".png", ".svg", ".csv"}
+
+
+def test_a_study_keeps_the_figures_of_every_seed(studied):
+    out, _ = studied
+    with (out / "finals.csv").open() as file:
+        rows = {(row["setting"], row["seed"], row["figure"]): row for row in csv.DictReader(file)}
+    assert {key[:2] for key in rows} == {("FIRM", "0"), ("server", "0")}
+    record = read_record(out / "points/firm-seed_0")
+    base, final = record.evaluations["test"]
+    for name in record.objectives:
+        row = rows["FIRM", "0", f"reward {name}"]
+        assert float(row["base"]) == base["rewards"][name]["mean"]
+        assert float(row["final"]) == final["rewards"][name]["mean"]
+    assert float(rows["FIRM", "0", "KL"]["final"]) == final["kl"]
+    sent = [float(rows[name, "0", "bytes up"]["final"]) for name in ("FIRM", "server")]
+    assert 0 < sent[0] < sent[1]
 
 
 def test_a_run_whose_log_is_poisoned_hides_no_other_from_table_and_page(
