@@ -172,7 +172,7 @@ def test_the_settings_of_a_study_are_compared_with_the_one_asked_for(studied, ca
     assert printed.startswith("Differences from server on the test split, by seed")
     assert [line[0] for line in lines if line[:1] in (["FIRM"], ["server"])] == ["FIRM"]
     line = refusal(report, [str(studied[0]), "--against", "third"])
-    assert "no finished runs of 'third'; choose among FIRM, server." in line
+    assert "no finished runs of 'third'; choose from FIRM, server." in line
 
 
 @pytest.mark.parametrize("file", ["configs/figures.yaml", "configs/hh_study.yaml"])
