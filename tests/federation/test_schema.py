@@ -1,7 +1,7 @@
 """Schemas: what is read is fit to compute with; whatever else comes is told by its path."""
 
 import math
-from typing import Annotated
+from typing import Literal
 
 import pytest
 import torch
@@ -14,7 +14,6 @@ from firm.federation.schema import (
     Matrix,
     Metrics,
     Model,
-    OneOf,
     Parameters,
     Reading,
     Text,
@@ -30,7 +29,7 @@ ADAPTER = {"b": torch.zeros(2, 3), "a": torch.zeros(4)}
 KINDS = {
     "flag": bool,
     "text": Text,
-    "choice": Annotated[str, OneOf(("one", "two"))],
+    "choice": Literal["one", "two"],
     "optional": NonNegative | None,
     "matrix": Matrix,
     "jacobian": Jacobian,
@@ -151,7 +150,7 @@ def test_a_record_is_read_by_its_own_annotations():
     assert own == PrivacyConfig(1.0, 0.5, at="client")
     assert read_record(kind, own, "privacy", reading) is own
     for change, message in (
-        ({"at": "both"}, r"privacy\.at must be 'server' or 'client'"),
+        ({"at": "both"}, r"privacy\.at must be 'server', 'client' or 'sum'"),
         ({"noise_seed": 0.5}, r"privacy\.noise_seed must be an integer"),
         ({"clip_norm": -1.0}, r"privacy\.clip_norm must be greater than 0"),
         ({"clip_norm": True}, r"privacy\.clip_norm must be a finite number"),

@@ -327,7 +327,9 @@ def test_a_site_that_sends_other_numbers_ends_the_round_in_one_line(new_clients,
         fedavg(start, NAMES, engine, cfg)
 
 
-@pytest.mark.parametrize("change", [lambda n: n[:-1], lambda n: torch.cat([n, n], dim=1)], ids=str)
+@pytest.mark.parametrize(
+    "change", [lambda n: n[:-1], lambda n: torch.cat([n, n], dim=1)], ids=["shorter", "wider"]
+)
 def test_masked_numbers_of_another_size_are_refused(change, new_clients, start):
     class Reshaped(LocalEngine):
         def __init__(self, engine):
