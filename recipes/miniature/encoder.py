@@ -25,44 +25,21 @@ from recipes.miniature.training import (
     BOS_ID,
     EOS_ID,
     PAD_ID,
+    TransformerTraining,
     run_trainer,
     training_arguments,
 )
 
 
 @configuration
-class EncoderTraining:
+class EncoderTraining(TransformerTraining):
     """A small ELECTRA, and how long it learns."""
 
     vocab_size: PositiveInt = 640
-    """Entries of the byte-level BPE vocabulary, the three special tokens and 256 bytes included."""
-    hidden_size: PositiveInt = 128
-    """Width of the hidden states."""
-    intermediate_size: PositiveInt = 352
-    """Width of the feed-forward layers."""
-    num_layers: PositiveInt = 4
-    """Number of layers."""
-    num_heads: PositiveInt = 4
-    """Attention heads per layer."""
-    initializer_range: PositiveFloat = 0.06
-    """Standard deviation of the initial parameters."""
+    num_steps: PositiveInt = 2500
+    learning_rate: PositiveFloat = 1e-3
     replaced_share: Annotated[float, Interval(gt=0, lt=1)] = 0.15
     """Share of the tokens that are replaced, in (0, 1)."""
-    batch_size: PositiveInt = 16
-    """Texts per optimizer step."""
-    num_steps: PositiveInt = 2500
-    """Optimizer steps: a number, not a time, so that every machine builds the same encoder."""
-    learning_rate: PositiveFloat = 1e-3
-    """Peak of AdamW's learning rate, warmed up over 5 % of the steps, then a cosine to 0."""
-    adam_beta2: PositiveFloat = 0.95
-    """AdamW's decay of squared gradients; 0.999 is slow for runs of a thousand steps."""
-
-    def __post_init__(self) -> None:
-        if self.hidden_size % self.num_heads:
-            raise ValueError(
-                f"hidden_size must be a multiple of num_heads ({self.num_heads}), "
-                f"got {self.hidden_size}."
-            )
 
 
 def train_encoder(

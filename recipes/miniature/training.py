@@ -39,10 +39,10 @@ CallFormat = Literal["plain", "response"]
 
 
 @configuration
-class PolicyTraining:
-    """A small Llama with tied embeddings, and how long it learns."""
+class TransformerTraining:
+    """A small transformer, and how long it learns."""
 
-    vocab_size: PositiveInt = 1024
+    vocab_size: PositiveInt
     """Entries of the byte-level BPE vocabulary, the three special tokens and 256 bytes included."""
     hidden_size: PositiveInt = 128
     """Width of the hidden states."""
@@ -53,18 +53,34 @@ class PolicyTraining:
     num_heads: PositiveInt = 4
     """Attention heads per layer."""
     initializer_range: PositiveFloat = 0.06
-    """Standard deviation of the initial parameters. At these widths the customary 0.02 makes a
-    policy that stumbles over requests in words of their own (p = 0.3 where 1.0 is due)."""
-    context_length: PositiveInt = 128
-    """Tokens of one training window; documents are laid end to end and cut into such windows."""
+    """Standard deviation of the initial parameters."""
     batch_size: PositiveInt = 16
-    """Windows per optimizer step."""
+    """Texts or windows per optimizer step."""
     num_steps: PositiveInt = 1200
-    """Optimizer steps: a number, not a time, so that every machine builds the same policy."""
+    """Optimizer steps: a number, not a time, so that every machine builds the same model."""
     learning_rate: PositiveFloat = 3e-3
     """Peak of AdamW's learning rate, warmed up over 5 % of the steps, then a cosine to 0."""
     adam_beta2: PositiveFloat = 0.95
     """AdamW's decay of squared gradients; 0.999 is slow for runs of a thousand steps."""
+
+    def __post_init__(self) -> None:
+        if self.hidden_size % self.num_heads:
+            raise ValueError(
+                f"hidden_size must be a multiple of num_heads ({self.num_heads}), "
+                f"got {self.hidden_size}."
+            )
+
+
+@configuration
+class PolicyTraining(TransformerTraining):
+    """A small Llama with tied embeddings, and how long it learns."""
+
+    vocab_size: PositiveInt = 1024
+    initializer_range: PositiveFloat = 0.06
+    """Standard deviation of the initial parameters. At these widths the customary 0.02 makes a
+    policy that stumbles over requests in words of their own (p = 0.3 where 1.0 is due)."""
+    context_length: PositiveInt = 128
+    """Tokens of one training window; documents are laid end to end and cut into such windows."""
 
     def __post_init__(self) -> None:
         if self.hidden_size % (2 * self.num_heads):
