@@ -116,6 +116,12 @@ def test_two_processes_share_the_clients_and_give_the_adapter_of_one(fork_two, r
     assert sorted(map(len, asked))[0] == len(asked[1])  # nothing was scored twice
 
 
+def test_two_processes_under_masks_give_the_adapter_of_one_without(fork_two, runs, one):
+    fork_two("masked", "--strategy.secure", "masks")
+    assert distance(read_adapter(one), read_adapter(runs / "masked")) < 2e-6
+    assert all(row["secure"]["num_updates"] == 2 for row in read_rows(runs / "masked", "round"))
+
+
 def test_two_processes_with_stacked_clients_give_the_adapter_of_one(fork_two, runs, one):
     fork_two("stacked", "--engine", "stacked", "--num_clients", "4")
     assert read_rows(runs / "stacked")[0]["processes"] == [

@@ -1,0 +1,72 @@
+"""Runs with secure sums, beside those whose server sees the updates."""
+
+from pathlib import Path
+
+import pytest
+
+from firm.federation.strategies import STRATEGIES
+from firm.federation.strategies.firm import firm_round
+from tests import smoke
+from tests.runs import read_adapter, read_rows
+
+MASKS = ("--strategy.secure", "masks")
+CLIENTS = ("--num_clients", 3, "--evaluation.num_validation_prompts", 0)
+NOISE = "{clip_norm: 0.5, noise_multiplier: 0.1, noise_seed: 7, at: %s}"
+CLOSE = 2e-6
+
+
+def distance(first: Path, second: Path) -> float:
+    """Returns the largest difference between two runs' adapters."""
+    mine, theirs = read_adapter(first), read_adapter(second)
+    return max((value - theirs[name]).abs().max().item() for name, value in mine.items())
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory) -> Path:
+    """A run without masks."""
+    return smoke.run(*CLIENTS, "--out", tmp_path_factory.mktemp("runs") / "plain")
+
+
+@pytest.fixture(scope="module")
+def masked(tmp_path_factory) -> Path:
+    """The same with masks."""
+    return smoke.run(*CLIENTS, *MASKS, "--out", tmp_path_factory.mktemp("runs") / "masked")
+
+
+def test_a_run_under_masks_ends_with_the_adapter_of_one_without(plain, masked):
+    assert 0 < distance(plain, masked) < CLOSE
+    for row in read_rows(masked, "round"):
+        assert row["secure"]["num_updates"] == 3
+        assert "retries" not in row
+
+
+def test_stacked_clients_end_under_masks_as_without(tmp_path):
+    stacked = (*CLIENTS, "--engine", "stacked")
+    first = smoke.run(*stacked, "--out", tmp_path / "plain")
+    second = smoke.run(*stacked, *MASKS, "--out", tmp_path / "masked")
+    assert distance(first, second) < CLOSE
+
+
+def test_a_run_under_masks_resumes_as_if_it_had_not_stopped(masked, tmp_path, monkeypatch):
+    def stops_in_round_2(state, *arguments):
+        if state.round == 1:
+            raise KeyboardInterrupt
+        return firm_round(state, *arguments)
+
+    with monkeypatch.context() as patch:
+        patch.setitem(STRATEGIES, "firm", stops_in_round_2)
+        with pytest.raises(KeyboardInterrupt):
+            smoke.run(*CLIENTS, *MASKS, "--out", tmp_path / "run")
+    resumed = smoke.run(*CLIENTS, *MASKS, "--out", tmp_path / "run", "--resume", "true")
+    assert distance(masked, resumed) == 0
+
+
+def test_noise_of_the_sum_goes_under_masks(masked, tmp_path):
+    privacy = ("--strategy.privacy", NOISE % "sum")
+    run = smoke.run(*CLIENTS, *MASKS, *privacy, "--out", tmp_path / "run")
+    assert distance(masked, run) > 0.01
+    for row in read_rows(run, "round"):
+        assert row["privacy"]["epsilon"] == row["privacy"]["epsilon_server"]
+    for row in read_rows(run, "client"):
+        assert row.keys() >= {"num_steps"}
+        assert not row.keys() & {"weights", "seconds", "rewards"}
