@@ -32,6 +32,9 @@ from recipes.paper.trajectories import (
 SAME_WEIGHT, SAME_REWARD = 0.05, 0.03
 """Differences of λ and of rewards in [0, 1] that count as none, written down before the runs."""
 
+SEEDS_OF_EQUALITY = 10
+"""Seeds that a claim of equality takes (docs/protocol.md)."""
+
 Wanted = Literal["larger", "smaller", "at least", "close"]
 
 
@@ -52,17 +55,15 @@ class Finding:
         measured = self.measured
         if self.wanted == "close":
             if -self.tolerance < measured.low and measured.high < self.tolerance:
-                return f"holds: the difference is within ± {self.tolerance:g}"
+                within = f"the difference is within ± {self.tolerance:g}"
+                is_enough = measured.num_seeds >= SEEDS_OF_EQUALITY
+                return f"holds: {within}" if is_enough else f"open: {within}, too few seeds"
             if measured.low >= self.tolerance or measured.high <= -self.tolerance:
                 return f"does not hold: the difference is beyond ± {self.tolerance:g}"
             return f"open: the interval reaches beyond ± {self.tolerance:g}"
         sign = -1 if self.wanted == "smaller" else 1
         if not measured.is_clear:
-            return (
-                "no clear difference: not shown to be worse"
-                if self.wanted == "at least"
-                else "does not show: no clear difference"
-            )
+            return "open: no clear difference"
         return "holds" if sign * measured.mean > 0 else "does not hold: the opposite is clear"
 
 
