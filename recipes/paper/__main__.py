@@ -128,11 +128,11 @@ def _opening(runs: Mapping[str, list[Record]], sweep: Sweep, num_missing: int) -
         f"worker's time, two of which ran at once.{missing} Rewards are those of "
         f"{runs['FIRM'][0].evaluations['test'][-1]['num_prompts']} held-out prompts, in [0, 1], "
         "with one calibration for all runs of a world. Differences are paired by seed, with the "
-        "95 % interval of Student's t; a claim *holds* when the interval leaves out zero, and "
-        "one of equality when it lies within the tolerance, with ten seeds or more. The intervals are "
+        "95 % interval of Student's t; a claim *holds* when the interval leaves out zero, and one "
+        "of equality when it lies within the tolerance, with ten seeds or more. The intervals are "
         "not corrected for their number: by the [protocol](../protocol.md) they are exploratory. "
-        "Curves are smoothed by an exponential average of half-life 20 local solves, as in the paper; "
-        "bands are one standard error over the seeds.",
+        "Curves are smoothed by an exponential average of half-life 20 local solves, as in the "
+        "paper; bands are one standard error over the seeds.",
     ]
 
 
