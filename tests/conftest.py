@@ -99,7 +99,7 @@ def new_plugins() -> Iterator[None]:
         yield
 
 
-NO_ERROR = r"runs Python |loading the models$|[\w ]+: \d+ replies of up to \d+ tokens$"
+NO_ERROR = r"running Python |loading the models$|[\w ]+: \d+ replies of up to \d+ tokens$"
 """Lines on standard error that may precede an error: whose code runs, and what takes long."""
 
 

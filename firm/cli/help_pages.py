@@ -1,4 +1,4 @@
-"""Regenerates the `--help` pages, after keys, texts or defaults have changed.
+"""Regenerates the `--help` pages after changes of keys, help texts or defaults.
 
 python -m firm.cli.help_pages
 """

@@ -11,32 +11,32 @@ from typing import Any, Literal, NoReturn
 from firm.console import accept_any_text
 
 PAGES = Path(__file__).parent / "pages"
-"""What `--help` prints, in files: to import a job and its configuration takes seconds."""
+"""Pregenerated `--help` pages, since importing a job and its configuration takes seconds."""
 
 
 @dataclass(frozen=True)
 class Command:
-    """A job on the command line, with modules that are imported when it starts.
+    """A job on the command line; its modules are imported when it starts.
 
     Functions, configurations and keys are given as MODULE:NAME, relative to `firm.jobs`.
     """
 
     text: str
-    """Purpose, in one line."""
+    """Purpose in one line."""
     job: str
-    """The function that is called with the configuration."""
+    """Function of the configuration."""
     config: str
-    """The class of the configuration."""
+    """Class of the configuration."""
     default: str | None = None
-    """The configuration file that is read when the command line names none."""
+    """Configuration file to read if the command line has none."""
     keys: str | None = None
-    """The keys that `--help` shows, by heading; by default those in no section."""
+    """Keys shown by `--help`, by heading; None: the top-level keys that are not sections."""
     resumed: Literal["run", "study"] | None = None
-    """What lies in the folder that `--resume` names."""
+    """Content of the folder passed to `--resume`."""
     over: str | None = None
-    """The key that names a finished run, whose settings are the defaults."""
+    """Key of a finished run that provides the default settings."""
     more: tuple[str, ...] = ()
-    """Further arguments."""
+    """Arguments appended to the command line."""
 
     @property
     def page(self) -> Path:
@@ -44,7 +44,7 @@ class Command:
         return PAGES / f"{self.job.partition(':')[0]}.txt"
 
     def parse(self, argv: Sequence[str] | None = None, *, description: str = "") -> Any:
-        """Parses a command line, by default that of the process, to a configuration.
+        """Parses a command line, by default sys.argv, to a configuration.
 
         Raises:
             UserError: The command line or a configuration file is invalid.
@@ -69,7 +69,7 @@ class Command:
         )
 
     def run(self, argv: Sequence[str] | None = None, *, description: str = "") -> None:
-        """Runs the job on a command line; invalid input exits with a one-line message."""
+        """Runs the job on a command line; exits with a one-line message on invalid input."""
         job = _load(self.job)
         from firm.run.errors import exit_on_user_error
 
@@ -91,21 +91,21 @@ COMMANDS = {
     ),
     "align": _ALIGN,
     "init": Command(
-        "Asks for model, data and reward models, and writes a configuration.",
+        "Writes a configuration for your own model, data and reward models.",
         "init:main",
         "init:InitConfig",
     ),
     "plan": replace(
-        _ALIGN, text="Prints what `align` would do: sizes, bytes, memory, steps.", more=("--plan",)
+        _ALIGN, text="Prints the sizes, bytes, memory and steps of a run.", more=("--plan",)
     ),
     "study": Command(
-        "Runs several settings, each with several seeds, side by side.",
+        "Compares several settings of a run, with several seeds each.",
         "study:main",
         "study:StudyConfig",
         resumed="study",
     ),
     "sweep": Command(
-        "Runs a training for every preference, and draws the front.",
+        "Trains at several preferences, and draws the front.",
         "sweep:main",
         "sweep:SweepConfig",
         resumed="study",
@@ -117,13 +117,13 @@ COMMANDS = {
         over="runs",
     ),
     "chat": Command(
-        "Lets the base and the aligned model answer side by side.",
+        "Chats with the base and the aligned model side by side.",
         "chat:main",
         "chat:ChatConfig",
         over="run",
     ),
     "explore": Command(
-        "Opens a page with a slider for each objective of a conditioned run.",
+        "Serves a page with a slider for each objective of a conditioned run.",
         "explore_page:main",
         "explore:ExploreConfig",
         over="run",
@@ -135,14 +135,14 @@ COMMANDS = {
         "workspace:WorkspaceConfig",
     ),
     "fmoo": Command(
-        "Compares the classic algorithms on images, tables and text.",
+        "Compares classic algorithms on images, tables and text.",
         "fmoo:main",
         "fmoo_config:ClassicConfig",
         default="configs/fmoo/two_digits.yaml",
         resumed="study",
     ),
     "network provision": Command(
-        "Makes a folder for each party of a run across sites.",
+        "Creates an installation kit for each party of a run across sites.",
         "network_parties:provision",
         "network_config:FederationConfig",
     ),
@@ -157,42 +157,42 @@ COMMANDS = {
         "network_config:SiteConfig",
     ),
     "network submit": Command(
-        "Starts or continues the run, and waits for its end.",
+        "Starts or continues a run, and waits until it ends.",
         "network_parties:submit",
         "network_config:AdminConfig",
     ),
     "network status": Command(
-        "Prints which sites are connected and what runs.",
+        "Prints the connected sites and the latest runs.",
         "network_parties:status",
         "network_config:AdminConfig",
     ),
     "network stop": Command(
-        "Stops the run after its last checkpoint, from which `submit` continues.",
+        "Stops the active runs; `submit` continues them from their last checkpoints.",
         "network_parties:stop",
         "network_config:AdminConfig",
     ),
     "network demo": Command(
-        "Does all of it on this machine: kits, a server, its sites, a run.",
+        "Completes a run on this machine, with kits, a server and its sites.",
         "network_parties:demo",
         "network_config:FederationConfig",
     ),
 }
-"""All jobs, by what follows `firm` on the command line."""
+"""All commands, by the words after `firm`."""
 
 EXTRAS = {"nvflare": "network"}
-"""Packages that commands import -> the extra that installs them."""
+"""Extra that installs an optional package, by the package's name."""
 
 USAGE = """usage: firm COMMAND [--config NAME_OR_FILE.yaml ...] [--key.path VALUE ...]
 
 {commands}
 
 Shipped configurations are found by name from any folder: `firm plan --config hh_tinyllama`.
-`firm COMMAND --help` prints the keys that matter, `--help all` every key. On several GPUs or
-processes: `torchrun --nproc_per_node 4 -m firm align ...`."""
+`firm COMMAND --help` prints the main keys, `--help all` all keys. On several GPUs or processes:
+`torchrun --nproc_per_node 4 -m firm align ...`."""
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Runs the command named by the first arguments; without one, prints all commands."""
+    """Runs the command in the first arguments; without a command, prints all of them."""
     accept_any_text()
     arguments = list(sys.argv[1:] if argv is None else argv)
     if arguments[:1] == ["--version"]:
@@ -204,7 +204,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         _print_usage(arguments)
     command = COMMANDS[name]
     description = f"firm {name}: {command.text}"
-    if rest in (["-h"], ["--help"]) and command.page.exists():
+    if rest in (["-h"], ["--help"]) and command.page.exists():  # without importing the job
         print(f"{description}\n\n{command.page.read_text(encoding='utf-8')}", end="")
         raise SystemExit(0)
     try:
@@ -222,7 +222,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def _print_usage(words: Sequence[str]) -> NoReturn:
-    """Prints all commands, or those starting with the first word, and exits."""
+    """Prints all commands, or the commands that start with the first word, and exits."""
     group = [name for name in COMMANDS if name.startswith(f"{' '.join(words[:1])} ")]
     asked = " ".join(words[: 2 if group else 1])
     names = group or list(COMMANDS)
@@ -234,7 +234,7 @@ def _print_usage(words: Sequence[str]) -> NoReturn:
     from firm.registry import did_you_mean  # imported late: a command's help does not need it
 
     first_words = dict.fromkeys(name.partition(" ")[0] for name in COMMANDS)
-    line = f"there is no command {asked!r}{did_you_mean(asked, group or first_words)}"
+    line = f"unknown command {asked!r}{did_you_mean(asked, group or first_words)}"
     print(f"\nfirm: error: {line}", file=sys.stderr)
     raise SystemExit(2)
 

@@ -14,5 +14,6 @@ modules, so that a job loads only the dependencies that it needs.
 
 import os
 
-os.environ.setdefault("TRL_EXPERIMENTAL_SILENCE", "1")  # TRL's PPO is used if available
-os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+# Before the first import of TRL and tokenizers, which read these variables only once
+os.environ.setdefault("TRL_EXPERIMENTAL_SILENCE", "1")  # PPO is an experimental part of TRL
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # it warns and may deadlock after a fork

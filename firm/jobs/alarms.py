@@ -8,7 +8,7 @@ from firm.run.guard import drawn
 from firm.run.rows import Row
 
 MINIATURE = "firm/miniature/checkpoints/"
-"""Where the models and prompts that ship are."""
+"""Folder of the models and prompts that are part of the package."""
 
 
 def alarms_at_start(cfg: AlignmentConfig) -> list[str]:
@@ -23,7 +23,7 @@ def alarms_at_start(cfg: AlignmentConfig) -> list[str]:
 
 
 def _leftovers(cfg: AlignmentConfig) -> list[str]:
-    """Returns a warning if policy or training data are the user's, but others the miniature's."""
+    """Returns a warning if the user replaced only some of the miniature's models and prompts."""
     places = {
         "policy.path": cfg.policy.path,
         **{f"data.{split}.source": getattr(cfg.data, split).source for split in DEFAULT_SPLITS},
@@ -35,17 +35,17 @@ def _leftovers(cfg: AlignmentConfig) -> list[str]:
         return []
     return [
         f"{' and '.join(own)} {'is' if len(own) == 1 else 'are'} your own, but {', '.join(left)} "
-        f"{'is' if len(left) == 1 else 'are'} still the miniature's: `firm init` writes a whole "
+        f"{'is' if len(left) == 1 else 'are'} still the miniature's: `firm init` writes a complete "
         "configuration."
     ]
 
 
 def alarms_of_rounds(cfg: AlignmentConfig, rows: list[Row]) -> list[str]:
-    """Returns new alarms about the rounds so far: those that no earlier row contains.
+    """Returns the alarms about the rounds so far that no earlier row contains.
 
     Args:
         cfg: The run.
-        rows: Its logged rows; the last is that of the round that has just ended.
+        rows: Its logged rows; the last row describes the round that has just ended.
     """
     texts = failure_alarms(rows)
     alarms: list[str | None] = []
@@ -53,7 +53,7 @@ def alarms_of_rounds(cfg: AlignmentConfig, rows: list[Row]) -> list[str]:
     has_dropout = cfg.policy.lora.dropout > 0  # dropout moves ratios away from 1 by design
     if is_of_generation or not has_dropout:
         alarm = drawn(
-            "Whether an unchanged policy's ratio is 1",
+            "The check of an unchanged policy's ratio",
             lambda: ratio_alarm(
                 rows,
                 dtype=cfg.policy.dtype,
@@ -65,7 +65,7 @@ def alarms_of_rounds(cfg: AlignmentConfig, rows: list[Row]) -> list[str]:
         alarms.append(alarm)
     if is_of_generation:
         alarm = drawn(
-            "Whether rounding is small beside the KL",
+            "The check of rounding against the KL",
             lambda: mismatch_alarm(rows, cfg.estimator.kl),
             instead=str,
         )
@@ -74,5 +74,5 @@ def alarms_of_rounds(cfg: AlignmentConfig, rows: list[Row]) -> list[str]:
     if solves_at_preferences(cfg):  # there is no beta to warn about
         return texts
     return texts + drawn(
-        "What the strategy warns of", lambda: cfg.strategy.alarms(rows), instead=lambda text: [text]
+        "The strategy's alarms", lambda: cfg.strategy.alarms(rows), instead=lambda text: [text]
     )

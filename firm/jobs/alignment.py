@@ -1,4 +1,4 @@
-"""Aligns one language model to several objectives across several clients."""
+"""Aligns a language model to several objectives across several clients."""
 
 import html
 import shutil
@@ -76,9 +76,9 @@ FREE_KEYS = (
     *("client_timeout", "engine", "hub", "max_rows", "name"),
     *("out", "plan", "plugins", "resume", "tracking"),
 )
-"""What may differ from the run's own configuration when it is resumed."""
+"""Keys that may differ from the run's saved configuration on resume."""
 RENEWED_KEYS = ("rounds",)
-"""What may differ, too, where `_check_rounds` allows it; the run's configuration follows."""
+"""Keys that may also differ if `_check_rounds` allows it; the saved configuration is updated."""
 
 
 @dataclass(frozen=True)
@@ -88,17 +88,17 @@ class Result:
     path: Path
     """The run's directory."""
     adapter: Path
-    """The aligned adapter, a PEFT folder."""
+    """PEFT folder of the aligned adapter."""
     page: Path
-    """The page, an HTML file."""
+    """HTML page of the run."""
     base: Evaluation
-    """The base model on the held-out prompts."""
+    """Evaluation of the base model on the held-out prompts."""
     final: Evaluation
-    """The aligned model on the same."""
+    """Evaluation of the aligned model on the same prompts."""
 
     @property
     def comparison(self) -> list[MetricComparison]:
-        """Returns aligned against base model, by objective and for further metrics."""
+        """Returns comparisons of aligned and base model, for each objective and further metric."""
         return comparison_table(self.base, self.final)
 
     @property
@@ -110,9 +110,9 @@ class Result:
     def rewards(self) -> Frame:
         """Returns the rewards on the held-out prompts, in [0, 1]: a pandas.DataFrame by objective.
 
-        The columns are those of `MetricComparison`: base, base_se, final, final_se, change and
-        change_se, which are means and their standard errors, the change paired by row; num_prompts,
-        the number of prompts evaluated; and z.
+        The columns are base, base_se, final, final_se, change and change_se (means and their
+        standard errors; the change is paired by row), num_prompts (number of prompts evaluated) and
+        z, as in `MetricComparison`.
         """
         table = comparison_table(self.base, self.final, has_rewards=True)
         by_name = {row.name: {**asdict(row), "z": row.z} for row in table}
@@ -287,14 +287,14 @@ def _check_rounds(out: Path, cfg: AlignmentConfig) -> None:
     done = checkpoint[0] if checkpoint else 0
     if cfg.rounds < done:
         raise UserError(
-            f"rounds must be at least the {done} that the run at {out} has done, got {cfg.rounds}; "
-            "raise it, or start a new run."
+            f"rounds must be at least {done}, the rounds that the run at {out} has completed, got "
+            f"{cfg.rounds}; increase it, or start a new run."
         )
     if done and (schedule := cfg.estimator.learning_rate_schedule) != "constant":
         raise UserError(
-            f"rounds must stay {was} for the run at {out}, whose learning rates so far depend on "
-            f"it (estimator.learning_rate_schedule {schedule}), got {cfg.rounds}; resume with "
-            f"rounds {was}, or start a new run."
+            f"rounds must remain {was} for the run at {out}, since its learning rates so far "
+            f"depend on it (estimator.learning_rate_schedule {schedule}), got {cfg.rounds}; resume "
+            f"with rounds {was}, or start a new run."
         )
 
 
@@ -330,7 +330,7 @@ class _LanguageWing(Wing):
         self._calibrations = calibrations
         self._base: dict[str, Evaluation] = {}
         self.preferences = measured_preferences(cfg)
-        """At which a conditioned policy is measured."""
+        """Preferences at which a conditioned policy is evaluated."""
 
     def start(self) -> tuple[ServerState, float | None]:
         loaded, cfg = self._loaded, self._cfg
@@ -347,7 +347,7 @@ class _LanguageWing(Wing):
         self._base = {split: Evaluation(**figures) for split, figures in content["base"].items()}
         was = next((row.get("rounds") for row in self.book.rows if row.get("kind") == "run"), None)
         if was not in (None, self._cfg.rounds):
-            note = f"rounds was {was}, is {self._cfg.rounds}: the run goes on to the new number."
+            note = f"rounds changed from {was} to {self._cfg.rounds}; the run continues."
             self._progress.event("started", alarms=[note])
             self.book.log(_run_row(self._cfg, self._loaded, self._calibrations))
 
@@ -408,7 +408,7 @@ class _LanguageWing(Wing):
         policy, tokenizer = loaded.trainer.policy_model, loaded.tokenizer
         save_adapter(policy, run.path / "adapter")
         tokenizer.save_pretrained(str(run.path / "adapter"))
-        shutil.rmtree(run.path / "front", ignore_errors=True)  # from a run to fewer rounds
+        shutil.rmtree(run.path / "front", ignore_errors=True)  # left by a session of fewer rounds
         for preference in self.preferences:
             folder = run.path / "front" / preference_folder(preference)
             save_folded(policy, folder, preference)
@@ -427,10 +427,10 @@ class _LanguageWing(Wing):
         return {**row, "preference": list(preference)}
 
     def _final_front(self, state: ServerState) -> list[Row]:
-        """Returns the rows on the test prompts, with further ones in the widest gaps of the front.
+        """Returns the rows on the test prompts, including new ones in the widest gaps of the front.
 
-        Stops adding rows when a gap is too narrow for a distinct name. Appends the added
-        preferences to `preferences`.
+        Appends the new preferences to `preferences`. Stops when a gap is too narrow for a distinct
+        name.
         """
         rows, extra = self._at_preferences(state, "test"), list[Row]()
         for _ in range(self._cfg.evaluation.num_refined):
@@ -503,8 +503,8 @@ def _folded_card(cfg: AlignmentConfig, preference: Sequence[float]) -> ModelCard
     """Returns the model card of a conditioned adapter folded at one preference."""
     shares = zip(cfg.rewards, preference, strict=True)
     aim = ", ".join(f"{name} {share / sum(preference):.3f}" for name, share in shares)
-    text = f"""A LoRA adapter: the fold at this preference of a conditioned adapter that
-{cfg.strategy.name} trained (seed {cfg.seed}). `{FRONT_NAME}` of its run has its rewards."""
+    text = f"""A LoRA adapter, folded at this preference from a conditioned adapter trained with
+{cfg.strategy.name} (seed {cfg.seed}). `{FRONT_NAME}` of its run contains its rewards."""
     return model_card(cfg.policy.path, aim, text)
 
 

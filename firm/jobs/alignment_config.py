@@ -45,16 +45,16 @@ from reward_models.registry import RewardModelConfig
 
 @dataclass(frozen=True)
 class DataConfig:
-    """Prompts: what clients train on, what the curves are measured on, and what is held out."""
+    """Training, validation and test prompts."""
 
     train: PromptsConfig = field(default_factory=PromptsConfig)
-    """Divided among the clients."""
+    """Training prompts, which are divided among the clients."""
     validation: PromptsConfig = field(default_factory=lambda: PromptsConfig(split=None))
-    """The model is measured on these after every round; split null: a file whole, of a dataset the
-    first half of its split "test"."""
+    """Prompts on which the global model is evaluated after every round; split null: a whole file,
+    or the first half of a dataset's split "test"."""
     test: PromptsConfig = field(default_factory=lambda: PromptsConfig(split=None))
-    """The base model and the final one are compared on these, and nothing else is; split null: a
-    file whole, of a dataset the second half of its split "test"."""
+    """Prompts for the comparison of base and final model only; split null: a whole file, or the
+    second half of a dataset's split "test"."""
 
 
 KEYS = {
@@ -80,74 +80,74 @@ KEYS = {
         "strategy.preference",
     ],
 }
-"""The keys that matter, which `--help` shows."""
+"""The most important keys, shown by `--help`, by heading."""
 DEFAULT_SPLITS = {"train": "train", "validation": "test[:50%]", "test": "test[50%:]"}
-"""Splits of datasets where `split` is null, by what the prompts are for."""
+"""Default splits of datasets, by use of the prompts."""
 
 
 GIVEN = "given to firm.align"
-"""Source of prompts that a Python program gave as objects."""
+"""Source of prompts that a Python program passed as objects."""
 
 
 @configuration
 class PromptPartitionConfig:
-    """How the training prompts are divided among the clients."""
+    """Partition of the training prompts among the clients."""
 
     kind: Annotated[Literal["iid", "dirichlet"], Paper("A.1")] = "iid"
-    """Equal random parts, or shares of each kind of prompt that a Dirichlet distribution
-    draws."""
+    """iid: equal random parts; dirichlet: shares of each kind of prompt, drawn from a Dirichlet
+    distribution."""
     alpha: Annotated[PositiveFloat, Paper("A.2.2")] = 0.3
-    """Concentration of the Dirichlet distribution; small is uneven."""
+    """Concentration of the Dirichlet distribution; smaller is more heterogeneous."""
 
 
 @configuration
 class GroupConfig:
-    """Clients that differ from the others in their objectives' reward models, or attack."""
+    """A group of clients with other reward models, objectives or preferences, or of attackers."""
 
     clients: list[NonNegativeInt]
-    """Their numbers, from 0."""
+    """Indices of the clients, from 0."""
     rewards: dict[str, RewardModelConfig] = field(default_factory=dict)
-    """Reward models in place of those of the same objectives (A.2.1)."""
+    """Reward models by objective, which replace the common ones (A.2.1)."""
     objectives: Annotated[list[str] | None, NOT_IN_PAPER] = None
-    """Objectives that they serve; null: all. FMOL's indicator matrix A."""
+    """Objectives that the clients train; null: all. FMOL's indicator matrix A."""
     preferences: Annotated[list[list[float]] | None, NOT_IN_PAPER] = None
-    """Preferences between which they draw for a conditioned policy, such as [[1, 0], [0.5, 0.5]]
-    for those who care for the first objective most; null: any."""
+    """Preferences between which the clients draw for a conditioned policy, such as [[1, 0],
+    [0.5, 0.5]] for clients that favour the first objective; null: any."""
     attack: Annotated[AttackConfig | None, NOT_IN_PAPER] = None
-    """What they do instead of their part; null: nothing, they are honest."""
+    """Attack by the clients; null: none, the clients are honest."""
 
 
 @configuration(source=NOT_IN_PAPER)
 class EvaluationConfig:
-    """How much is measured."""
+    """Calibration of rewards, and size of the evaluations."""
 
     num_calibration_prompts: PositiveInt = 256
-    """Training prompts whose base-model replies fix the maps from scores to rewards."""
+    """Training prompts to calibrate rewards on, with replies of the base model."""
     calibration_seed: Seed | None = None
-    """Seed of those replies; null takes the run's. Runs whose rewards are to be compared need the
-    same maps, whatever their seeds."""
+    """Seed of the calibration replies; null: the run's seed. Runs whose rewards will be compared
+    need the same calibration seed."""
     calibrations: dict[str, Calibration] = field(default_factory=dict)
-    """Maps that were fixed beforehand, by objective, such as {helpful: {method: sigmoid, mean: 0.4,
-    scale: 1.1}}, as the first row of a run's metrics.jsonl has them; the others are measured."""
+    """Given calibrations by objective, such as {helpful: {method: sigmoid, mean: 0.4, scale: 1.1}},
+    as in the first row of a run's metrics.jsonl; other objectives are calibrated in this run."""
     num_validation_prompts: NonNegativeInt = 64
-    """Rows of prompts per round; 0 leaves the rounds unmeasured."""
+    """Rows of validation prompts, evaluated after every round; 0: no validation."""
     num_test_prompts: Annotated[PositiveInt, Ge(2)] = 256
-    """Rows of held-out prompts at the start and the end."""
+    """Rows of test prompts, evaluated before and after training."""
     num_samples: BoundedInt = 2
-    """Replies per held-out row."""
+    """Replies sampled per row in evaluations."""
     num_shown_samples: NonNegativeInt = 12
-    """Replies that the report shows, before and after; 0 keeps all texts out of the run."""
+    """Replies shown in the report, before and after training; 0: the run saves no texts."""
     metrics: dict[str, RewardModelConfig] = field(default_factory=dict)
-    """Further scores that are reported and never trained on."""
+    """Further scores to report, by name; they are not trained on."""
     preferences: list[list[float]] | None = None
-    """Preferences at which a conditioned policy is measured, and folded when the run ends; null
-    takes all vectors of multiples of 1/4, and none are measured with []."""
+    """Preferences at which a conditioned policy is evaluated, and folded when the run ends; null:
+    all vectors of multiples of 1/4; []: none."""
     num_refined: Annotated[NonNegativeInt, Le(1_000)] = 0
-    """Further preferences at which the final front is measured and folded, one after the other,
-    each in the middle of its widest gap: evenly spaced in rewards (SURF, arXiv:2605.20619)."""
+    """Further preferences at which the final policy is evaluated and folded, each in the middle of
+    the widest gap of the front, for even spacing in rewards (SURF, arXiv:2605.20619)."""
     front_every: Annotated[PositiveInt | None, Hint("null waits for the end")] = 4
-    """Rounds between measurements of a conditioned policy at its preferences on the validation
-    prompts."""
+    """Rounds between evaluations of a conditioned policy at its preferences, on the validation
+    prompts; null: only at the end."""
 
     def __post_init__(self) -> None:
         if self.num_validation_prompts == 1:
@@ -158,83 +158,80 @@ class EvaluationConfig:
 
 @configuration
 class AlignmentConfig:
-    """One run."""
+    """An alignment run."""
 
     policy: PolicyConfig
-    """The model that is aligned."""
+    """Language model to align."""
     rewards: dict[str, RewardModelConfig]
-    """The objectives: one reward model each."""
+    """Reward models by objective."""
     name: str = "firm_hh"
-    """Opens the run directory's name."""
+    """Prefix of the default run directory."""
     plugins: tuple[str, ...] = ()
-    """Modules, or Python files, that register strategies and the like. They are run before all
-    other keys are read, but not by --help."""
+    """Modules or Python files that register components, such as strategies. They are run before
+    other keys are read, except by --help."""
     out: Path | None = None
-    """Run directory; by default runs/NAME-TIME."""
+    """Run directory; default: runs/NAME-TIME."""
     plan: bool = False
-    """Print what would run (sizes, shares of prompts, bytes, memory, steps, what is not in the
-    paper) and stop; no weights are read, and prompts only from this machine."""
+    """Print sizes, shares of prompts, bytes, memory, steps and departures from the paper, and exit;
+    reads no weights, and prompts only from this machine."""
     resume: Resume = False
-    """Continue from the last checkpoint: `--resume RUN` the run in that folder, by its own
-    configuration; `--out RUN --resume` by the one that is given; auto begins the run where there is
-    none yet; Python files that only the folder names need `--allow_code`, as it may be somebody
-    else's."""
+    """Continue from the last checkpoint: `--resume RUN` uses the configuration saved in that
+    folder, `--out RUN --resume` the given one; auto starts a new run if there is none yet. Python
+    files named only in the folder need `--allow_code`, since the folder may be from someone
+    else."""
     seed: Seed = 0
-    """Everything random comes from it."""
+    """Seed of all random numbers."""
     num_threads: Annotated[NumWorkers | None, Hint("null leaves it to torch")] = None
-    """CPU threads; by default as many as torch takes."""
+    """CPU threads; null: torch's default."""
     processes_per_client: NumWorkers = 1
-    """Processes that work as one on a client, each on its share of a batch. How many there are at
-    all is the launcher's to say; the clients are divided among them."""
+    """Processes that train a client together, each on a share of the batch. The launcher sets the
+    total number of processes, and the clients are divided among them."""
     start: Annotated[dict[str, NonNegativeFloat], NOT_IN_PAPER] = field(default_factory=dict)
-    """Adapter folders that the training starts from, and the share of each in their mean; none: a
-    fresh adapter. With no rounds that mean is what the run measures: Rewarded Soups
-    (arXiv:2306.04488)."""
+    """Adapter folders and their shares; training starts from their weighted mean; {}: a fresh
+    adapter. With 0 rounds, the run evaluates this mean: Rewarded Soups (arXiv:2306.04488)."""
     start_preference: Annotated[list[float] | None, NOT_IN_PAPER] = None
-    """Shares of the objectives at which the adapters of `start`, which are conditioned, are folded
-    into ordinary ones; null takes them as their folders have them, at equal shares."""
+    """Shares of the objectives at which conditioned adapters of `start` are folded into ordinary
+    ones; null: as saved in their folders, at equal shares."""
     engine: Annotated[str, OneOf(ENGINES)] = "local"
-    """Where clients run in this process, by a name that is registered
-    (`firm.federation.engines.engine`): "local" takes them in turn, "stacked" all at once."""
+    """Registered engine that runs the clients of this process (`firm.federation.engines.engine`):
+    "local" trains them sequentially, "stacked" in one batch."""
     max_rows: Annotated[PositiveInt | None, Hint("null takes 128")] = None
-    """Rows that engine stacked takes at once, whatever the number of clients; bounds memory. null
-    takes 128."""
+    """Maximum rows of a forward pass with engine stacked, to limit memory; null: 128."""
     client_timeout: Annotated[PositiveFloat | None, Hint("null sets no limit")] = None
-    """Seconds that a client has for its part of a round; whoever needs more is left out of it, or
-    with several processes per client ends the run. null: as long as it takes."""
+    """Seconds that a client may take in a round. A slower client is left out of the round; with
+    several processes per client, it ends the run. null: no limit."""
     rounds: Annotated[NumRounds, Paper("A.1", (16,))] = 16
     """Communication rounds T."""
     num_clients: Annotated[NumClients, Paper("A.1", (8,))] = 8
-    """Clients C."""
+    """Number of clients C."""
     data: DataConfig = field(default_factory=DataConfig)
-    """Prompts."""
+    """Training, validation and test prompts."""
     partition: PromptPartitionConfig = field(default_factory=PromptPartitionConfig)
-    """Who has which."""
+    """Partition of the training prompts among the clients."""
     groups: dict[str, GroupConfig] = field(default_factory=dict)
-    """Clients with other reward models or fewer objectives, or attackers, by a name of the
-    group."""
+    """Groups of clients with other reward models or fewer objectives, or of attackers, by name."""
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
-    """Sampling."""
+    """Sampling of replies."""
     estimator: EstimatorConfig = field(default_factory=PPOConfig)
-    """A local step."""
+    """Policy-gradient estimator and optimizer of a local step."""
     strategy: StrategyConfig = field(default_factory=FirmConfig)
-    """A round."""
+    """Federated algorithm of a round."""
     evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
-    """What is measured."""
+    """Calibration and evaluation."""
     checkpoints: CheckpointConfig = field(default_factory=CheckpointConfig)
-    """What is kept to resume from."""
+    """Checkpoints to keep."""
     tracking: TrackingConfig = field(default_factory=TrackingConfig)
-    """Weights & Biases."""
+    """Tracking with Weights & Biases."""
     hub: HubConfig = field(default_factory=HubConfig)
-    """The Hugging Face hub."""
+    """Upload to the Hugging Face hub."""
 
     def __post_init__(self) -> None:
         check_name(self.name, "name")
         check_out(self.resume, self.out)
         if self.rounds == 0 and not self.start:
-            raise ValueError("rounds must be at least 1, got 0; 0 rounds need a start.")
+            raise ValueError("rounds must be at least 1 without a start, got 0.")
         if self.start and sum(self.start.values()) == 0:
-            raise ValueError(f"start must have shares that are not all zero, got {self.start}.")
+            raise ValueError(f"start must have a share above zero, got {self.start}.")
         _check_engine(self)
         _check_participation(self)
         _check_ranks(self)
@@ -259,7 +256,7 @@ class AlignmentConfig:
             check_name(name, "evaluation.metrics: the name of a score")
         if shared := self.rewards.keys() & self.evaluation.metrics.keys():
             raise ValueError(
-                f"evaluation.metrics has {min(shared)!r}, which is an objective too; rename one."
+                f"evaluation.metrics and rewards both have {min(shared)!r}; rename one."
             )
         self.strategy.check(list(self.rewards))
         self.strategy.check_clients(AlignmentClient)
@@ -305,7 +302,7 @@ def _check_participation(cfg: AlignmentConfig) -> None:
         if count is not None and count > cfg.num_clients:
             raise ValueError(
                 f"strategy.{key} must be at most num_clients ({cfg.num_clients}), got {count}; "
-                "lower it, or add clients."
+                "decrease it, or add clients."
             )
     names = client_names(cfg)
     preferences = getattr(cfg.strategy, "preferences", {})  # only some strategies have them
@@ -330,10 +327,10 @@ def _check_ranks(cfg: AlignmentConfig) -> None:
 
 
 def _check_conditioning(cfg: AlignmentConfig) -> None:
-    """Raises ``ValueError`` if the run cannot train a conditioned policy, or on a wrong fold."""
+    """Raises ``ValueError`` if conditioning conflicts with other settings."""
     if cfg.start_preference is not None and not cfg.start:
         raise ValueError(
-            f"start_preference needs a start to be folded, got {cfg.start_preference} without one."
+            f"start_preference needs adapters in start, got {cfg.start_preference} without any."
         )
     preferences = cfg.evaluation.preferences
     if cfg.policy.conditioning.kind == "none":
@@ -341,31 +338,31 @@ def _check_conditioning(cfg: AlignmentConfig) -> None:
             f"groups.{name}.preferences": group.preferences for name, group in cfg.groups.items()
         }
         refined = cfg.evaluation.num_refined
-        requests = {"evaluation.preferences": preferences, "evaluation.num_refined": refined, **own}
-        for key, asked in requests.items():
-            if asked:
+        settings = {"evaluation.preferences": preferences, "evaluation.num_refined": refined, **own}
+        for key, setting in settings.items():
+            if setting:
                 raise ValueError(
-                    f"{key} needs policy.conditioning.kind preference, got {asked} for a policy of "
-                    "one trade-off."
+                    f"{key} needs policy.conditioning.kind preference, got {setting} for an "
+                    "unconditioned policy."
                 )
         return
     _check_preferences("evaluation.preferences", preferences or [], cfg)
     shown = [tuple(f"{share:.3g}" for share in row) for row in measured_preferences(cfg)]
     if len(set(shown)) < len(shown):
         raise ValueError(
-            "evaluation.preferences must differ in three digits of their shares, which name their "
-            f"figures, got {preferences}."
+            "evaluation.preferences must differ in the first three digits of their shares, which "
+            f"name their metrics, got {preferences}."
         )
     if cfg.evaluation.num_refined and len(shown) < 2:
         raise ValueError(
             f"evaluation.num_refined must be 0 with {len(shown)} evaluation.preferences, got "
-            f"{cfg.evaluation.num_refined}: a gap is between two."
+            f"{cfg.evaluation.num_refined}: refinement needs at least two preferences."
         )
     for group, config in cfg.groups.items():
         if config.preferences is not None:
             key = f"groups.{group}.preferences"
             if not config.preferences:
-                raise ValueError(f"{key} must hold a preference to draw, got none.")
+                raise ValueError(f"{key} must contain at least one preference, got none.")
             _check_preferences(key, config.preferences, cfg)
     if solves_at_preferences(cfg):
         _check_solves(cfg)
@@ -374,12 +371,12 @@ def _check_conditioning(cfg: AlignmentConfig) -> None:
 
 def _check_solves(cfg: AlignmentConfig) -> None:
     """Raises ``ValueError`` on options that conflict with solving at the drawn preferences."""
-    for key, left in {"preference": None, "preferences": {}, "solve_per": "minibatch"}.items():
-        given = getattr(cfg.strategy, key, left)
-        if given != left:
+    for key, default in {"preference": None, "preferences": {}, "solve_per": "minibatch"}.items():
+        given = getattr(cfg.strategy, key, default)
+        if given != default:
             raise ValueError(
-                f"strategy.{key} must be {left} with policy.conditioning.kind preference, got "
-                f"{given}: each minibatch is solved at the preferences that its prompts were given."
+                f"strategy.{key} must be {default} with policy.conditioning.kind preference, got "
+                f"{given}: each minibatch is solved at the preferences drawn for its prompts."
             )
 
 
@@ -400,8 +397,8 @@ def _check_engine(cfg: AlignmentConfig) -> None:
     if cfg.engine != "stacked":
         if cfg.max_rows is not None:
             raise ValueError(
-                f"max_rows must be left out with engine {cfg.engine}, got {cfg.max_rows}: "
-                "estimator.micro_batch_size bounds its passes."
+                f"max_rows must be null with engine {cfg.engine}, got {cfg.max_rows}; use "
+                "estimator.micro_batch_size to limit the rows of a pass."
             )
         return
     if cfg.processes_per_client > 1:
@@ -410,7 +407,7 @@ def _check_engine(cfg: AlignmentConfig) -> None:
         )
     if cfg.client_timeout is not None:
         raise ValueError(
-            "client_timeout must be left out with engine stacked, which cannot interrupt a single "
+            "client_timeout must be null with engine stacked, which cannot interrupt a single "
             f"client, got {cfg.client_timeout:g}; or choose engine local."
         )
     if cfg.rollout.cache == "static":
@@ -421,7 +418,7 @@ def _check_engine(cfg: AlignmentConfig) -> None:
     if cfg.policy.gradient_checkpointing and cfg.policy.lora.dropout > 0:
         raise ValueError(
             "policy.lora.dropout must be 0 with engine stacked and policy.gradient_checkpointing, "
-            "whose second forward pass would draw other masks, got "
+            "since the recomputed forward pass would draw other dropout masks, got "
             f"{cfg.policy.lora.dropout:g}; or choose engine local."
         )
 
@@ -438,33 +435,33 @@ def _check_groups(cfg: AlignmentConfig) -> None:
                 )
             if client in taken:
                 raise ValueError(
-                    f"{key}.clients: client {client} is in the group {taken[client]} already."
+                    f"{key}.clients: client {client} is already in the group {taken[client]}."
                 )
             taken[client] = group
         for name in [*config.rewards, *(config.objectives or [])]:
             if name not in cfg.rewards:
                 raise ValueError(
-                    f"{key} names the objective {name!r}; there are "
+                    f"{key} has the unknown objective {name!r}; choose from "
                     f"{', '.join(cfg.rewards)}{did_you_mean(name, cfg.rewards)}"
                 )
         if not config.clients or config.objectives == []:
-            raise ValueError(f"{key} needs clients, and an objective for them, got none.")
+            raise ValueError(f"{key} needs at least one client and one objective, got none.")
         attacked = config.attack.objective if config.attack else None
         served = list(cfg.rewards) if config.objectives is None else config.objectives
         if attacked is not None and attacked not in served:
             raise ValueError(
-                f"{key}.attack.objective must be one that they serve ({', '.join(served)}), got "
-                f"{attacked!r}{did_you_mean(attacked, served)}"
+                f"{key}.attack.objective must be an objective of the group ({', '.join(served)}), "
+                f"got {attacked!r}{did_you_mean(attacked, served)}"
             )
-    if len(taken) == cfg.num_clients:  # no client outside of groups serves all objectives
+    if len(taken) == cfg.num_clients:  # otherwise a client outside of groups trains all objectives
         theirs = [
             cfg.rewards if c.objectives is None else c.objectives for c in cfg.groups.values()
         ]
         for name in cfg.rewards:
             if not any(name in own for own in theirs):
                 raise ValueError(
-                    f"groups: no client serves the objective {name!r}; name it in the objectives "
-                    "of a group, or remove it from rewards."
+                    f"groups: no client trains the objective {name!r}; add it to the objectives of "
+                    "a group, or remove it from rewards."
                 )
 
 
@@ -474,8 +471,8 @@ def _check_calibrations(cfg: AlignmentConfig) -> None:
     for key, calibration in cfg.evaluation.calibrations.items():
         if key not in configs:
             raise ValueError(
-                f"evaluation.calibrations has {key!r}; there are {', '.join(configs)}"
-                f"{did_you_mean(key, configs)}"
+                f"evaluation.calibrations has the unknown objective {key!r}; choose from "
+                f"{', '.join(configs)}{did_you_mean(key, configs)}"
             )
         if calibration.method != configs[key].normalization:
             raise ValueError(
@@ -485,7 +482,7 @@ def _check_calibrations(cfg: AlignmentConfig) -> None:
 
 
 def reward_configs(cfg: AlignmentConfig) -> dict[str, RewardModelConfig]:
-    """Returns all reward models by objective; those of groups by group/objective."""
+    """Returns all reward models, by objective or, for a group's own, by group/objective."""
     return {
         **cfg.rewards,
         **{

@@ -53,30 +53,30 @@ from reward_models.registry import load_reward_models
 
 @dataclass(frozen=True)
 class LoadedRun:
-    """The loaded components of a run, on the server and wherever clients run."""
+    """Loaded components of a run, on the server or where clients run."""
 
     trainer: MultiObjectiveTrainer
-    """The policy with one adapter, and how it is trained."""
+    """Trainer with the policy and its adapter slot."""
     tokenizer: transformers.PreTrainedTokenizerBase
-    """The policy's, as its checkpoint has it."""
+    """The policy's tokenizer, as stored in its checkpoint."""
     reward_fns: dict[str, RewardFn]
-    """Reward models: by objective, and those of groups by group/objective."""
+    """Reward functions by objective, or by group/objective for a group's own."""
     metrics: dict[str, RewardFn]
-    """Further scores that are reported."""
+    """Further scores to report, by name."""
     prompts: list[Prompt]
-    """Those to train on."""
+    """Training prompts."""
     validation: list[Prompt]
-    """Those that every round is measured on; at the server alone."""
+    """Validation prompts, evaluated after every round; empty except on the server."""
     test: list[Prompt]
-    """Those that are held out to the end; at the server alone."""
+    """Test prompts, evaluated before and after training; empty except on the server."""
     fresh: Adapter
-    """The adapter that rewards are calibrated with."""
+    """Adapter with which rewards are calibrated."""
     start: Adapter
-    """The adapter that training starts from."""
+    """Adapter that training starts from."""
     processes: Processes
-    """Those that work together here."""
+    """The launcher's processes."""
     notes: list[str]
-    """What the user should know of the prompts."""
+    """Notes on the prompts for the user."""
 
 
 @dataclass(frozen=True)
@@ -124,8 +124,8 @@ def load(
         config, own = getattr(cfg.data, use), given.prompts.get(use)
         if own is None and config.source == GIVEN:
             raise UserError(
-                f"data.{use}.source: the prompts were given to firm.align as objects; call it "
-                f"again with them and resume=True, or give --data.{use}.source."
+                f"data.{use}.source: the prompts were passed to firm.align as objects; call it "
+                f"again with them and resume=True, or pass --data.{use}.source."
             )
         return load_prompts(
             config,
@@ -197,11 +197,12 @@ def common_calibrations(
     *,
     on_event: Callable[..., None] | None = None,
 ) -> dict[str, Calibration]:
-    """Returns the maps from scores to rewards, which the server fixes for all clients.
+    """Returns the calibrations of scores to rewards, shared by all clients.
 
     A resumed run keeps its calibrations.
     """
-    calibrations = _calibrate(loaded, cfg, on_event)  # also tries out every reward model
+    # also on resume: a reward model that fails is found here, before the first round
+    calibrations = _calibrate(loaded, cfg, on_event)
     if cfg.resume and (checkpoint := Run(out).latest_checkpoint()):
         frozen = as_calibrations(checkpoint[1]["calibrations"])
         check_same(frozen, calibrations)  # before the run is opened, which truncates its logs
@@ -238,10 +239,10 @@ def build_clients(
     Args:
         loaded: Components that all clients share.
         cfg: The run.
-        calibrations: The maps from scores to rewards.
-        names: Clients to build; this process's by default.
-        prompts: Prompts by client; a partition of the training prompts by default.
-        on_event: Called with the progress of a client.
+        calibrations: Calibrations of scores to rewards.
+        names: Clients to build; by default, the clients of this process.
+        prompts: Prompts by client; by default, a partition of the training prompts.
+        on_event: Progress callback of the clients.
     """
     names = loaded.processes.hosted(client_names(cfg)) if names is None else names
     common = Judges(loaded.trainer.reward_fns, {name: calibrations[name] for name in cfg.rewards})
@@ -308,7 +309,7 @@ def serve(engine: Engine) -> None:
 def own_engine(
     clients: Sequence[Client], cfg: AlignmentConfig, processes: Processes, **options: Any
 ) -> Engine:
-    """Returns the engine of this process's clients; `options` are those of `LocalEngine`."""
+    """Returns the engine of this process's clients; `options` are passed to the engine."""
     if cfg.max_rows is not None:
         options["max_rows"] = cfg.max_rows
     return ENGINES[cfg.engine](
@@ -318,22 +319,22 @@ def own_engine(
 
 def _stacked(loaded: LoadedRun) -> Callable[[], MultiObjectiveTrainer]:
     """Returns a factory of trainers that share forward passes."""
-    if (per_client := loaded.processes.per_client) > 1:  # a site may set this itself
+    if (per_client := loaded.processes.per_client) > 1:  # a site may override the checked setting
         raise UserError(f"processes_per_client must be 1 with engine stacked, got {per_client}.")
     return stacked_trainers(loaded.trainer)
 
 
 def partition(
-    prompts: list[Prompt], cfg: AlignmentConfig, how: PromptPartitionConfig, num_clients: int
+    prompts: list[Prompt], cfg: AlignmentConfig, config: PromptPartitionConfig, num_clients: int
 ) -> list[list[Prompt]]:
     """Returns the clients' shards, each large enough for a batch of distinct prompts."""
     size = cfg.estimator.num_prompts
-    if how.kind == "iid":
+    if config.kind == "iid":
         shards = iid_partition(len(prompts), num_clients, seed=cfg.seed, min_examples=size)
     else:
         kinds = [prompt.kind for prompt in prompts]
         shards = dirichlet_partition(
-            kinds, num_clients, alpha=how.alpha, seed=cfg.seed, min_examples=size
+            kinds, num_clients, alpha=config.alpha, seed=cfg.seed, min_examples=size
         )
     return [[prompts[index] for index in shard] for shard in shards]
 
@@ -361,11 +362,11 @@ def _group_judges(
 def _calibrate(
     loaded: LoadedRun, cfg: AlignmentConfig, on_event: Callable[..., None] | None
 ) -> dict[str, Calibration]:
-    """Returns the maps from scores to rewards: configured, or fitted to base-model replies."""
+    """Returns the calibrations: as configured, or fitted to replies of the base model."""
     seed = cfg.evaluation.calibration_seed
     prompts = loaded.prompts[: cfg.evaluation.num_calibration_prompts]
 
-    def told(num_done: float) -> None:
+    def report_progress(num_done: float) -> None:
         if on_event:
             on_event(
                 "measured",
@@ -375,10 +376,10 @@ def _calibrate(
                 num_tokens=cfg.rollout.max_new_tokens,
             )
 
-    told(0)
+    report_progress(0)
     with RandomStream(cfg.seed if seed is None else seed, "calibration"):
-        replies = loaded.trainer.replies(prompts, on_progress=told)
-    told(len(prompts))
+        replies = loaded.trainer.replies(prompts, on_progress=report_progress)
+    report_progress(len(prompts))
     scores = score(loaded.reward_fns, prompts, replies.completions, replies.completion_ids)
     return {
         key: cfg.evaluation.calibrations.get(key) or calibrate(config.normalization, row, name=key)
@@ -387,7 +388,7 @@ def _calibrate(
 
 
 def as_figures(calibrations: Mapping[str, Calibration]) -> dict[str, Any]:
-    """Returns calibrations as plain data that ``as_calibrations`` reads."""
+    """Returns calibrations as plain data, which ``as_calibrations`` reads."""
     return {key: calibration.to_dict() for key, calibration in calibrations.items()}
 
 

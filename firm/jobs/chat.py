@@ -22,27 +22,27 @@ from firm.run.directory import Run
 from firm.run.shipped import with_shipped_paths
 
 SIDES = {"base": None, "aligned": 0}
-"""What a person sees -> index of the adapter that speaks."""
+"""Index of each model's adapter, by the model's displayed name; None for the base model."""
 
 
 @configuration
 class ChatConfig(SpeakersConfig):
-    """One conversation. What is not given comes from `run`, and then from here."""
+    """A chat; settings of `run` are the defaults, followed by the defaults below."""
 
     run: Path | None = None
-    """A finished run directory; gives adapter, policy, rewards, rollout and seed."""
+    """Finished run that provides adapter, policy, rewards, rollout and seed."""
     adapter: Path | None = None
-    """A PEFT folder, or a run directory of which nothing else is read; by default the run's."""
+    """PEFT folder, or run directory to take only the adapter from; default: the run's adapter."""
     preference: list[float] | None = None
-    """Shares of the objectives, in their order, by which a conditioned adapter answers; null: equal
-    shares."""
+    """Shares of the objectives, in order, for a conditioned adapter; null: equal shares."""
     show_rewards: bool = True
-    """Loads the reward models and shows the scores of those that need no field of the data."""
+    """Load the reward models and show the scores, except of models that need further data
+    fields."""
 
     def __post_init__(self) -> None:
         if not (self.run or self.adapter):
             raise ValueError(
-                "there is nobody to talk to: give --run runs/mine, or --adapter with --policy.path."
+                "chat needs a model: pass --run runs/mine, or --adapter with --policy.path."
             )
         super().__post_init__()
 
@@ -53,7 +53,7 @@ class ChatReply:
 
     text: str
     scores: list[str]
-    """Raw scores, and rewards in [0, 1] where a run froze the map; empty without reward models."""
+    """Raw scores, with rewards in [0, 1] if calibrated by a run; empty without reward models."""
 
 
 class Conversation:
@@ -72,7 +72,7 @@ class Conversation:
             check_code(cfg.rewards, record, allow_code=cfg.allow_code)
         cfg = with_shipped_paths(cfg)
         self.folder = adapter_folder(cfg.adapter or cfg.run or Path())
-        """The adapter that speaks."""
+        """Folder of the aligned model's adapter."""
         rewards = cfg.rewards if cfg.show_rewards else {}
         self._seed = cfg.seed
         self._speakers = Speakers(cfg, [self.folder], rewards, preference=cfg.preference)
@@ -112,7 +112,7 @@ class Conversation:
         return answers, longer
 
     def turn_to(self, preference: Sequence[float]) -> None:
-        """Sets the preference of the aligned model, whose adapter must be conditioned."""
+        """Sets the preference of the aligned model; its adapter must be conditioned."""
         self._speakers.refold(0, preference)
 
     def _reply(self, side: str, messages: Sequence[ChatMessage], turn: int) -> ChatReply:
@@ -142,34 +142,34 @@ def in_words(raw: Mapping[str, torch.Tensor], calibrations: Mapping[str, Calibra
     parts = []
     for name, value in raw.items():
         if value.isnan():
-            parts.append(f"{name} does not apply")
+            parts.append(f"{name} not applicable")
             continue
         reward = f" (reward {calibrations[name](value).item():.2f})" if name in calibrations else ""
         parts.append(f"{name} {value.item():.3f}{reward}")
     return parts
 
 
-COMMANDS = "/reset begins anew, /quit leaves"
+COMMANDS = "/reset starts over, /quit exits"
 
 
 def main(cfg: ChatConfig, console: Console | None = None) -> None:
-    """Replies to every line of the input until it ends."""
+    """Replies to every line of the input until its end."""
     console = console or Console(highlight=False)
     conversation = Conversation(cfg)
     show_welcome(console, cfg, conversation.folder)
     for turn, line in enumerate(turns(console)):
         if line == "/reset":
             conversation.reset()
-            say(console, "(both dialogues begin anew)")
+            say(console, "(both dialogues start over)")
         elif line.startswith("/"):
-            say(console, f"(no command {line.split()[0]}: {COMMANDS})")
+            say(console, f"(unknown command {line.split()[0]}: {COMMANDS})")
         else:
             show(console, conversation.answer(line, turn))
 
 
 def turns(console: Console) -> Iterator[str]:
     """Yields the user's messages, line by line, until /quit or the end of the input."""
-    is_person = sys.stdin.isatty()
+    is_person = sys.stdin.isatty()  # otherwise a pipe, whose lines are echoed
     while True:
         try:
             line = (console.input("[bold]you[/bold]: ") if is_person else input()).strip()

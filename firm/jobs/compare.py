@@ -39,38 +39,37 @@ BASE = "base"
 
 @configuration
 class CompareConfig(SpeakersConfig):
-    """One evaluation. What is not given comes from the first of `runs`, and then from here."""
+    """A comparison; settings of the first run are the defaults, then the defaults below."""
 
     runs: list[Path] = field(default_factory=list)
-    """Finished run directories, whose adapters are compared. The first one gives policy, rewards
-    with their frozen maps to [0, 1], rollout, test prompts and seed."""
+    """Finished runs to compare. The first one provides policy, rewards and their calibrations,
+    rollout, test prompts and seed."""
     adapters: list[Path] = field(default_factory=list)
-    """Further adapters: PEFT folders, or run directories of which nothing else is read."""
+    """Further adapters: PEFT folders, or run directories to take only the adapter from."""
     metrics: dict[str, RewardModelConfig] = field(default_factory=dict)
-    """Further scores."""
+    """Further scores to report, by name."""
     calibrated: bool = True
-    """Reports the runs' rewards in [0, 1], too. Runs that froze different maps are refused then."""
+    """Also report rewards in [0, 1]; runs with different calibrations are then refused."""
     prompts: PromptsConfig = field(default_factory=lambda: PromptsConfig(split=None))
-    """Held-out prompts; split null: a file whole, of a dataset the second half of its split
+    """Held-out prompts; split null: a whole file, or the second half of a dataset's split
     "test"."""
     num_prompts: Annotated[PositiveInt, Ge(2), Hint("a standard error needs two")] = 256
-    """The first so many rows of them."""
+    """Rows of prompts to use, from the first."""
     num_samples: BoundedInt = 2
-    """Replies per row."""
+    """Replies sampled per row."""
     num_shown_samples: NonNegativeInt = 12
-    """Prompts whose replies are written out; 0 keeps all texts out of terminal and files."""
+    """Prompts to save with their replies; 0: no texts on the terminal or in files."""
     out: Path | None = None
-    """Directory of the results; by default runs/evaluation-TIME."""
+    """Directory of the results; default: runs/evaluation-TIME."""
 
     def __post_init__(self) -> None:
         if not (self.runs or self.adapters):
             raise ValueError(
-                "there is nothing to evaluate: give --runs '[runs/mine]', or --adapters with "
-                "--policy.path."
+                "nothing to evaluate: pass --runs '[runs/mine]', or --adapters with --policy.path."
             )
         super().__post_init__()
         if shared := sorted(self.rewards.keys() & self.metrics.keys()):
-            raise ValueError(f"{shared[0]!r} is both in rewards and in metrics: rename one.")
+            raise ValueError(f"rewards and metrics both have {shared[0]!r}; rename one.")
 
 
 @dataclass(frozen=True)
@@ -80,11 +79,11 @@ class ComparisonResult:
     path: Path
     """Directory of the results: `evaluation.html`, `figures.csv`, `samples.csv`, `config.yaml`."""
     tables: dict[str, list[MetricComparison]]
-    """Every adapter beside the base model, by its name."""
+    """Comparisons with the base model, by name of the adapter."""
     samples: list[tuple[str, dict[str, ScoredReply]]]
     """Prompts, each with the reply of every model."""
     prompts: str
-    """How many prompts were replied to, in how many rows."""
+    """Number of prompts and rows, in words."""
     turns: list[tuple[Turn, ...]]
     """Turns of the prompts in `samples`."""
 
@@ -102,9 +101,9 @@ def compare(cfg: CompareConfig) -> ComparisonResult:
 
     if cfg.prompts.source == GIVEN:
         raise UserError(
-            "prompts.source: the run's test prompts were given to firm.align as objects and not "
-            "kept, which takes evaluation.num_shown_samples above 0 and fields that JSON has; give "
-            "--prompts.source FILE."
+            "prompts.source: the run's test prompts were passed to firm.align as objects and were "
+            "not saved, which needs evaluation.num_shown_samples above 0 and JSON-serializable "
+            "fields; pass --prompts.source FILE."
         )
     records = [checked_record(path) for path in cfg.runs]
     if records:
@@ -150,7 +149,7 @@ def _evaluations(
 
     sampling = SamplingLines(say)
 
-    def told(done: float, total: int, *, what: str) -> None:
+    def report_progress(done: float, total: int, *, what: str) -> None:
         sampling(what=what, done=done, total=total, num_tokens=cfg.rollout.max_new_tokens)
 
     evaluations: dict[str, Evaluation] = {}
@@ -165,7 +164,7 @@ def _evaluations(
                 stream=RandomStream(cfg.seed, "evaluation", "test"),
                 extra_fns={key: fn for key, fn in reward_fns.items() if key not in calibrations},
                 num_samples=cfg.num_samples,
-                on_progress=partial(told, what=name),
+                on_progress=partial(report_progress, what=name),
             )
         seconds = time.perf_counter() - start
         count = prompts_text(evaluations[name].num_prompts, evaluations[name].num_rows)
@@ -183,7 +182,7 @@ def check_place(out: Path) -> None:
 
 
 def check_comparable(runs: Sequence[Path], records: Sequence[Record], *, calibrated: bool) -> None:
-    """Raises `UserError`, naming the difference, if one evaluation cannot compare the runs."""
+    """Raises `UserError` if the runs differ in base model or, if needed, calibration."""
     for run, record in zip(runs[1:], records[1:], strict=True):
         first = records[0]
         policies = [dict(leaves(r.settings.get("policy") or {}, "policy")) for r in (first, record)]
@@ -192,16 +191,16 @@ def check_comparable(runs: Sequence[Path], records: Sequence[Record], *, calibra
             if ours != theirs and not key.startswith("policy.lora."):
                 raise UserError(
                     f"the base models of two runs differ: {key} is {ours!r} in {runs[0]} and "
-                    f"{theirs!r} in {run}; compare runs of one base model, or give the second "
-                    "under --adapters, which takes no settings from it."
+                    f"{theirs!r} in {run}; compare runs of the same base model, or pass the second "
+                    "run as --adapters to ignore its settings."
                 )
         maps = [r.header.get("calibration") or {} for r in (first, record)]
         for name in [name for name in maps[0] if name in maps[1] and calibrated]:
             if maps[0][name] != maps[1][name]:
                 raise UserError(
-                    f"the map of {name!r} to [0, 1] is {_words(maps[0][name])} in {runs[0]} and "
-                    f"{_words(maps[1][name])} in {run}, so that equal rewards would not mean the "
-                    "same; --calibrated false compares raw scores alone."
+                    f"the calibration of {name!r} is {_words(maps[0][name])} in {runs[0]} and "
+                    f"{_words(maps[1][name])} in {run}, so their rewards cannot be compared; "
+                    "--calibrated false compares only raw scores."
                 )
 
 
@@ -213,7 +212,7 @@ def _words(figures: Mapping[str, Any]) -> str:
 
 
 def named_folders(paths: Sequence[Path]) -> dict[str, Path]:
-    """Returns the PEFT folder of every run or adapter, by the shortest unique name.
+    """Returns the PEFT folder of every run or adapter, by its shortest unique name.
 
     Raises:
         UserError: Two paths are the same.
@@ -222,7 +221,7 @@ def named_folders(paths: Sequence[Path]) -> dict[str, Path]:
     places = [folder.resolve() for folder in folders]
     for index, place in enumerate(places):
         if place in places[:index]:
-            raise UserError(f"the adapter in {folders[index]} is named twice; leave one out.")
+            raise UserError(f"the adapter in {folders[index]} is given twice; remove one.")
     short = [place.parent.name if place.name == "adapter" else place.name for place in places]
     return {
         name if short.count(name) == 1 and name != BASE else str(folder): folder
@@ -328,7 +327,7 @@ def _lines(
 
 
 NUM_PRINTED_SAMPLES = 2
-"""Prompts whose replies the terminal shows; the files have `num_shown_samples`."""
+"""Number of prompts printed with their replies; the files have `num_shown_samples`."""
 
 
 def main(cfg: CompareConfig) -> Path:

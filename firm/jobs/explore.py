@@ -20,27 +20,25 @@ from firm.report.static import light_color
 from firm.run.errors import UserError
 
 CLEAR, GRAY = "rgba(0, 0, 0, 0)", "#808890"
-"""Colours that do on a light page and on a dark one."""
+"""Colours that are legible on light and dark pages."""
 POINT = LegendEntry("the sliders' trade-off", "var(--objective-1)")
 
 
 @configuration
 class ExploreConfig(SpeakersConfig):
-    """One page. What is not given comes from `run`."""
+    """An interactive page of a run; the run's settings are the defaults."""
 
     run: Path | None = None
-    """A finished conditioned run, with its front.json; gives adapter, policy, rewards, rollout and
+    """Finished conditioned run with a front.json; provides adapter, policy, rewards, rollout and
     seed."""
     show_rewards: bool = True
-    """Loads the reward models and shows their scores."""
+    """Load the reward models and show the scores of replies."""
     port: Annotated[Port | None, Hint("null takes a free one")] = None
-    """Of the page, which this machine alone can open; null: the first free one from 7860."""
+    """Port of the page, which only this machine can open; null: the first free one from 7860."""
 
     def __post_init__(self) -> None:
         if self.run is None:
-            raise ValueError(
-                "there is no front to explore: give --run runs/mine, a conditioned run."
-            )
+            raise ValueError("explore needs a conditioned run with a front: pass --run runs/mine.")
         super().__post_init__()
 
 
@@ -49,9 +47,9 @@ class TargetPoint:
     """The point on the measured front for a target trade-off."""
 
     preference: list[float]
-    """At which the adapter answers."""
+    """Preference at which the adapter replies."""
     expected: Expectation
-    """Rewards there, linear between the measured preferences."""
+    """Expected rewards, interpolated linearly between the measured preferences."""
 
 
 class Explorer:
@@ -68,8 +66,8 @@ class Explorer:
         run = cfg.run or Path()
         if (run / "run.json").is_file() and not (run / FRONT_NAME).is_file():
             raise UserError(
-                f"{run} has no {FRONT_NAME}: explore a finished run with policy.conditioning.kind "
-                "preference, measured at two preferences or more."
+                f"{run} has no {FRONT_NAME}: explore needs a finished run with "
+                "policy.conditioning.kind preference, evaluated at two preferences or more."
             )
         self.front = load_front(run / FRONT_NAME)
         own = {f.name: getattr(cfg, f.name) for f in fields(SpeakersConfig)}

@@ -11,23 +11,23 @@ from firm.jobs.explore import ExploreConfig, Explorer, TargetPoint
 from firm.run.errors import UserError
 
 HELP = (
-    "Move the sliders to a trade-off: the model gains in each objective, of what this front has to "
-    "gain, in proportion to the sliders. Then ask: the base model and the model at this trade-off "
-    "answer side by side, on the same noise."
+    "Move the sliders to choose a trade-off: the gains in the objectives, relative to the largest "
+    "gains on this front, are proportional to the sliders. The base model and the model at this "
+    "trade-off then reply side by side, with the same sampling noise."
 )
 STYLE = "#reached :is(td, th) { white-space: nowrap; padding: .3rem .5rem; }"
 LEGEND = (
-    "Circles: the front as it was measured, with one standard error; hollow where another one is "
-    "better in all. Square: where the sliders lead. Star: the base model. In the table: the base "
-    "model's rewards, and those expected at this preference."
+    "Circles: measured front, ± one standard error; hollow circles are dominated. Square: model at "
+    "the sliders' trade-off. Star: base model. The table lists the base model's rewards, and the "
+    "rewards expected at this preference."
 )
-ASKED = "Say something to both"
+ASKED = "Message to both models"
 
 
 HOSTS = ("127.0.0.1", "localhost")
-"""Names by which a browser of this machine may ask for the page."""
+"""Host names that requests from a browser on this machine may use."""
 FILE_ROUTES = ("file", "upload", "upload_progress", "process_recording", "proxy")
-"""Gradio's ways to files and to other machines, none of which the page needs."""
+"""Gradio's routes to files and other machines, which the page does not need."""
 
 
 def main(cfg: ExploreConfig) -> None:
@@ -36,7 +36,7 @@ def main(cfg: ExploreConfig) -> None:
         _check_free(cfg.port)
     _gradio()
     page = build_page(Explorer(cfg))
-    print(f"{serve(page, cfg.port)} (Ctrl-C ends it)", flush=True)
+    print(f"{serve(page, cfg.port)} (press Ctrl-C to stop)", flush=True)
     page.block_thread()
 
 
@@ -75,11 +75,11 @@ def _check_free(port: int) -> None:
 
 def _taken(port: int | None) -> UserError:
     place = port or "any port from 7860"
-    return UserError(f"port: the page cannot be served at {place}; give another one.")
+    return UserError(f"port: the page cannot be served at {place}; choose another --port.")
 
 
 def _guard() -> Any:
-    """Returns middleware that rejects requests other than those of the page in a local browser."""
+    """Returns middleware that accepts only requests of the page itself, from a local browser."""
     from starlette.middleware import Middleware
 
     return Middleware(_Guarded)
@@ -116,11 +116,11 @@ def _problem(scope: Any) -> tuple[int, str] | None:
     headers = {name.lower(): value.decode("latin-1") for name, value in scope["headers"]}
     origin = headers.get(b"origin")
     if _host(f"//{headers.get(b'host', '')}") not in HOSTS:
-        return 403, "The request names another host; open the page at its address.\n"
+        return 403, "The request is for another host; open the page at its address.\n"
     if origin is not None and _host(origin) not in HOSTS:
         return 403, "The request comes from another page.\n"
     if any(part.partition("=")[0] in FILE_ROUTES for part in scope["path"].split("/")):
-        return 404, "This page takes no files and gives none.\n"
+        return 404, "This page does not transfer files.\n"
     return None
 
 
@@ -146,7 +146,7 @@ def build_page(explorer: Explorer) -> Any:
         """Returns the figures with the sliders' point marked, and its description."""
         point = _reached(explorer, target)
         if point is None:
-            return [*[gradio.skip()] * len(figures), "Give one objective a share above 0."]
+            return [*[gradio.skip()] * len(figures), "Move at least one slider above 0."]
         return [*map(go.Figure, explorer.planes(point)), _in_words(explorer, point)]
 
     def asked(line: str, talk: dict[str, Any], *target: float) -> list[Any]:
@@ -190,7 +190,7 @@ def build_page(explorer: Explorer) -> Any:
                 show_label=False, placeholder=ASKED, scale=6, elem_id="line", max_lines=4
             )
             ask = gradio.Button("Ask", variant="primary", scale=1, elem_id="ask")
-            anew = gradio.Button("Begin anew", scale=1, elem_id="anew")
+            restart = gradio.Button("Start over", scale=1, elem_id="restart")
         talk = gradio.State(_nothing_said())
         gradio.on(
             [slider.change for slider in sliders],
@@ -200,13 +200,13 @@ def build_page(explorer: Explorer) -> Any:
             trigger_mode="always_last",
             show_progress="hidden",
         )
-        # one model serves all requests: one at a time
+        # all requests share one model and its adapter slot, so they run one at a time
         limits = {"concurrency_id": "model", "concurrency_limit": 1, "api_visibility": "private"}
         gradio.on(
             [ask.click, line.submit], asked, [line, talk, *sliders], [line, talk, *chats], **limits
         )
         gradio.on(
-            [anew.click, *(chat.clear for chat in chats)],
+            [restart.click, *(chat.clear for chat in chats)],
             lambda: [_nothing_said(), *([] for _ in SIDES)],
             None,
             [talk, *chats],
@@ -215,7 +215,7 @@ def build_page(explorer: Explorer) -> Any:
 
 
 def _gradio() -> Any:
-    # environment variables set which folders Gradio serves, whether it opens a tunnel, and more
+    # such variables could make Gradio serve folders of this machine or open a tunnel to it
     for name in [name for name in os.environ if name.startswith("GRADIO_")]:
         if name != "GRADIO_TEMP_DIR":
             del os.environ[name]
@@ -224,8 +224,8 @@ def _gradio() -> Any:
         import gradio
     except ImportError:
         raise UserError(
-            "the page needs Gradio: pip install 'firm-align[explore]'. In the terminal, "
-            "`firm chat --run RUN --preference '[0.7, 0.3]'` answers without it."
+            "the page needs Gradio: pip install 'firm-align[explore]'. Without it, use "
+            "`firm chat --run RUN --preference '[0.7, 0.3]'` in a terminal."
         ) from None
     return gradio
 

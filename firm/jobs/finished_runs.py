@@ -21,9 +21,9 @@ from firm.run.yaml_text import read_yaml
 from reward_models.registry import RewardModelConfig
 
 TEST_PROMPTS_NAME = "test_prompts.jsonl"
-"""Held-out prompts that were given as objects, in the run's directory."""
+"""File with the test prompts that were passed as objects, in the run's directory."""
 SPEED_KEYS = ("batch_size", "device", "dtype")
-"""Settings of a reward model that leave the meaning of its score alone."""
+"""Settings of a reward model that do not change the meaning of its scores."""
 
 AnyConfig = TypeVar("AnyConfig")
 
@@ -31,12 +31,12 @@ AnyConfig = TypeVar("AnyConfig")
 def parse_over_run(
     config_class: type[AnyConfig], argv: Sequence[str] | None, *, key: str, description: str
 ) -> AnyConfig:
-    """Parses a command line whose defaults are the settings of a run that it names.
+    """Parses a command line with the settings of a run that it names as defaults.
 
     Args:
         config_class: Configuration to parse; settings of the run fill its fields of equal name.
-        argv: Arguments without the program's name; those of the process if None.
-        key: Key that names the run, or a list of runs, of which the first is used.
+        argv: Arguments without the program's name; by default sys.argv[1:].
+        key: Key of the run, or of a list of runs, of which the first is used.
         description: First line of the help page.
 
     Returns:
@@ -65,9 +65,9 @@ def parse_over_run(
     cfg = parse(config_class, arguments, description=description, base=base)
     if missing := [name for name in functions if name not in cfg.rewards]:  # type: ignore[attr-defined]
         print(
-            f"note: {', '.join(missing)}: given to firm.align as functions, which a command cannot "
-            "call, so replies are not scored by them. A file that registers them by @reward_model "
-            f"can give them again: --rewards '{{{missing[0]}: {{name: NAME, file: FILE.py}}}}'.",
+            f"note: {', '.join(missing)}: not scored, since these reward functions were passed to "
+            "firm.align as objects. To score them, register them in a file with @reward_model and "
+            f"pass --rewards '{{{missing[0]}: {{name: NAME, file: FILE.py}}}}'.",
             file=sys.stderr,
         )
     return cfg
@@ -87,7 +87,7 @@ def checked_record(path: Path) -> Record:
             isinstance(settings.get(key) or {}, Mapping) for key in sections
         ):
             raise UserError(
-                f"{path / 'config.yaml'} holds no configuration of a run; restore the file, or "
+                f"{path / 'config.yaml'} is not the configuration of a run; restore the file, or "
                 "choose another run."
             )
     return read_record(path)
@@ -160,8 +160,8 @@ def check_code(
     for name, reward in rewards.items():
         if reward.file and reward.file in files and not allow_code:
             raise UserError(
-                f"{record.path} names the Python file {reward.file} for {name!r}, which would run "
-                "here: read it, then give --allow_code true."
+                f"{record.path} would run the Python file {reward.file} for {name!r}; review the "
+                "file, then pass --allow_code true."
             )
 
 
@@ -176,7 +176,7 @@ def adapter_folder(path: Path) -> Path:
 def frozen_calibrations(
     rewards: Mapping[str, RewardModelConfig], record: Record
 ) -> dict[str, Calibration]:
-    """Returns a run's frozen maps to [0, 1], for the rewards that are still the run's."""
+    """Returns a run's calibrations, for rewards whose settings equal the run's."""
 
     def is_the_runs(config: RewardModelConfig, settings: Mapping[str, Any]) -> bool:
         given = to_dict(config)

@@ -44,9 +44,9 @@ from firm.run.tracking import Tracker
 
 PAGE_NAME, TABLE_NAME = "comparison.html", "summary.csv"
 METHOD = (
-    "Every algorithm starts from the same model and has the same clients and samples in the order "
-    "that the seed draws; learning rates are chosen per algorithm. {measured} A run's directory "
-    "holds its configuration, every row of its metrics and its last checkpoint."
+    "With the same seed, all algorithms start from the same model and have the same clients and "
+    "samples in the same order; learning rates are chosen per algorithm. {measured} A run's "
+    "directory contains its configuration, every row of its metrics and its last checkpoint."
 )
 MEASURED = {
     "train": "Values are measured on the clients' own training samples.",
@@ -62,11 +62,11 @@ class ClassicResult:
     path: Path
     """The study's directory."""
     seeds: tuple[int, ...]
-    """The seed of each run of an algorithm."""
+    """Seeds of the runs of each algorithm."""
     runs: list[Setting]
-    """The rows of every run, by algorithm."""
+    """Runs by algorithm."""
     new_model: Callable[[int], nn.Module]
-    """Builds the model of a seed, not yet trained."""
+    """Builds the untrained model of a seed."""
 
     @property
     def metrics(self) -> Frame:
@@ -89,7 +89,7 @@ class ClassicResult:
         return table.pivot(index=at, columns="objective", values="value")
 
     def parameters(self, algorithm: str, *, seed: int | None = None) -> dict[str, torch.Tensor]:
-        """Returns a trained model's state dict, by default that of the first seed.
+        """Returns a trained model's state dict; by default, of the first seed.
 
         It is complete for ``module.load_state_dict``: trained and frozen parameters, each under
         all of its names, and buffers.
@@ -117,8 +117,8 @@ def run_classic(cfg: ClassicConfig) -> ClassicResult:
     """Runs the unfinished runs of a study, and writes the comparison after every algorithm.
 
     Raises:
-        UserError: The data do not match the configuration, the study's directory is in use, one of
-            its runs has done more rounds than configured, or there is no study to continue.
+        UserError: The data do not match the configuration, the study's directory is in use, a run
+            has completed more rounds than configured, or there is no study to continue.
     """
     accept_any_text()  # names of algorithms and objectives are printed
     if cfg.num_threads is not None:
@@ -164,8 +164,8 @@ def run_seed(cfg: ClassicConfig, name: str, splits: Splits, path: Path, seed: in
             return
         if measured is not None and measured["round"] > rounds:
             raise UserError(
-                f"rounds must be at least the {measured['round']} that the run at {path} has done, "
-                f"got {rounds}; raise it, or start a new study."
+                f"rounds must be at least {measured['round']}, the rounds that the run at {path} "
+                f"has completed, got {rounds}; increase it, or start a new study."
             )
     federation = federate(cfg, algorithm, splits, seed)
     study = path.parent.parent
@@ -186,8 +186,8 @@ def run_seed(cfg: ClassicConfig, name: str, splits: Splits, path: Path, seed: in
         closing(federation.cfg.around(federation.engine)) as engine,
     ):
         replace_text(study / STUDY_NAME, to_yaml(cfg))
-        how = "of all clients in one pass" if federation.has_joint_passes else "client by client"
-        print(printable(f"{name}, seed {seed}: {cfg.model.name}, gradients {how}"), flush=True)
+        passes = "of all clients in one pass" if federation.has_joint_passes else "client by client"
+        print(printable(f"{name}, seed {seed}: {cfg.model.name}, gradients {passes}"), flush=True)
         wing = _ClassicWing(Logbook(run, tracker), cfg, name, splits, seed, federation)
         train(wing, engine, federation.names, federation.cfg)
 
@@ -259,7 +259,7 @@ def last_evaluation(rows: Sequence[Row]) -> Row | None:
 
 
 def is_done(measured: Row | None, rounds: int, target: float | None) -> bool:
-    """Returns whether a run has done all rounds or reached the target, by its last evaluation."""
+    """Returns whether a run has completed its rounds or reached the target loss."""
     if measured is None:
         return False
     losses = (measured.get("losses") or {}).values()

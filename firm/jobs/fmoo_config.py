@@ -30,60 +30,60 @@ from firm.run.resuming import Resume, check_out
 from firm.run.tracking import TrackingConfig
 
 FREE_KEYS = ("engine", "resume", "plugins", "out", "algorithms", "seeds", "num_workers", "tracking")
-"""What may differ when a study is taken up again: algorithms and seeds may join."""
+"""Keys that may differ on resume; algorithms and seeds may be added."""
 
 
 @configuration
 class SamplePartitionConfig:
-    """How the training samples are divided among the clients."""
+    """Partition of the training samples among the clients."""
 
     kind: Literal["iid", "dirichlet", "balanced", "shards", "natural"] = "balanced"
-    """Equal random parts; shares of each composite label that a Dirichlet distribution draws; the
-    same with equal sizes; shards of samples sorted by label; or the data's own users."""
+    """iid: equal random parts; dirichlet: shares of each composite label, drawn from a Dirichlet
+    distribution; balanced: the same with equal sizes; shards: shards of samples sorted by label;
+    natural: the data set's own users."""
     alpha: PositiveFloat = 0.3
-    """Concentration of the Dirichlet distribution; small is uneven."""
+    """Concentration of the Dirichlet distribution; smaller is more heterogeneous."""
     shards_per_client: BoundedInt = 2
-    """Shards that a client is given."""
+    """Shards per client, for kind shards."""
     num_users: PositiveInt | None = None
-    """Natural users that are drawn at random to be the clients; null takes all."""
+    """Number of users drawn at random as clients, for kind natural; null: all users."""
     min_samples: PositiveInt = 1
-    """Fewest samples of a client."""
+    """Minimum samples of a client."""
     max_samples: Annotated[int, Le(LARGEST)] | None = None
-    """Most samples of a client, a random choice of what it would have; null leaves it all."""
+    """Maximum samples of a client; larger shards are subsampled at random. null: no limit."""
     objectives_per_client: Annotated[PositiveInt | None, Hint("null gives all")] = None
-    """Objectives that a client has losses for (FMGDA's matrix A), dealt out in turn so that each
-    has as many clients as any other; null gives every client all."""
+    """Objectives that each client trains (FMGDA's matrix A), assigned round-robin, so that all
+    objectives have equally many clients; null: every client trains all objectives."""
     test_fraction: Annotated[float, Interval(ge=0, lt=1)] = 0.0
-    """Share of its samples that every client keeps from training, to measure its user's accuracy
-    on (FedMGDA+, Section 6.1, keeps 0.1). 0 keeps none; natural users may have test samples."""
+    """Share of a client's samples held out to measure its user's accuracy (0.1 in FedMGDA+,
+    Section 6.1). 0: none; natural users may have separate test samples."""
 
     def __post_init__(self) -> None:
         if self.max_samples is not None and self.max_samples < max(1, self.min_samples):
             raise ValueError(
                 f"max_samples must be at least min_samples ({self.min_samples}), got "
-                f"{self.max_samples}; null leaves all."
+                f"{self.max_samples}; null sets no limit."
             )
 
 
 @configuration
 class AlgorithmConfig:
-    """An algorithm with the learning rates that suit it."""
+    """An algorithm with its learning rates."""
 
     strategy: StrategyConfig
-    """The server's side."""
+    """Federated algorithm."""
     local: LocalConfig = field(default_factory=LocalConfig)
-    """The clients' side."""
+    """Local training of the clients."""
     num_clients: NumClients | None = None
-    """C of this algorithm alone; by default the study's."""
+    """Number of clients for this algorithm; null: the study's."""
     is_centralised: bool = False
-    """Whether one client holds the samples of all: with one local step, FSMGDA is then MGD or
-    SMGD."""
+    """Give all samples to a single client; with one local step, FSMGDA is then MGD or SMGD."""
 
     rounds: Annotated[NumRounds, Ge(1)] | None = None
-    """Rounds of this algorithm alone; by default the study's."""
+    """Rounds of this algorithm; null: the study's."""
     attack_amount: float | None = None
-    """Amount of the attack on this algorithm alone, as algorithms read losses on scales of their
-    own; by default the study's."""
+    """Amount of the attack on this algorithm, since algorithms use losses on different scales;
+    null: the study's."""
 
 
 @configuration
@@ -91,67 +91,70 @@ class ClassicConfig:
     """A study of algorithms on one data set."""
 
     algorithms: dict[str, AlgorithmConfig]
-    """What is compared, by name. Algorithms whose names are the same up to a comma, and that differ
-    in one number alone, are also drawn as a line over that number."""
+    """Algorithms to compare, by name. Algorithms that differ in a single number and whose names are
+    equal up to a comma are also drawn as a line over that number."""
     data: DatasetConfig = field(default_factory=DatasetConfig)
-    """What is learned."""
+    """Data set and objectives."""
     model: ModelConfig = field(default_factory=ModelConfig)
-    """What learns it."""
+    """Model to train."""
     partition: SamplePartitionConfig = field(default_factory=SamplePartitionConfig)
-    """Who holds what."""
+    """Partition of the training samples among the clients."""
     attack: LossAttackConfig = field(default_factory=LossAttackConfig)
-    """Clients that inflate their losses, in every round; nobody by default."""
+    """Attackers, which inflate their losses in every round; none by default."""
     num_clients: NumClients = 20
-    """C; a natural partition has as many as there are users."""
+    """Number of clients C; a natural partition has one per user."""
     rounds: Annotated[NumRounds, Ge(1)] = 40
     """Rounds of every run."""
     target_loss: Annotated[PositiveFloat | None, Hint("null runs all rounds")] = None
-    """Loss at which a run ends, once all objectives have come down to it; the page then tells the
-    rounds that each took. null runs all rounds."""
+    """End a run once all losses are at or below this value; the page then also reports the rounds
+    until each loss reached it. null: run all rounds."""
     seeds: tuple[Seed, ...] = (0,)
-    """One run of every algorithm for each; a seed draws partition, model, clients and batches."""
+    """Seeds of the runs of every algorithm; a seed determines partition, model, clients and
+    batches."""
     evaluate_every: PositiveInt = 5
-    """Rounds between evaluations; the last round always is one."""
+    """Rounds between evaluations; the last round is always evaluated."""
     split: Literal["train", "validation", "test"] = "test"
-    """Samples that are evaluated on: those of all clients, or others that no client has."""
+    """Samples to evaluate on; train: the clients' own; validation, test: held out from all
+    clients."""
     improved_share: bool = False
-    """Whether every evaluated round also tells the share of its clients that it made no worse, by
-    their losses before and after the server's step: two passes over their samples."""
+    """Also log, in evaluated rounds, the share of participants whose losses the server's step did
+    not raise; takes two passes over their samples."""
     progress_from: str | None = None
-    """An algorithm from whose global models, wherever they are evaluated, the local trainings of
-    all algorithms are compared: how far each lowers its clients' losses; null compares none."""
+    """Algorithm at whose global models the local trainings of all algorithms are compared, by the
+    reduction of the clients' losses, in evaluated rounds; null: no such comparison."""
     engine: Annotated[str, OneOf(ENGINES)] | None = None
-    """Where clients run, by a name that is registered (`firm.federation.engines.engine`). null
-    takes `stacked` where that is faster, for models of dense layers, whose gradients are then those
-    of all clients in one pass, and `local` elsewhere; they differ by rounding."""
+    """Registered engine that runs the clients (`firm.federation.engines.engine`). null: `stacked`
+    for models of dense layers, where it is faster since one pass computes the gradients of all
+    clients, otherwise `local`; results differ by rounding."""
     device: str = "cpu"
-    """Where data and models are and clients train: "cpu", which is fastest for small models and
-    gives the same numbers on every machine; "auto" for the accelerator if there is one; or a
-    device by its name, such as "cuda", "mps" or "cuda:1"."""
+    """Device of data and models: "cpu", which is fastest for small models and gives the same
+    numbers on every machine; "auto" for the accelerator if there is one; or the name of a device,
+    such as "cuda", "mps" or "cuda:1"."""
     num_workers: NumWorkers | None = None
-    """Clients that are trained at a time by the engine `local`; by default as many as there are
-    cores. Results do not depend on it."""
+    """Clients that engine `local` trains concurrently; null: the number of cores. Does not affect
+    results."""
     num_threads: NumWorkers | None = 1
-    """Threads of torch in each worker; null leaves them alone, but equal numbers need an equal
-    count."""
+    """Threads of torch in each worker; null: torch's default. Equal results need equal numbers of
+    threads."""
     tracking: TrackingConfig = field(default_factory=TrackingConfig)
-    """Weights & Biases, a run of its own for every algorithm and seed."""
+    """Tracking with Weights & Biases, with a separate run for every algorithm and seed."""
     plugins: tuple[str, ...] = ()
-    """Modules, or Python files, that register strategies and the like. They are run before all
-    other keys are read, but not by --help."""
+    """Modules or Python files that register components, such as strategies. They are run before
+    other keys are read, except by --help."""
     out: Path | None = None
-    """The study's directory; by default runs/fmoo-TIME."""
+    """Directory of the study; default: runs/fmoo-TIME."""
     resume: Resume = False
-    """Continue a study, whose finished runs are kept: `--resume FOLDER` by its own configuration;
-    `--out FOLDER --resume` by the one that is given; auto begins it where there is none yet; Python
-    files that only the folder names need `--allow_code`, as it may be somebody else's."""
+    """Continue a study and keep its finished runs: `--resume FOLDER` uses the configuration saved
+    in that folder, `--out FOLDER --resume` the given one; auto starts a new study if there is none
+    yet. Python files named only in the folder need `--allow_code`, since the folder may be from
+    someone else."""
 
     def __post_init__(self) -> None:
         check_out(self.resume, self.out)
         if not self.seeds or len(set(self.seeds)) < len(self.seeds):
-            raise ValueError(f"seeds must be one or more different numbers, got {self.seeds}.")
+            raise ValueError(f"seeds must be one or more distinct numbers, got {self.seeds}.")
         if not self.algorithms:
-            raise ValueError("algorithms must name at least one, got none.")
+            raise ValueError("algorithms must have at least one entry, got none.")
         if self.progress_from not in (None, *self.algorithms):
             raise ValueError(
                 f"progress_from must be one of {', '.join(self.algorithms)}, got "
@@ -166,7 +169,7 @@ class ClassicConfig:
 def _check_participation(cfg: ClassicConfig, name: str, algorithm: AlgorithmConfig) -> None:
     """Raises ``ValueError`` if a strategy requires more clients than the study has."""
     count = algorithm.num_clients or cfg.num_clients
-    if cfg.partition.kind == "natural":  # without a number all users: known once data are loaded
+    if cfg.partition.kind == "natural":  # null: all users, whose number is known after loading
         count = cfg.partition.num_users
     if algorithm.is_centralised:
         count = 1
@@ -175,7 +178,7 @@ def _check_participation(cfg: ClassicConfig, name: str, algorithm: AlgorithmConf
         if asked is not None and count is not None and asked > count:
             raise ValueError(
                 f"algorithms.{name}.strategy.{key} must be at most the number of clients, "
-                f"{count}, got {asked}; lower it, or add clients."
+                f"{count}, got {asked}; decrease it, or add clients."
             )
 
 

@@ -30,7 +30,7 @@ class SupervisedFederation:
     """The clients of one algorithm, with the components to evaluate them."""
 
     cfg: StrategyConfig
-    """The strategy's."""
+    """The strategy and its settings."""
     workspace: Workspace
     clients: list[SupervisedClient]
     engine: Engine
@@ -65,8 +65,8 @@ def federate(
     names, attack = list(shards), attack_on(algorithm, cfg)
     if strangers := set(attack.clients) - set(names):
         raise ValueError(
-            f"attack.clients names {min(strangers)!r}, which is none of the clients {names[0]} to "
-            f"{names[-1]}."
+            f"attack.clients must be among the clients {names[0]} to {names[-1]}, got "
+            f"{min(strangers)!r}."
         )
     workspace = Workspace(build_model(cfg.model, train, seed=seed), train, algorithm.local)
     indices = {name: torch.as_tensor(shard) for name, shard in shards.items()}
@@ -74,8 +74,8 @@ def federate(
     num_served = count if algorithm.is_centralised else cfg.partition.objectives_per_client or count
     if num_served > count:
         raise ValueError(
-            f"partition.objectives_per_client must be at most {count}, as many as {cfg.data.name} "
-            f"has, got {num_served}."
+            f"partition.objectives_per_client must be at most {count}, the number of objectives of "
+            f"{cfg.data.name}, got {num_served}."
         )
     clients = [
         SupervisedClient(
@@ -105,7 +105,7 @@ def partition(
     kind, least, most = cfg.partition.kind, cfg.partition.min_samples, cfg.partition.max_samples
     if kind == "natural":
         if data.natural is None:
-            raise ValueError(f"{cfg.data.name} has no users of its own; choose another partition.")
+            raise ValueError(f"{cfg.data.name} has no natural users; choose another partition.")
         users = cfg.partition.num_users
         shards = natural_partition(data.natural.tolist(), users, seed=seed, min_examples=least)
     elif kind == "iid":
@@ -113,7 +113,7 @@ def partition(
     else:
         if data.groups is None:
             raise ValueError(
-                f"{cfg.data.name} has no labels to divide by; choose another partition."
+                f"{cfg.data.name} has no labels to partition by; choose another partition."
             )
         groups, alpha = data.groups.tolist(), cfg.partition.alpha
         if kind == "balanced":

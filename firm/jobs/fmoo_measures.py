@@ -21,9 +21,8 @@ register(
         "improved",
         "Participants that improved or stayed",
         "share of participants",
-        "Share of the clients taking part in a round whose own training losses fell, or stayed as "
-        "they were, by the server's step. Below 100\N{NO-BREAK SPACE}% the round cost some of them "
-        "something.",
+        "Share of a round's participants whose own training losses the server's step did not "
+        "raise. Below 100\N{NO-BREAK SPACE}%, the round made some of them worse.",
         kind="round",
         type=Share,
         axis={"tickformat": "~%"},

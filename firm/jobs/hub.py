@@ -17,19 +17,19 @@ logger = logging.getLogger(__name__)
 
 @configuration
 class HubConfig:
-    """Where the result is pushed when the run ends."""
+    """Upload of the result to the Hugging Face hub when the run ends."""
 
     repo: str = ""
-    """Repository on the Hugging Face hub that gets the adapter, NAME or USER/NAME; it is made where
-    there is none. By default nothing leaves this machine."""
+    """Repository for the adapter, NAME or USER/NAME; it is created if absent. By default nothing
+    leaves this machine."""
     private: bool = True
-    """Whether only its owner sees a repository that is made."""
+    """Make a new repository private."""
 
     def __post_init__(self) -> None:
         if self.repo and not _is_repo_name(self.repo):
             raise ValueError(
-                "repo must be NAME or USER/NAME, at most 96 letters, digits and single '-', '_' or "
-                f"'.' between them, and not end in .git, got {self.repo!a}; correct it."
+                "repo must be NAME or USER/NAME, of at most 96 letters, digits and single '-', '_' "
+                f"or '.' between them, and must not end in .git, got {self.repo!a}."
             )
 
 
@@ -47,9 +47,9 @@ def is_hub_name(name: str) -> bool:
 
 
 def push(cfg: HubConfig, adapter: Path, run: Path, names: Sequence[str] = ()) -> None:
-    """Uploads an adapter's folder and the named files of its run, and prints their address.
+    """Uploads an adapter's folder and the named files of its run, and logs their address.
 
-    The run is complete without it, so a failure is a warning, with the command to push later.
+    The run is complete without it, so a failure is only a warning, with the command to push later.
     """
     uploads = [(adapter, [])] + ([(run, list(names))] if names else [])
     try:

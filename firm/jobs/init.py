@@ -28,30 +28,30 @@ TEMPLATE = CONFIGS / "own.yaml"
 
 @configuration
 class InitConfig:
-    """What a configuration is written for; what is missing is asked for on a terminal."""
+    """Contents of a new configuration; on a terminal, missing values are prompted for."""
 
     policy: str = ""
-    """The language model: a folder, or a name on the Hugging Face hub."""
+    """Language model: a folder, or a name on the Hugging Face hub."""
     rewards: dict[str, str] = field(default_factory=dict)
     """Reward models by objective, such as {helpful: models/helpful, brief: brevity, right:
-    rewards.py:right}: a classifier's folder or hub name, a function that ships, or one in a Python
-    file."""
+    rewards.py:right}: a classifier's folder or hub name, a built-in function, or a function in a
+    Python file."""
     prompts: str = ""
-    """Prompts to train on: a .json or .jsonl file, or a data set."""
+    """Training prompts: a .json or .jsonl file, or a data set."""
     test_prompts: str = ""
-    """Held-out prompts; by default the last fifth of a file, or the split "test" of a data set."""
+    """Held-out prompts; default: the last fifth of a file, or the split "test" of a data set."""
     out: Path = Path("own.yaml")
-    """The configuration that is written."""
+    """File to write."""
 
 
 ASKED = ("policy", "prompts", "rewards")
-"""Keys without which there is no configuration."""
+"""Required keys."""
 
 
 BATCH_SIZE, MAX_CLIENTS = 16, 8
-"""Of the template: a client needs the prompts of a batch."""
+"""Values of the template; a client needs enough prompts for a batch."""
 MAX_NEW_TOKENS, MAX_TOKENS = 128, 512
-"""Of the template: tokens of a reply, and of prompt and reply together."""
+"""Values of the template: tokens of a reply, and of prompt and reply together."""
 
 
 @dataclass(frozen=True)
@@ -61,11 +61,11 @@ class Written:
     path: Path
     config: AlignmentConfig
     inspection: Inspection | None
-    """What the model's files say; None where they cannot be read from here."""
+    """Properties of the model; None if its files cannot be read."""
     notes: list[str]
-    """Why they cannot."""
+    """Reasons why the model's files cannot be read."""
     num_rows: int | None
-    """Rows to train on, where the data are a file."""
+    """Training rows, if the data are a file."""
 
 
 def init(cfg: InitConfig, ask: Callable[[str], str] | None = None) -> Written:
@@ -80,10 +80,10 @@ def init(cfg: InitConfig, ask: Callable[[str], str] | None = None) -> Written:
             file already exists.
     """
     if cfg.out.exists():
-        raise UserError(f"{cfg.out} exists already; choose another --out, or remove it.")
+        raise UserError(f"{cfg.out} already exists; choose another --out, or remove it.")
     answers = {key: getattr(cfg, key) or _asked(key, ask) for key in ASKED}
-    for name, what in answers["rewards"].items():
-        check_reward(f"rewards.{name}", **reward_settings(what))
+    for name, reward in answers["rewards"].items():
+        check_reward(f"rewards.{name}", **reward_settings(reward))
     num_rows = _num_rows(answers["prompts"], is_whole=bool(cfg.test_prompts))
     if cfg.test_prompts:
         _num_rows(cfg.test_prompts, is_whole=True)
@@ -139,11 +139,11 @@ def _fitted(text: str, inspection: Inspection | None, num_rows: int | None) -> s
 def _asked(key: str, ask: Callable[[str], str] | None) -> Any:
     """Returns the user's answer; for rewards, a mapping."""
     if ask is None:
-        raise UserError(f"{key} is missing; give --{key}, or run this on a terminal, which asks.")
+        raise UserError(f"{key} is missing; pass --{key}, or run this in a terminal to be asked.")
     question = " ".join(field_docstrings(InitConfig)[key].split())
     answer = ask(f"{key}: {question}\n> ").strip()
     if not answer:
-        raise UserError(f"{key} is missing, got an empty answer; give it, or --{key}.")
+        raise UserError(f"{key} must not be empty; enter a value, or pass --{key}.")
     return answer if key != "rewards" else _named(answer)
 
 
@@ -155,7 +155,7 @@ def _named(answer: str) -> dict[str, str]:
         named = None
     if not isinstance(named, Mapping) or not all(isinstance(v, str) for v in named.values()):
         raise UserError(
-            f"rewards must be names and what stands for them, got {answer!r}; write such as "
+            f"rewards must be names with a reward model each, got {answer!r}; for example: "
             "helpful: models/helpful, brief: brevity."
         )
     return {str(name): value for name, value in named.items()}
@@ -169,11 +169,11 @@ def _with_section(text: str, key: str, lines: list[str]) -> str:
 
 def _rewards(rewards: Mapping[str, str]) -> list[str]:
     lines = []
-    for name, what in rewards.items():
-        settings, comment = reward_settings(what), ""
+    for name, reward in rewards.items():
+        settings, comment = reward_settings(reward), ""
         if "path" in settings:
             settings["format"] = "chat_template"
-            comment = " # as it was trained: or hh_pair, question_answer, plain, response"
+            comment = " # as in its training; or hh_pair, question_answer, plain, response"
         entries = ", ".join(f"{key}: {_quoted(value)}" for key, value in settings.items())
         lines.append(f"  {_quoted(name)}: {{ {entries} }}{comment}")
     return lines
@@ -204,8 +204,8 @@ def main(cfg: InitConfig) -> None:
     for line in _in_words(written):
         print(printable(line, max_length=5_000))
     file = shlex.quote(str(written.path))
-    print(legible(f"what would run  firm plan --config {file}"))
-    print(legible(f"run it          firm align --config {file}"))
+    print(legible(f"plan it   firm plan --config {file}"))
+    print(legible(f"run it    firm align --config {file}"))
 
 
 def _in_words(written: Written) -> list[str]:
@@ -213,10 +213,10 @@ def _in_words(written: Written) -> list[str]:
     config, found = written.config, written.inspection
     lines = [f"{config.policy.path} is aligned to {' and '.join(config.rewards)}"]
     if found is None:
-        lines += [f"model    the defaults stay; {note}" for note in written.notes]
+        lines += [f"model    default settings; {note}" for note in written.notes]
     else:
         context = f"{found.context:,} positions" if found.context else "any length"
-        format = {"chat": "its chat template", "hh": "no chat template, so HH-RLHF's form"}
+        format = {"chat": "its chat template", "hh": "no chat template, so HH-RLHF's format"}
         lines += [
             f"model    {found.model_type}, {context}, {format.get(found.prompt_format)}",
             f"ends     {' '.join(found.ends) or 'none'}",

@@ -20,15 +20,15 @@ class Inspection:
 
     model_type: str
     context: int | None
-    """Positions for prompt and reply together; None without a limit."""
+    """Maximum tokens of prompt and reply together; None without a limit."""
     prompt_format: Literal["chat", "hh", "plain"]
-    """How prompts reach the model; see `PromptFormat`."""
+    """Format of prompts; see `PromptFormat`."""
     ends: list[str]
     """Tokens that end a reply."""
     stop_strings: list[str]
-    """Texts before which a reply ends."""
+    """Strings that end a reply and are not part of it."""
     target_modules: list[str]
-    """Layers that get an adapter by default."""
+    """Modules that have an adapter by default."""
 
 
 def inspect_policy(

@@ -26,12 +26,12 @@ from firm.run.shipped import with_shipped_paths
 from reward_models.registry import RewardModelConfig, as_reward, reward_settings
 
 Reward = Callable[..., Any] | str | Mapping[str, Any] | RewardModelConfig
-"""A reward function; a text as `reward_settings` reads it; or the settings of a reward model."""
+"""A reward function, a text as in `reward_settings`, or the settings of a reward model."""
 Prompts = str | Path | datasets.Dataset | datasets.DatasetDict | Sequence[str | Mapping[str, Any]]
-"""Texts or rows, a dataset, or the place of one (a file, a folder or a name on the hub)."""
+"""Texts or rows, a dataset, or its path (a file, a folder or a name on the hub)."""
 
 HELD_OUT = 10
-"""One in so many prompts is held out to validate on, and as many to test on."""
+"""One in `HELD_OUT` prompts is held out for validation, and another one for testing."""
 
 
 def align(
@@ -71,13 +71,13 @@ def align(
 
     Args:
         model: The policy: a folder, a name on the Hugging Face hub, or a loaded model.
-        rewards: Reward models by objective; their order is that of the objectives. See `Reward`. A
+        rewards: Reward models by objective, in the order of the objectives. See `Reward`. A
             function has the signature of TRL's reward functions: it receives `prompts`,
             `completions` and the data's other fields as keywords, and returns one number for each
             completion, or None if it does not apply.
-        prompts: Training prompts. See `Prompts`; rows are those of `load_prompts`. The settings
-            `data.train.split`, `data.validation.split` and `data.test.split` select parts of these
-            and the following prompts, as they do of files.
+        prompts: Training prompts. See `Prompts`, and `load_prompts` for the format of rows. The
+            settings `data.train.split`, `data.validation.split` and `data.test.split` select parts
+            of these and the following prompts, as for files.
         tokenizer: The policy's tokenizer; by default the one stored beside the model.
         validation_prompts: Prompts to evaluate on after each round; by default a tenth of
             `prompts`, sampled by the seed and excluded from training.
@@ -99,8 +99,8 @@ def align(
     path = with_shipped_paths(str(model.name_or_path or "") if is_object else str(model))
     if is_object and not path and tokenizer is None:
         raise UserError(
-            "tokenizer must be given with a model that has no path that it was loaded from, got "
-            "none; pass the model's."
+            "tokenizer must be given, since the model does not know the path it was loaded from; "
+            "pass the model's tokenizer."
         )
     transformers.utils.logging.disable_progress_bar()
     is_stored = not is_object or (bool(path) and is_stored_at(path, model))
@@ -175,8 +175,8 @@ def _splits(
     size = max(2, len(prompts) // HELD_OUT)
     if len(prompts) <= size * len(missing):
         raise UserError(
-            f"prompts must be more than the {size * len(missing)} that are held out, got "
-            f"{len(prompts)} different ones; give more, or validation_prompts and test_prompts."
+            f"prompts must have more than {size * len(missing)} distinct prompts, which are held "
+            f"out, got {len(prompts)}; pass more, or validation_prompts and test_prompts."
         )
     if missing:
         random.Random(cfg.seed).shuffle(prompts)

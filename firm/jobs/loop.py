@@ -1,4 +1,4 @@
-"""The training loop of both wings: runs, evaluates, logs and checkpoints rounds."""
+"""The training loop of both kinds of runs: trains, evaluates, logs and checkpoints rounds."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
@@ -17,17 +17,17 @@ from firm.run.tracking import Tracker
 
 
 class Logbook:
-    """Writes a run's rows to its directory and to W&B, and holds the valid ones in memory.
+    """Writes a run's rows to its directory and to W&B, and keeps the valid ones in memory.
 
     Args:
         run: The run, open for writing.
-        tracker: Receives the rows, too.
+        tracker: Also receives the rows.
     """
 
     def __init__(self, run: Run, tracker: Tracker) -> None:
         self.run = run
         self.rows: list[Row] = run.rows()
-        """Rows so far, those of earlier sessions included."""
+        """Rows so far, including earlier sessions."""
         self._tracker = tracker
 
     def log(self, row: Row) -> None:
@@ -43,7 +43,7 @@ class Logbook:
         self._tracker.log_samples(rows)
 
     def repeat_to_tracker(self) -> None:
-        """Logs earlier sessions' rows to the tracker, as each session is a separate W&B run."""
+        """Logs the rows of earlier sessions to the tracker, since each session is a new W&B run."""
         for row in self.rows:
             self._tracker.log(row)
         self._tracker.log_samples(self.run.samples())
@@ -54,12 +54,12 @@ class RoundResult:
     """Result of a round."""
 
     rows: Sequence[Row]
-    """What is logged of it."""
+    """Rows to log."""
     is_kept: bool = True
-    """Whether a checkpoint is written."""
+    """Whether to write a checkpoint."""
     quality: float | None = None
-    """How good the model is, larger is better, by which the best checkpoint is chosen; None when
-    that is not measured."""
+    """Quality of the model by which the best checkpoint is chosen, larger is better; None if not
+    measured."""
 
 
 class Wing(ABC):
@@ -67,7 +67,7 @@ class Wing(ABC):
 
     Args:
         book: The run's logs.
-        keep_last: Number of latest checkpoints to keep, beside the best one.
+        keep_last: Number of latest checkpoints to keep, in addition to the best one.
     """
 
     def __init__(self, book: Logbook, *, keep_last: int) -> None:
@@ -75,7 +75,7 @@ class Wing(ABC):
         self._keep_last = keep_last
 
     def begin(self, engine: Engine) -> ServerState:
-        """Returns the initial server state: that of the last checkpoint, or a fresh one."""
+        """Returns the server state of the last checkpoint, or a fresh one."""
         if checkpoint := self.book.run.latest_checkpoint():
             state = ServerState.from_state(checkpoint[1]["server"])
             engine.restore_client_states(checkpoint[1]["clients"])
@@ -150,7 +150,8 @@ def train(wing: Wing, engine: Engine, clients: Sequence[str], cfg: StrategyConfi
     state = wing.begin(engine)
     while not wing.is_done(state):
         before = state
-        with user_code(f"strategy {cfg.name!r}", but=(Exception,)):  # may raise SystemExit
+        # a plugin's strategy may call sys.exit, which would end the program without a message
+        with user_code(f"strategy {cfg.name!r}", but=(Exception,)):
             state, metrics = with_retries(STRATEGIES[cfg.name], state, clients, engine, cfg)
         wing.end_round(engine, before, state, metrics)
     return state

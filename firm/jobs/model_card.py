@@ -43,7 +43,7 @@ def model_card(
 
 {text}
 
-The learned rewards say what the reward models prefer, not what is true or safe.
+Learned rewards measure the preferences of reward models, not truth or safety.
 
 ## Use
 
@@ -90,6 +90,8 @@ def markdown_table(header: Sequence[str], rows: Sequence[Sequence[object]]) -> s
     """
     for row in rows:
         if len(row) != len(header):
-            raise ValueError(f"a row must have {len(header)} cells as the header, got {len(row)}.")
+            raise ValueError(
+                f"a row must have {len(header)} cells like the header, got {len(row)}."
+            )
     lines = [f"| {' | '.join(map(str, cells))} |" for cells in (header, *rows)]
     return "\n".join([lines[0], f"|{'---|' * len(header)}", *lines[1:]])

@@ -56,12 +56,13 @@ from firm.run.errors import UserError
 from firm.run.lock import check_not_held
 
 CONTROLLER = "firm.jobs.network.AlignmentController"
-"""The one workflow that a server of ours allows."""
+"""The only workflow that a server allows."""
 
 LEDGER = "ledger.jsonl"
-"""A site's record of its answers and refusals, in its kit."""
+"""File with a site's record of its answers and refusals, in its kit."""
 HOME_VARIABLE = "FIRM_FOLDER"
-"""Names the folder that relative paths of a run start from; FLARE runs jobs in others."""
+"""Environment variable with the folder that relative paths of a run start from, since FLARE runs
+jobs in other folders."""
 OWN_KEYS = (
     "checkpoints",
     "client_timeout",
@@ -81,9 +82,9 @@ OWN_KEYS = (
     "resume",
     "tracking",
 )
-"""Keys of a run that each party may set as it likes; all others must be the same everywhere."""
+"""Keys of a run that each party sets for itself; all other keys must be equal everywhere."""
 OWN_REWARD_KEYS = ("batch_size", "device", "dtype", "path")
-"""The same of a reward model."""
+"""Keys of a reward model that each party sets for itself."""
 
 
 class AlignmentController(SitesController):
@@ -119,7 +120,7 @@ class AlignmentController(SitesController):
         setup = {"calibrations": as_figures(calibrations)}
         certificates = certificates_digest(kit) if cfg.strategy.secure else None
         if problems := engine.meet(fingerprint(cfg, loaded, certificates), setup):
-            raise UserError(f"the sites cannot begin: {'; '.join(problems)}.")
+            raise UserError(f"the sites cannot start: {'; '.join(problems)}.")
         run_rounds(loaded, cfg, calibrations, engine, progress, out)
 
 
@@ -168,7 +169,8 @@ def site_process(kit: Path) -> None:
     engines: list[Engine] = []
 
     def build_all(setup: Mapping[str, Any]) -> Engine:
-        as_calibrations(setup["calibrations"])  # validate before broadcasting
+        # The other processes wait for a broadcast and would die on malformed data from the server.
+        as_calibrations(setup["calibrations"])
         processes.broadcast(setup)
         engine = build(setup)
         if cfg.strategy.secure:

@@ -1,4 +1,4 @@
-"""The configuration of a federation over a network, and of its parties."""
+"""Configurations of a federation over a network, and of its parties."""
 
 import hashlib
 from collections.abc import Mapping
@@ -25,50 +25,52 @@ from firm.run.errors import UserError
 from firm.run.shipped import CONFIGS
 
 OUTPUT = "output.txt"
-"""What the processes of a kit print, in its folder."""
+"""File with the output of a kit's processes, in the kit."""
 
 
 @configuration
 class FederationConfig:
-    """Who takes part, and in what."""
+    """A run across sites."""
 
     sites: dict[str, list[NonNegativeInt]]
-    """Numbers of each site's clients."""
+    """Indices of the clients at each site."""
     out: Path
-    """Folder of the kits."""
+    """Folder for the kits."""
     name: str = "federation"
-    """Of the federation."""
+    """Name of the federation."""
     host: str = "localhost"
-    """Name by which the sites reach the server; it stands in its certificate."""
+    """Name or address at which sites reach the server, as in its certificate."""
     port: Port = 8002
-    """The server's one port."""
+    """The server's only port."""
     valid_days: BoundedInt = 360
-    """After which the certificates end."""
+    """Validity of the certificates in days."""
     run: Path = CONFIGS / "miniature.yaml"
     """Configuration of the run."""
     overrides: dict[str, Any] = field(default_factory=dict)
-    """Keys of the run and their values, such as {rounds: 8}, laid over it."""
+    """Keys of the run to override, with their values, such as {rounds: 8}."""
     timeout: PositiveInt = 3600
-    """Seconds that a site has for its part of a round."""
+    """Time limit for a site in a round, in seconds."""
     meeting_timeout: PositiveInt = 20
-    """Seconds that a site which was lost has to come back, in each round."""
+    """Seconds to wait in each round for a lost site to be ready again."""
     heartbeat_interval: PositiveFloat = 5.0
-    """Seconds between two signs of life of a site's process."""
+    """Seconds between two heartbeats of a site's process."""
     heartbeat_timeout: float = 30.0
-    """Seconds without one after which it counts as dead."""
+    """Seconds without a heartbeat after which a site's process counts as dead."""
 
     def __post_init__(self) -> None:
         clients = sorted(client for own in self.sites.values() for client in own)
         if not self.sites or not all(self.sites.values()) or clients != list(range(len(clients))):
             raise ValueError(
-                "sites must give each of the clients 0, 1, ... to one site, and each site one, got "
-                f"{self.sites}."
+                "sites must assign each client 0, 1, ... to exactly one site, and at least one "
+                f"client to each site, got {self.sites}."
             )
         check_name(self.name, "a federation's name")
         for site in self.sites:
             check_name(site, "a site's name")
         if strange := [name for name in self.sites if name in ("server", "admin", "authority")]:
-            raise ValueError(f"a site cannot be called {strange[0]!r}; choose another name.")
+            raise ValueError(
+                f"the name {strange[0]!r} is reserved; choose another name of the site."
+            )
         if self.heartbeat_timeout <= self.heartbeat_interval:
             raise ValueError(
                 "heartbeat_timeout must be longer than heartbeat_interval, got "
@@ -78,45 +80,46 @@ class FederationConfig:
 
 @dataclass(frozen=True)
 class ServerConfig:
-    """The server's own part."""
+    """Settings of the server."""
 
     kit: Path
     """The server's kit."""
     overrides: dict[str, Any] = field(default_factory=dict)
-    """Keys of the run that are the server's own, such as {data.test.source: held_out.jsonl}."""
+    """Keys of the run that the server sets for itself, such as {data.test.source:
+    held_out.jsonl}."""
 
 
 @configuration
 class SiteConfig:
-    """A site's own part."""
+    """Settings of a site."""
 
     kit: Path
     """The site's kit."""
     overrides: dict[str, Any] = field(default_factory=dict)
-    """Keys of the run that are the site's own, such as {data.train.source: ours.jsonl,
+    """Keys of the run that the site sets for itself, such as {data.train.source: ours.jsonl,
     policy.path: /models/llama}."""
     own_prompts: bool = False
-    """Whether all prompts of data.train are this site's; if not, its clients take the shards that
-    the run's partition gives them, which is for trials on one file."""
+    """Train on all prompts of data.train; otherwise, the site's clients take their shards of the
+    run's partition, for trials with one file at all sites."""
     policy: SitePolicy = field(default_factory=SitePolicy)
-    """What may leave the site beside the adapter."""
+    """Limits on the data that may leave the site."""
     processes: NumWorkers = 1
-    """Processes of the site, one for each of its GPUs, by torchrun."""
+    """Processes of the site, one per GPU, started by torchrun."""
     processes_per_client: NumWorkers = 1
-    """How many of them work as one on a client."""
+    """Processes that train a client together."""
 
 
 @dataclass(frozen=True)
 class AdminConfig:
-    """Whoever starts, watches and stops runs."""
+    """Settings of the administrator, who submits, monitors and stops runs."""
 
     kit: Path
     """The administrator's kit."""
     name: str = "run"
-    """Of the run, and of its folder at the server; a name that is there already goes on from its
-    last checkpoint."""
+    """Name of the run and of its folder at the server; an existing run continues from its last
+    checkpoint."""
     follow: bool = True
-    """Whether to wait until the run ends."""
+    """Wait until the run ends."""
 
     def __post_init__(self) -> None:
         check_name(self.name, "a run's name")
@@ -139,7 +142,7 @@ def federation_of(kit: Path) -> FederationConfig:
     """Returns the configuration of a kit's federation."""
     path = kit / "federation.yaml"
     if not path.is_file():
-        raise UserError(f"{kit} is no kit; make kits with firm network provision.")
+        raise UserError(f"{kit} is not a kit; create kits with firm network provision.")
     return compose(FederationConfig, [path], [])
 
 
@@ -149,7 +152,7 @@ def site_name(kit: Path) -> str:
     names = [site for site in sites if kit.resolve().name == site]
     if not names:
         raise UserError(
-            f"{kit} must be called as its site ({', '.join(sites)}); give the folder its name back."
+            f"{kit} must be named after its site ({', '.join(sites)}); rename the folder."
         )
     return names[0]
 
@@ -165,9 +168,8 @@ def site_identities(kit: Path) -> KeyRing:
         public = {name: certificates.public_key(kit, name) for name in clients}
     except (OSError, ValueError) as error:
         raise UserError(
-            f"{kit} lacks keys of secure aggregation ({error}); take startup/client.key and the "
-            f"folder {certificates.SITES} from the kit as it was made, or have new kits made for "
-            "all parties."
+            f"{kit} lacks keys of secure aggregation ({error}); restore startup/client.key and the "
+            f"folder {certificates.SITES} from the original kit, or create new kits for all parties."
         ) from error
     return KeyRing(
         dict.fromkeys(clients[site], own),
@@ -197,5 +199,5 @@ def server_address(kit: Path) -> tuple[str, int]:
     except ValueError as error:
         raise UserError(str(error)) from error
     if problem := certificates.expiry(kit):
-        raise UserError(f"{problem}; ask whoever made the kits for new ones.")
+        raise UserError(f"{problem}; ask the creator of the kits for new ones.")
     return address

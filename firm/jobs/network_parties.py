@@ -35,7 +35,7 @@ from firm.run.lock import check_not_held
 from firm.run.progress import print_table
 
 SITE_PROCESS = "firm.jobs.network"
-"""The module that a site's process runs, with the kit as its argument."""
+"""Module run by a site's process, with the kit as its argument."""
 
 
 def provision(cfg: FederationConfig) -> None:
@@ -44,12 +44,12 @@ def provision(cfg: FederationConfig) -> None:
     clients = sum(map(len, cfg.sites.values()))
     if run.num_clients != clients:
         raise UserError(
-            f"the run has {run.num_clients} clients, the sites {clients}; make num_clients and "
-            "sites agree."
+            f"num_clients must be the number of clients in sites, {clients}, got "
+            f"{run.num_clients}; change one of them."
         )
     if cfg.out.exists():
         raise UserError(
-            f"{cfg.out} exists already; kits are made once, with keys of their own. Choose another "
+            f"{cfg.out} already exists; kits are created only once, with new keys. Choose another "
             "folder, or remove it."
         )
     made = kits.provision(
@@ -66,8 +66,8 @@ def provision(cfg: FederationConfig) -> None:
     certificates.share_certificates(made, cfg.sites)
     commands = {"server": "start-server", "admin": "submit"}
     print_table(
-        f"{cfg.name}: a folder for each party; hand each its own, and nobody `authority`",
-        ["party", "folder", "starts"],
+        f"{cfg.name}: send each party its folder, and keep `authority` to yourself",
+        ["party", "folder", "start with"],
         [
             [
                 party,
@@ -99,8 +99,7 @@ def start_site(cfg: SiteConfig) -> None:
 def submit(cfg: AdminConfig) -> None:
     """Starts or resumes a run, and waits until it ends.
 
-    When the server or a site is lost and reconnects meanwhile, restarts the run from its last
-    checkpoint.
+    If the server or a site is lost and reconnects, the run restarts from its last checkpoint.
     """
     federation = federation_of(cfg.kit)
     _check_server(cfg.kit)
@@ -115,7 +114,7 @@ def status(cfg: AdminConfig) -> None:
     _check_server(cfg.kit)
     with console.session(cfg.kit) as opened:
         connected = console.connected(opened)
-        rows = [[s, "connected" if s in connected else "away"] for s in federation.sites]
+        rows = [[s, "connected" if s in connected else "not connected"] for s in federation.sites]
         print_table(f"{federation.name}: server {host}:{port}", ["site", ""], rows)
         print_table("runs", ["name", "status", "submitted"], console.jobs(opened))
 
@@ -127,9 +126,9 @@ def stop(cfg: AdminConfig) -> None:
         jobs = console.unfinished(opened)
         for job, name in jobs.items():
             opened.abort_job(job)
-            print(f"{name} stops")
+            print(f"stopping {name}")
         if not jobs:
-            print("nothing runs")
+            print("no run is active")
 
 
 def demo(cfg: FederationConfig) -> None:
@@ -205,8 +204,8 @@ def _check_port(port: int) -> None:
             probe.bind(("", port))
         except OSError as error:
             raise UserError(
-                f"port {port} is in use ({error.strerror}); stop what listens there, or provision "
-                "with another port."
+                f"port {port} is in use ({error.strerror}); stop the process that uses it, or "
+                "provision with another port."
             ) from error
 
 
@@ -222,7 +221,9 @@ def _reach(kit: Path) -> str | None:
     except OSError as error:
         return error.strerror or str(error)
     if problem:
-        raise UserError(f"{host}:{port}: {problem}; take the kit that was made with the server's.")
+        raise UserError(
+            f"{host}:{port}: {problem}; use the kit created together with the server's."
+        )
     return None
 
 
@@ -232,7 +233,7 @@ def _wait_for_server(kit: Path) -> None:
     last_problem = None
     while problem := _reach(kit):
         if problem != last_problem:
-            print(f"{host}:{port} cannot be reached ({problem}); trying again", flush=True)
+            print(f"{host}:{port} cannot be reached ({problem}); retrying", flush=True)
             last_problem = problem
         time.sleep(2)
 
@@ -243,7 +244,7 @@ def _check_server(kit: Path) -> None:
     if problem := _reach(kit):
         raise UserError(
             f"{host}:{port} cannot be reached ({problem}); start the server with firm network "
-            "start-server, or correct the way to it."
+            "start-server, or check the network."
         )
 
 
@@ -258,7 +259,7 @@ def _one_job(cfg: AdminConfig, federation: FederationConfig) -> bool:
         with console.session(cfg.kit) as opened:
             jobs = console.unfinished(opened)
             job = next((job for job, name in jobs.items() if name == cfg.name), None)
-            known = "runs already" if job else "submitted"
+            known = "is already running" if job else "submitted"
             job = job or console.submit(
                 opened,
                 name=cfg.name,
@@ -272,8 +273,8 @@ def _one_job(cfg: AdminConfig, federation: FederationConfig) -> bool:
             return cfg.follow and _follow(opened, job, list(federation.sites))
     except console.LOST as error:
         if job is None and not _reach(cfg.kit):
-            raise UserError(f"the server does not take the run: {printable(error)}") from error
-        print("the server is lost; the run goes on when it is back", flush=True)
+            raise UserError(f"the server rejects the run: {printable(error)}") from error
+        print("the server is lost; the run continues when it is back", flush=True)
         return True
 
 
@@ -289,7 +290,7 @@ def _follow(opened: Any, job: str, sites: list[str]) -> bool:
         if state == "SUBMITTED":
             connected = console.connected(opened)
             away = [site for site in sites if site not in connected]
-            state = f"waits for {', '.join(away)}" if away else "waits"
+            state = f"waiting for {', '.join(away)}" if away else "waiting"
         if state.startswith("FINISHED"):
             break
         if state != last_state:
@@ -301,7 +302,7 @@ def _follow(opened: Any, job: str, sites: list[str]) -> bool:
             num_lines += len(lines)
         looks += 1
         if state == "RUNNING" and looks % 5 == 0:
-            # Check twice: right after its start a job may not have reached a site yet.
+            # Two checks in a row, since a job that has just started may not have reached a site yet
             idle, before = set(console.without_part(opened)), idle
             if back := sorted(idle & before):
                 console.tell_returned(opened, job, back)
@@ -315,5 +316,5 @@ def _follow(opened: Any, job: str, sites: list[str]) -> bool:
         return True
     raise UserError(
         f"the run has ended with {state.lower().removeprefix('finished:')}: "
-        f"{reason or f'the reason stands in the log of the server, {OUTPUT}'}"
+        f"{reason or f'see the log of the server, {OUTPUT}'}"
     )

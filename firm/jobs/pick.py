@@ -29,32 +29,32 @@ from firm.run.progress import print_table
 SETTINGS_NAME = "adapter_config.json"
 WEIGHTS_NAME = "adapter_model.safetensors"
 TOKENIZER_SUFFIXES = (".json", ".jinja", ".txt", ".model")
-"""Of the files of a tokenizer: vocabularies, settings and chat templates."""
+"""Suffixes of a tokenizer's files: vocabularies, settings and chat templates."""
 
 
 @dataclass(frozen=True)
 class PickConfig:
-    """A target on a front."""
+    """A target trade-off on a front."""
 
     front: Path
-    """A METHOD.front.json of a sweep, or the front.json of a conditioned run; the adapters' folders
-    lie beside it."""
+    """METHOD.front.json of a sweep, or front.json of a conditioned run, with the adapters' folders
+    beside it."""
     want: str
-    """The target, as name=share of every objective with commas between; scaled to sum 1.
-    Of models that were trained one by one it is the preference that they were trained for. On the
-    front of a conditioned adapter it is what is gained: of each objective's range on the front, in
-    these shares to each other; the preference that reaches it is looked up."""
+    """Target trade-off as comma-separated name=share pairs of all objectives; scaled to sum 1. For
+    separately trained models, it is the preference they were trained for. For a conditioned
+    adapter, it is the proportion of the objectives' gains, each relative to its range on the front;
+    the preference that reaches it is computed."""
     merge: bool = False
-    """Merge the adapters around the target, instead of naming the nearest one. Of a conditioned
-    adapter that is its fold at the preference itself."""
+    """Merge the adapters around the target, instead of choosing the nearest one; for a conditioned
+    adapter, fold it at the preference."""
     out: Path | None = None
-    """Folder of the merged adapter, which must not exist; by default runs/merged-TIME."""
+    """Folder of the merged adapter, which must not exist; default: runs/merged-TIME."""
 
     def __post_init__(self) -> None:
         if self.out is not None and not self.merge:
             raise ValueError(
-                f"out is where a merged adapter goes, got {self.out} without merge: add --merge or "
-                "leave it out."
+                f"out needs merge, since only merged adapters are written, got {self.out}; add "
+                "--merge or remove --out."
             )
 
 
@@ -64,17 +64,17 @@ class PickedModel:
 
     front: Front
     target: list[float]
-    """Shares of the objectives to end up at on the front."""
+    """Target trade-off, as shares of the objectives."""
     preference: list[float]
-    """Preference that reaches it; for models that were trained one by one, the target itself."""
+    """Preference that reaches the target: the target itself unless the adapter is conditioned."""
     parts: list[tuple[Point, float]]
-    """Models and their shares in the answer; a single one where nothing was merged."""
+    """Models and their shares in the merged one; a single model without merging."""
     folders: list[Path]
-    """Adapters of the parts."""
+    """Adapter folders of the parts."""
     merged: Path | None
-    """The adapter that was written, None where nothing was to be merged."""
+    """Folder of the merged adapter; None without merging."""
     run: Path | None
-    """The conditioned run that the front is of; None for a sweep's."""
+    """Conditioned run that the front belongs to; None for the front of a sweep."""
 
     @property
     def adapter(self) -> Path:
@@ -101,8 +101,8 @@ class PickedModel:
         prompts = self.front.prompts("held-out prompts")
         if len(self.parts) > 1:
             return (
-                f"Interpolated between figures on {prompts}, not measured: a merged model need not "
-                "earn what lies between."
+                f"Interpolated between rewards on {prompts}, not measured; the rewards of a merged "
+                "model may differ."
             )
         trained = _scaled(self.parts[0][0].preference)
         pairs = zip(_scaled(self.preference), trained, strict=True)
@@ -110,10 +110,11 @@ class PickedModel:
             nearby = ""
         elif self.front.is_conditioned:
             nearby = (
-                " It is the measured preference nearest to that; --merge writes the adapter at it."
+                " This is the nearest measured preference; --merge writes the adapter at the exact "
+                "one."
             )
         else:
-            nearby = " It was trained for another preference, the nearest there is."
+            nearby = " It was trained for the nearest available preference."
         selected = (
             " It was selected by rewards on validation prompts."
             if self.front.has_validation
@@ -156,7 +157,7 @@ class PickedModel:
 
 
 def pick(cfg: PickConfig) -> PickedModel:
-    """Returns the model for a target preference, merged if the configuration says so.
+    """Returns the model for a target trade-off, merged if configured.
 
     Raises:
         UserError: The front does not exist, the target is not a preference over its objectives, or
@@ -192,14 +193,14 @@ def load_front(path: Path) -> Front:
     if path.is_dir():
         files = ", ".join(sorted(str(file) for file in path.glob("*.front.json")))
         raise UserError(
-            f"front: {path} is a folder; give a file"
+            f"front: {path} is a folder; pass a file"
             f"{f', such as {files}' if files else ' of a finished sweep, METHOD.front.json'}."
         )
     try:
         return Front.load(path)
     except FileNotFoundError:
         raise UserError(
-            f"front: there is no file {path}; give the METHOD.front.json of a finished sweep."
+            f"front: there is no file {path}; pass the METHOD.front.json of a finished sweep."
         ) from None
     except ValueError as error:
         raise UserError(f"front: {error}") from error
@@ -219,24 +220,24 @@ def parse_target(text: str, objectives: Sequence[str]) -> list[float]:
     for pair in text.split(","):
         name, equals, value = (part.strip() for part in pair.partition("="))
         if not equals:
-            raise UserError(f"want must be pairs name=share of {known}, got {pair.strip()!r}.")
+            raise UserError(f"want must be name=share pairs of {known}, got {pair.strip()!r}.")
         if name not in objectives:
             near = did_you_mean(name, objectives)
-            raise UserError(f"want names the objective {name!r}; the front has {known}{near}")
+            raise UserError(f"want has the unknown objective {name!r}; choose from {known}{near}")
         if name in shares:
-            raise UserError(f"want names {name} twice, got {text!r}; give each share once.")
+            raise UserError(f"want must have each objective once, got {name} twice in {text!r}.")
         try:
             shares[name] = float(value)
         except ValueError:
             shares[name] = math.nan
         if not 0 <= shares[name] < math.inf:
             raise UserError(
-                f"want: the share of {name} must be a number of 0 or more, got {value!r}."
+                f"want: the share of {name} must be a non-negative number, got {value!r}."
             )
     if missing := [name for name in objectives if name not in shares]:
         raise UserError(
-            f"want has no share for {', '.join(missing)}, got {text!r}; write {missing[0]}=0 to "
-            "ask for none of it."
+            f"want has no share for {', '.join(missing)}, got {text!r}; add {missing[0]}=0 if it "
+            "does not matter."
         )
     if sum(shares.values()) <= 0:
         raise UserError(f"want must have a share above 0, got {text!r}.")
@@ -252,14 +253,14 @@ def check_there(point: Point, folder: Path, below: Path) -> None:
     """Raises `UserError` if a point's adapter is missing, or is a link out of `below`."""
     if not folder.resolve().is_relative_to(below.resolve()):
         raise UserError(
-            f"the adapter of {point.name} is a link that leads out of {below}, to "
-            f"{folder.resolve()}; copy it beside the front if you trust it."
+            f"the adapter of {point.name} is a link out of {below}, to {folder.resolve()}; copy it "
+            "beside the front if you trust it."
         )
     for name in (SETTINGS_NAME, WEIGHTS_NAME):
         if not (folder / name).is_file():
             raise UserError(
-                f"the adapter of {point.name} is gone: there is no {folder / name}; restore it "
-                "beside the front, or train that point again."
+                f"the adapter of {point.name} is missing: there is no {folder / name}; restore it "
+                "beside the front, or train this point again."
             )
 
 
@@ -280,12 +281,12 @@ def write_merged(
             ours, theirs = settings[0].get(key), other.get(key)
             if _unordered(ours) != _unordered(theirs):
                 raise UserError(
-                    f"adapters of one kind can be merged; {key} is {ours!r} in {folders[0]} and "
-                    f"{theirs!r} in {folder}."
+                    f"only adapters with equal settings can be merged; {key} is {ours!r} in "
+                    f"{folders[0]} and {theirs!r} in {folder}."
                 )
         if _shapes(adapter) != _shapes(adapters[0]):
             raise UserError(
-                f"adapters of one shape can be merged; the tensors in {folder} are not those in "
+                f"only adapters of equal shapes can be merged; the tensors in {folder} differ from "
                 f"{folders[0]}."
             )
     merged = weighted_mean(adapters, shares)
@@ -305,7 +306,7 @@ def _read_adapter(folder: Path) -> Adapter:
     for name, values in adapter.items():
         if not values.isfinite().all():
             raise UserError(
-                f"{path} has numbers in {name} that are not finite; train that point again."
+                f"{path} has values in {name} that are not finite; train this point again."
             )
     return adapter
 
@@ -316,7 +317,7 @@ def _read_settings(folder: Path) -> dict[str, Any]:
         settings = json.loads(path.read_text(encoding="utf-8"))
         base = str(settings["base_model_name_or_path"])
         if not base.isprintable():
-            raise ValueError(f"base_model_name_or_path {base[:80]!a} is no name of a model")
+            raise ValueError(f"base_model_name_or_path must be a model's name, got {base[:80]!a}")
     except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise UserError(f"{path} is malformed ({error}); restore the file.") from error
     return {**settings, "base_model_name_or_path": base}
@@ -342,12 +343,12 @@ def merged_card(picked: PickedModel) -> ModelCard:
     strategy = markdown_text(front.strategy)
     if front.is_conditioned:
         origin = (
-            f"the fold at the preference {picked.in_words(picked.preference)} of the\n"
-            f"conditioned adapter of {strategy} (seed {seed}), as the mean of others."
+            f"the conditioned adapter of {strategy} (seed {seed}), folded at the\n"
+            f"preference {picked.in_words(picked.preference)} as the mean of other folds."
         )
     else:
         origin = (
-            f"the mean of {len(parts)} adapters that {strategy} trained\n"
+            f"the mean of {len(parts)} adapters trained with {strategy}\n"
             f"from the same start (seed {seed}) for other preferences."
         )
     text = f"""A LoRA adapter: {origin}
@@ -393,6 +394,6 @@ def main(cfg: PickConfig) -> Path:
     )
     print(picked.evidence)
     print(legible(f"adapter   {picked.adapter}"))
-    for what, command in picked.commands().items():
-        print(legible(f"{what:<10}{shlex.join(command)}"))
+    for purpose, command in picked.commands().items():
+        print(legible(f"{purpose:<10}{shlex.join(command)}"))
     return picked.adapter

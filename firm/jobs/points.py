@@ -16,38 +16,39 @@ from firm.run.resuming import STUDY_NAME, Resume, check_out, continued_by
 from firm.run.sweep import Outcome, Sweep, summarise
 
 FREE_KEYS = ("out", "resume", "num_workers", "plan")
-"""What may differ from the folder's own configuration when it is resumed."""
+"""Keys that may differ from the folder's saved configuration on resume."""
 
 
 @configuration
 class PointsConfig:
-    """Runs below one folder, of one base and several seeds."""
+    """Runs in one folder, of a common base and several seeds."""
 
     name: str = "points"
-    """Opens the folder's name."""
+    """Prefix of the default folder."""
     out: Path | None = None
-    """The folder; by default runs/NAME-TIME."""
+    """Folder of the runs; default: runs/NAME-TIME."""
     resume: Resume = False
-    """Continue what is not finished: `--resume FOLDER` by that folder's own configuration;
-    `--out FOLDER --resume` by the one that is given; auto begins where there is nothing yet; Python
-    files that only the folder names need `--allow_code`, as it may be somebody else's."""
+    """Continue unfinished runs: `--resume FOLDER` uses the configuration saved in that folder,
+    `--out FOLDER --resume` the given one; auto starts in an empty folder if there is nothing yet.
+    Python files named only in the folder need `--allow_code`, since the folder may be from someone
+    else."""
     plan: bool = False
-    """Print the runs and what the first of them would do, and stop."""
+    """Print the runs and the plan of the first one, and exit."""
     base: Path = Path("configs/miniature.yaml")
-    """Configuration of the runs."""
+    """Common configuration of the runs."""
     overrides: dict[str, Any] = field(default_factory=dict)
-    """Keys of all runs and their values, such as {rounds: 8}, laid over the base."""
+    """Keys to override in all runs, with their values, such as {rounds: 8}."""
     seeds: list[Seed] = field(default_factory=lambda: [0])
-    """Seeds of the runs. Rewards mean the same in all runs of a base: the first seed calibrates
-    them."""
+    """Seeds of the runs. All runs are calibrated with the first seed, so that their rewards can be
+    compared."""
     num_workers: NumWorkers = 1
-    """Runs at a time, each in a process of its own."""
+    """Number of runs executed concurrently, in separate processes."""
 
     def __post_init__(self) -> None:
         check_name(self.name, "name")
         check_out(self.resume, self.out)
         if not self.seeds or len(set(self.seeds)) < len(self.seeds):
-            raise ValueError(f"seeds must be one or more different numbers, got {self.seeds}.")
+            raise ValueError(f"seeds must be one or more distinct numbers, got {self.seeds}.")
 
 
 def point_config(
@@ -59,15 +60,15 @@ def point_config(
     source: str,
     base: Path | None = None,
 ) -> AlignmentConfig:
-    """Returns the run of a point; checked, so that invalid keys are reported before anything runs.
+    """Returns the validated configuration of a point's run.
 
     Args:
         cfg: Configuration common to all points.
-        overrides: Keys of this point, which override those of `cfg`.
+        overrides: Keys of this point, which take precedence over `cfg`.
         seed: Seed of this point.
-        setting: W&B name shared by the points that differ from this one only in their seed.
+        setting: W&B name shared by all points that differ only in their seed.
         source: Source of the overrides, as named in error messages.
-        base: Configuration file of this point's run; `cfg.base` by default.
+        base: Configuration file of this point's run; by default `cfg.base`.
 
     Raises:
         UserError: A key is invalid, or all runs would be pushed to one repository.
@@ -76,8 +77,8 @@ def point_config(
     run = compose(AlignmentConfig, [base or cfg.base], list(keys.items()), source=source)
     if run.hub.repo:
         raise UserError(
-            f"{source}: hub.repo must be empty where there are several runs, of which each would "
-            f"replace the one before it, got {run.hub.repo!r}; push the one that you choose."
+            f"{source}: hub.repo must be empty with several runs, since each would overwrite the "
+            f"previous one, got {run.hub.repo!r}; push the chosen adapter afterwards."
         )
     return replace(run, tracking=run.tracking.of_setting(setting))
 
@@ -91,13 +92,14 @@ def run_points(
     command: str,
     free_keys: Collection[str] = (),
 ) -> Sweep | None:
-    """Executes all unfinished runs, and prints the outcome of each.
+    """Executes all unfinished runs and prints their outcomes.
 
     Args:
         cfg: Configuration common to all points; saved in the folder's manifest.
         out: The folder.
         points: Distinguishing settings of each point, by name; also saved in the manifest.
-        runs: Configurations of the points' runs, those that start from other points' adapters last.
+        runs: Configurations of the points' runs; runs that start from adapters of other points are
+            executed last.
         command: Subcommand of `firm` that resumes the folder.
         free_keys: Keys that may change on resuming, in addition to `FREE_KEYS`.
 
@@ -119,7 +121,7 @@ def run_points(
             replace(run, tracking=run.tracking.within(tracking_group(cfg, sweep)))
         )
     pending, outcomes = sweep.pending(), list[Outcome]()
-    work = f"{len(points)} runs, {len(pending)} to do, {cfg.num_workers} at a time"
+    work = f"{len(points)} runs, {len(pending)} unfinished, {cfg.num_workers} at a time"
     print(printable(f"{out}: {work}"), flush=True)
     for wave in waves:
         with continued_by(command, out):
@@ -129,7 +131,7 @@ def run_points(
                 print(f"[{len(outcomes)}/{len(pending)}] {outcome.name}: {state}", flush=True)
         summarise(outcomes)
     if left := sweep.pending():
-        print(f"{len(left)} runs are with other processes; call again with --resume when they end")
+        print(f"{len(left)} runs are executed by other processes; rerun with --resume afterwards")
         return None
     return sweep
 

@@ -18,34 +18,34 @@ from firm.fields import Hint, NumWorkers, Seed, configuration
 from reward_models.registry import RewardModelConfig, load_reward_models
 
 _TOKENIZER = "tokenizer_config.json"
-"""In every folder of a tokenizer."""
+"""File that every tokenizer's folder contains."""
 
 
 @configuration
 class SpeakersConfig:
-    """Who replies, and how replies are sampled and scored."""
+    """Base model, and sampling and scoring of replies."""
 
     policy: PolicyConfig = field(default_factory=lambda: PolicyConfig(path=""))
-    """The base model. Adapters bring their own `lora`."""
+    """Base model; adapters have their own `lora` settings."""
     check_base: bool = True
-    """Refuses an adapter that names another base model than policy.path. Turn it off when it is
-    the same model in another place; names and shapes of all tensors are compared anyway."""
+    """Refuse adapters whose base model is not policy.path. Turn it off if the same model was moved;
+    names and shapes of all tensors are checked anyway."""
     rewards: dict[str, RewardModelConfig] = field(default_factory=dict)
-    """What replies are scored by; there may be none."""
+    """Reward models by objective; may be empty."""
     allow_code: bool = False
-    """Runs the Python files that a run's folder names for its rewards. Read them first if the
-    folder is somebody else's."""
+    """Run the Python files of rewards that are named in a run's folder. Review them first if the
+    folder is from someone else."""
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
-    """Sampling."""
+    """Sampling of replies."""
     seed: Seed = 0
-    """The same seed gives the same replies to the same prompts, whoever else replies."""
+    """Seed of the sampling; a model's replies do not depend on the other models."""
     num_threads: Annotated[NumWorkers | None, Hint("null leaves it to torch")] = None
-    """CPU threads; by default as many as torch takes."""
+    """CPU threads; null: torch's default."""
 
     def __post_init__(self) -> None:
         if not self.policy.path:
             raise ValueError(
-                "policy.path is empty: name the base model, or a finished run on the command line."
+                "policy.path must not be empty; pass the base model, or a finished run."
             )
 
 
@@ -77,8 +77,8 @@ class Speakers:
             cfg.policy, folders, check_base=cfg.check_base, preference=preference
         )
         self._folders, self._base = folders, cfg.policy.path
-        # The run's copy takes precedence: the tokenizer beside the base model may have changed
-        # since, or the run may have used another one.
+        # The run's copy takes precedence: the base model's tokenizer may have changed since then,
+        # or the run may have used another one.
         kept = next((folder for folder in folders if (folder / _TOKENIZER).is_file()), None)
         self.tokenizer = load_tokenizer(cfg.policy, kept)
         check_vocabulary(

@@ -27,42 +27,41 @@ from firm.run.sweep import Sweep
 
 FINALS_NAME = "finals.csv"
 FREE_KEYS = ("figures", "half_life")
-"""What may differ, beside what may in every folder of runs, when a study is resumed."""
+"""Keys that may differ on resume, in addition to `points.FREE_KEYS`."""
 
 
 @dataclass(frozen=True)
 class SettingConfig:
-    """One setting."""
+    """A setting to compare."""
 
     base: Path | None = None
-    """Configuration of its runs; null takes the study's."""
+    """Configuration of the setting's runs; null: the study's base."""
     overrides: dict[str, Any] = field(default_factory=dict)
-    """Keys of the run and their values, such as {strategy.beta: 0}; over the study's own."""
+    """Keys to override, with their values, such as {strategy.beta: 0}; they take precedence over
+    the study's overrides."""
 
 
 @configuration
 class StudyConfig(PointsConfig):
-    """One study. All settings run with the first seed before any runs with the second."""
+    """A study; all settings run with the first seed before the second seed starts."""
 
     settings: dict[str, SettingConfig] = field(kw_only=True)
-    """What is compared, by name."""
+    """Settings to compare, by name."""
     name: str = "study"
     seeds: list[Seed] = field(default_factory=lambda: [0, 1, 2])
     figures: dict[str, list[str]] = field(default_factory=dict)
-    """Settings that are drawn together, by a name that opens the files' names; all are drawn
-    together when empty."""
+    """Settings drawn together, by the prefix of the files' names; {}: all settings together."""
     half_life: PositiveFloat | None = None
-    """Half-life of the running average of the curves in figures/, in rounds; null draws them as
-    they are."""
+    """Half-life in rounds of the running average of the curves in figures/; null: no averaging."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if not self.settings:
-            raise ValueError("a study needs settings, got none.")
+            raise ValueError("settings must have at least one entry, got none.")
         for name, labels in self.figures.items():
             for label in (label for label in labels if label not in self.settings):
                 raise ValueError(
-                    f"figures.{name} names the setting {label!r}; there are "
+                    f"figures.{name} has the unknown setting {label!r}; choose from "
                     f"{', '.join(self.settings)}."
                 )
         check_slugs(self.settings, "settings")
@@ -78,11 +77,11 @@ class StudyResult:
     header: list[str]
     """Headings of the table."""
     rows: list[list[str]]
-    """Final figures of every setting, mean ± standard deviation over the seeds."""
+    """Final values of every setting, mean ± standard deviation over the seeds."""
     differences: list[Table]
-    """The same less the first setting's, for settings whose rewards mean the same."""
+    """Differences from the first setting, for each group of settings with equal calibrations."""
     report: Path
-    """The page."""
+    """HTML page of the study."""
 
 
 def study_configs(cfg: StudyConfig) -> dict[str, AlignmentConfig]:
@@ -164,7 +163,7 @@ def point_name(setting: str, seed: int) -> str:
 
 
 def study_of(sweep: Sweep) -> StudyConfig:
-    """Returns a started study's configuration; keys that may change have their defaults."""
+    """Returns the configuration of a started study, with defaults for keys that may change."""
     settings = list(sweep.manifest["config"].items())
     return compose(StudyConfig, [], settings, source=f"the study {sweep.path}")
 

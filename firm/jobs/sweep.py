@@ -38,40 +38,41 @@ from firm.run.tracking import Tracker
 
 @dataclass(frozen=True)
 class MethodConfig:
-    """One way to reach trade-offs."""
+    """A method to reach trade-offs."""
 
     kind: Literal["train", "soup", "front"] = "train"
-    """train: a training for every preference; soup: trainings for single objectives, and the means
-    of their adapters between them (Rewarded Soups, arXiv:2306.04488); front: one training of a
-    policy conditioned on the preference, folded at each."""
+    """train: one training per preference; soup: one training per objective, and weighted means of
+    their adapters (Rewarded Soups, arXiv:2306.04488); front: one training of a policy conditioned
+    on the preference, folded at each preference."""
     overrides: dict[str, Any] = field(default_factory=dict)
-    """Keys of the run and their values, such as {strategy.beta: 0}; over the sweep's own."""
+    """Keys to override, with their values, such as {strategy.beta: 0}; they take precedence over
+    the sweep's overrides."""
 
 
 @configuration
 class SweepConfig(PointsConfig):
-    """One sweep."""
+    """A sweep over preferences."""
 
     name: str = "sweep"
     methods: dict[str, MethodConfig] = field(default_factory=lambda: {"FIRM": MethodConfig()})
-    """What is compared, by name."""
+    """Methods to compare, by name."""
     preferences: list[list[float]] = field(default_factory=list)
-    """Preference vectors, in the order of the run's objectives; scaled to sum 1."""
+    """Preference vectors in the order of the run's objectives; scaled to sum 1."""
     resolution: Annotated[
         int | None, Interval(ge=1, le=100), Hint("give preferences for a finer choice")
     ] = None
-    """Without preferences: the grid of all vectors of multiples of 1/resolution, corners and all;
-    null takes 4."""
+    """Use the grid of all vectors of multiples of 1/resolution, including the corners, if
+    preferences are not given; null: 4."""
     reference: list[float] | None = None
-    """Reference point of the hypervolume, a reward in [0, 1] per objective, below every model's;
-    null takes zeros. It is kept with the front."""
+    """Reference point of the hypervolume: rewards in [0, 1], one per objective, below the rewards
+    of every model; null: zeros. It is saved with the front."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if not self.methods:
-            raise ValueError("a sweep needs methods, got none.")
+            raise ValueError("methods must have at least one entry, got none.")
         if self.preferences and self.resolution is not None:
-            raise ValueError("give preferences or a resolution, got both.")
+            raise ValueError("preferences and resolution exclude each other, got both.")
         check_slugs(self.methods, "methods")
 
 
@@ -101,9 +102,9 @@ class SweepResult:
     path: Path
     """The sweep's folder."""
     fronts: dict[str, Front]
-    """The front of every method."""
+    """Front of every method, by name."""
     report: Path
-    """The page."""
+    """HTML page of the sweep."""
 
 
 def sweep_configs(cfg: SweepConfig, out: Path) -> dict[str, AlignmentConfig]:
@@ -188,7 +189,7 @@ def front_of(
         if record.objectives != objectives:
             raise UserError(
                 f"{path} has the objectives {', '.join(record.objectives)}, the sweep "
-                f"{', '.join(objectives)}; run that point again."
+                f"{', '.join(objectives)}; run this point again."
             )
         with drawing(f"The point {name}"):
             base, final = record.evaluations["test"][0], record.evaluations["test"][-1]
@@ -252,7 +253,7 @@ def _points(cfg: SweepConfig, objectives: tuple[str, ...]) -> dict[str, PointCon
                 f"{list(preference)}."
             )
     if len(preferences) < 2:
-        raise UserError(f"a front needs two preferences or more, got {cfg.preferences}.")
+        raise UserError(f"preferences must have at least two vectors, got {cfg.preferences}.")
     scaled = [tuple(share / sum(p) for share in p) for p in preferences]
     if len(set(scaled)) < len(scaled):
         raise UserError(f"preferences must differ, got {cfg.preferences}.")
@@ -268,8 +269,8 @@ def _points(cfg: SweepConfig, objectives: tuple[str, ...]) -> dict[str, PointCon
     by_name = {point.name: point for point in points}
     if len(by_name) < len(points):
         raise UserError(
-            "preferences must differ in four digits of their percentages, which name the points' "
-            f"folders, got {cfg.preferences}."
+            "preferences must differ in the first four digits of their percentages, which name the "
+            f"points' folders, got {cfg.preferences}."
         )
     return by_name
 
@@ -277,7 +278,7 @@ def _points(cfg: SweepConfig, objectives: tuple[str, ...]) -> dict[str, PointCon
 def _run_config(
     cfg: SweepConfig, point: PointConfig, out: Path, objectives: tuple[str, ...]
 ) -> AlignmentConfig:
-    """Returns a point's run; checked, so that invalid keys are reported before anything runs."""
+    """Returns the validated configuration of a point's run."""
     method, source = cfg.methods[point.method], f"methods.{point.method}.overrides"
     overrides = dict(method.overrides)
     if method.kind == "soup" and max(point.preference) < 1:
@@ -297,13 +298,13 @@ def _run_config(
             overrides["start_preference"] = list(point.preference)
             overrides["rounds"] = 0
     build = partial(point_config, cfg, seed=point.seed, setting=point.setting, source=source)
-    run = build(overrides)
+    run = build(overrides)  # only a complete configuration knows its strategy's preference key
     if run.strategy.preference_key is None:
         kinds = [kind for kind in StrategyConfig.forms() if not kind.reads_losses]
         names = ", ".join(kind.name for kind in kinds if kind.preference_key is not None)
         raise UserError(
-            f"methods.{point.method}: strategy {run.strategy.name} knows no preferences; use one "
-            f"of {names}."
+            f"methods.{point.method}: strategy {run.strategy.name} does not support preferences; "
+            f"choose from {names}."
         )
     if run.policy.conditioning.kind == "none":  # otherwise each prompt has its own preference
         overrides[f"strategy.{run.strategy.preference_key}"] = list(point.preference)
@@ -322,8 +323,8 @@ def _check_reference(fronts: Mapping[str, Front]) -> None:
             _ = front.hypervolume
         except ValueError as error:
             raise UserError(
-                f"{method}: {error} The runs are kept: repair that (--reference may be lowered) "
-                "and call again with --resume."
+                f"{method}: {error} The runs are kept: lower --reference or remove the cause, and "
+                "rerun with --resume."
             ) from error
 
 

@@ -1,9 +1,9 @@
 """Saves a W&B workspace with the main figures of the page of a run, study or sweep.
 
-By default W&B draws a panel for every series. A saved workspace draws the figures of the page, as
-far as the runs have logged them: the trade-off, rewards, every registered quantity in its section,
-the bytes sent, the table of results and the samples. For a study or sweep, lines are means over the
-seeds of a setting, with one standard error.
+By default W&B draws a panel for every series. A saved workspace draws the figures of the page that
+the runs have logged: the trade-off, rewards, every registered quantity in its section, the bytes
+sent, the table of results and the samples. For a study or sweep, lines are means over the seeds of
+a setting, ± one standard error.
 """
 
 from collections.abc import Sequence
@@ -30,17 +30,17 @@ MEAN_AND_ERROR = {"groupby_aggfunc": "mean", "groupby_rangefunc": "stderr"}
 
 @configuration
 class WorkspaceConfig:
-    """One workspace."""
+    """A workspace in W&B."""
 
     run: Path
-    """A run with a round or more, or the folder of a study or sweep. Its logs say what there is to
-    draw; nothing of it is sent but the names of series."""
+    """Run with at least one round, or folder of a study or sweep. Its logs determine the panels;
+    only the names of series are sent."""
     entity: str | None = None
-    """W&B user or team; null takes the run's, or else the key's own."""
+    """W&B user or team; null: the run's, or the owner of the API key."""
     project: str | None = None
-    """W&B project; null takes the run's."""
+    """W&B project; null: the run's."""
     name: str = "FIRM"
-    """The workspace's name. Saving again saves another one."""
+    """Name of the workspace; saving again creates another workspace."""
 
 
 @dataclass(frozen=True)
@@ -48,12 +48,12 @@ class _Logged:
     """Quantities that runs have logged to W&B."""
 
     record: Record
-    """The first of them."""
+    """The first run."""
     names: frozenset[str]
-    """Names of the series of all."""
+    """Names of the series of all runs."""
     has_samples: bool
     is_one: bool
-    """Whether it is a run of its own, not the runs of a study or sweep."""
+    """Whether there is a single run, not the runs of a study or sweep."""
 
 
 def save_workspace(cfg: WorkspaceConfig) -> str:
@@ -86,7 +86,7 @@ def save_workspace(cfg: WorkspaceConfig) -> str:
         )
         return workspace.save().url
     except Exception as error:  # W&B raises many types
-        raise UserError(f"W&B saves no workspace: {printable(error)}") from error
+        raise UserError(f"W&B could not save the workspace: {printable(error)}") from error
 
 
 def _packages() -> tuple[Any, Any]:
@@ -96,7 +96,7 @@ def _packages() -> tuple[Any, Any]:
         workspaces, panels = map(import_module, names)
     except ImportError:
         raise UserError(
-            "workspaces need a package of W&B's: pip install 'firm-align[workspace]'."
+            "workspaces need another package: pip install 'firm-align[workspace]'."
         ) from None
     return workspaces, panels
 
@@ -109,7 +109,7 @@ def _logged(path: Path) -> _Logged:
         paths = [run for run in runs if (run / "run.json").exists()]
     records = [record for run in paths if (record := read_record(run)).rounds]
     if not records:
-        raise UserError(f"{path} has no round that a workspace could draw; call again after one.")
+        raise UserError(f"{path} has no completed round to draw; rerun after the first round.")
     objectives, names = records[0].objectives, set[str]()
     for record in records:
         names |= {name for row in record.rows for name in flatten(row, objectives)}

@@ -69,7 +69,7 @@ def save_state(path: str | Path, state: State) -> None:
         for place in (draft / _TENSORS, draft / _STATE, draft):
             sync(place)
         if path.exists():
-            path.rename(old)
+            path.rename(old)  # a folder that is not empty cannot be replaced by `rename`
         draft.rename(path)
     finally:
         shutil.rmtree(draft, ignore_errors=True)
@@ -90,21 +90,21 @@ def load_state(path: str | Path) -> State:
         content = json.loads((path / _STATE).read_text(encoding="utf-8"))
         if content["format"] != _FORMAT:
             raise OtherFormat(
-                f"the checkpoint at {path} has format {content['format']}, and this version reads "
-                f"format {_FORMAT}; resume with the version of firm-align that run.json names, or "
-                "start a new run."
+                f"the checkpoint at {path} has format {content['format']}, but this version reads "
+                f"format {_FORMAT}; resume with the version of firm-align in run.json, or start a "
+                "new run."
             )
         if content["state_sha256"] != _digest(content["state"]):
             raise ValueError(f"{_STATE} was altered after it was written")
         if content["tensors_sha256"] != _file_digest(path / _TENSORS):
-            raise ValueError(f"{_TENSORS} is truncated, altered or of another save")
+            raise ValueError(f"{_TENSORS} is truncated, altered or from another save")
         return decode(content["state"], load_file(path / _TENSORS))
     except json.JSONDecodeError as error:
         problem = f"{_STATE} is truncated or not JSON ({error})"
     except RecursionError:
         problem = f"{_STATE} is nested too deeply"
     except (LookupError, TypeError, AttributeError, UnicodeDecodeError, SafetensorError) as error:
-        problem = f"a file of it has another layout ({error!r})"
+        problem = f"a file has an unknown layout ({error!r})"
     except (FileNotFoundError, NotADirectoryError) as error:
         problem = f"{error.filename} is missing"
     except IsADirectoryError as error:
@@ -113,7 +113,7 @@ def load_state(path: str | Path) -> State:
         raise
     except ValueError as error:
         problem = str(error)
-    raise ValueError(f"no whole checkpoint at {path}: {problem}; use an earlier one.")
+    raise ValueError(f"no intact checkpoint at {path}: {problem}; use an earlier one.")
 
 
 def _digest(encoded: Any) -> str:

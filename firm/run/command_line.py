@@ -16,7 +16,7 @@ from firm.run.yaml_text import read_yaml
 Config = TypeVar("Config")
 
 ALLOW_CODE = "allow_code"
-"""Argument that lets the Python files run that a resumed folder names."""
+"""Argument that permits running the Python files named in a resumed folder."""
 
 
 def run_cli(
@@ -54,7 +54,7 @@ def parse(
 
     Args:
         config_class: A frozen dataclass.
-        argv: Arguments without the program's name; by default those of the process.
+        argv: Arguments without the program's name; by default sys.argv[1:].
         description: First paragraph of the help page; by default the docstring of `config_class`.
         default_file: YAML file to read if the command line names none.
         keys: Main keys by heading; by default the top-level keys that are not sections.
@@ -82,8 +82,8 @@ def parse(
                 _check_code(folder, settings, own)
         elif is_allowed:
             raise UserError(
-                f"command line: --{ALLOW_CODE} comes with --resume FOLDER; Python files that you "
-                "name yourself run without it."
+                f"command line: --{ALLOW_CODE} needs --resume FOLDER; Python files that you pass "
+                "yourself do not need it."
             )
     if not files and not base and default_file is not None:
         files = [str(default_file)]
@@ -137,8 +137,8 @@ def _check_code(folder: str, settings: Any, own: Any) -> None:
     known = code_in(own)
     if names := [name for name in code_in(settings) if name not in known]:
         raise UserError(
-            f"{folder} names Python code that would run here ({', '.join(names)}): read it, then "
-            f"give --{ALLOW_CODE}."
+            f"{folder} would run Python code ({', '.join(names)}): review it, then pass "
+            f"--{ALLOW_CODE}."
         )
 
 
@@ -154,8 +154,8 @@ def _take_folder(overrides: list[tuple[str, str]]) -> str:
             return ""
     if out := dict(overrides).get("out"):
         raise UserError(
-            f"command line: --resume {value} names the run's folder, so that --out must be left "
-            f"out, got {out}."
+            f"command line: --out must not be given with --resume {value}, which is the run's "
+            f"folder, got {out}."
         )
     overrides[:] = [(key, text) for key, text in overrides if key != "resume"]
     overrides += [("out", value), ("resume", "true")]
@@ -170,14 +170,14 @@ def _read_arguments(
     rest = list(arguments)
     for argument in rest:
         if any("\ud800" <= character <= "\udfff" for character in argument):
-            raise UserError(f"command line: {argument!r} is no UTF-8 text; write it in UTF-8.")
+            raise UserError(f"command line: {argument!r} is not valid UTF-8; write it in UTF-8.")
     while rest:
         argument = rest.pop(0)
         key, equals, value = argument.removeprefix("--").partition("=")
         if not argument.startswith("--") or not key:
             raise UserError(
                 f"command line: unexpected {argument!r}; "
-                "give a file as --config FILE and a value as --key.path VALUE."
+                "pass a file as --config FILE and a value as --key.path VALUE."
             )
         if not equals:
             has_value = bool(rest) and not rest[0].startswith("--")

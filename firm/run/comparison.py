@@ -7,7 +7,7 @@ from typing import Any
 from firm.quantities import QUANTITIES, drawn
 
 CLEAR_Z = 2.0
-"""Standard errors from which on a change is called one."""
+"""Number of standard errors from which a change counts as clear."""
 
 
 @dataclass(frozen=True)
@@ -17,7 +17,7 @@ class Measure:
     mean: float
     se: float | None = None
     num_prompts: int | None = None
-    """Prompts that it is of; None where a log does not say."""
+    """Number of prompts in the mean; None if a log lacks it."""
     is_partial: bool = False
     """Whether other prompts of the evaluation have no score."""
 
@@ -55,14 +55,14 @@ class Line:
         return f"{score_label(self.name)}, {measure.num_prompts} prompts"
 
 
-def prompts_text(num_prompts: int, num_rows: int | None, what: str = "") -> str:
+def prompts_text(num_prompts: int, num_rows: int | None, adjective: str = "") -> str:
     """Describes the number of prompts, and the number of rows if rows share prompts.
 
     >>> prompts_text(8, 8, "test"), prompts_text(8, 12), prompts_text(1, None)
     ('8 test prompts', '8 prompts in 12 rows', '1 prompt')
     """
     noun = "prompt" if num_prompts == 1 else "prompts"
-    text = f"{num_prompts} {what} {noun}" if what else f"{num_prompts} {noun}"
+    text = f"{num_prompts} {adjective} {noun}" if adjective else f"{num_prompts} {noun}"
     return text if num_rows in (None, num_prompts) else f"{text} in {num_rows} rows"
 
 
@@ -76,20 +76,20 @@ def score_label(name: str) -> str:
 
 
 def score_notes(names: Iterable[str]) -> str:
-    """Returns an explanation of those scores that are measured but not trained on."""
+    """Returns an explanation of the scores that are measured but not trained on."""
     names = list(names)
     true = next((name for name in names if name.startswith("true_")), None)
     sentences = []
     if true:
         sentences.append(
-            f"A true score, here evaluation.metrics.{true}, is what the learned reward should "
-            "stand for: it is measured and never trained on. In the miniature world it is the rule "
-            "that made the preference data."
+            f"A true score, here evaluation.metrics.{true}, is the quantity that the learned "
+            "reward approximates; it is measured and never trained on. In the miniature world it "
+            "is the rule that generated the preference data."
         )
     if "parse" in names:
         sentences.append(
-            "The parse rate is the share of replies that evaluation.metrics.parse accepts, in the "
-            "miniature world those of whole sentences of its grammar; where it falls, the policy "
+            "The parse rate is the share of replies that evaluation.metrics.parse accepts; in the "
+            "miniature world, these are complete sentences of its grammar. If it falls, the policy "
             "unlearns its language."
         )
     return " ".join(sentences)

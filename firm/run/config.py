@@ -108,8 +108,8 @@ def lay_out(
         if has_plugins or not plugins:
             raise
         raise UserError(
-            f"{error} --help imports no plugins, and does not know what {', '.join(plugins)} "
-            "may register."
+            f"{error} --help imports no plugins, so components registered by "
+            f"{', '.join(plugins)} are unknown."
         ) from error
     return root
 
@@ -195,7 +195,7 @@ def build(tree: Any, path: str = "") -> Any:
         return tree
     names = [f.name for f in _fields(tree.form)]
     for key in (join(path, name) for name in names if name not in tree.values):
-        raise UserError(f"{key} is required, got nothing; give --{key} VALUE or a config file.")
+        raise UserError(f"{key} is required, got nothing; pass --{key} VALUE or a config file.")
     values = {name: build(tree.values[name], join(path, name)) for name in names}
     try:
         return tree.form(**values)
@@ -236,7 +236,7 @@ def _lay(kind: Any, old: Any, keys: Sequence[str], value: Any, path: str) -> Any
 
 
 def _with_text_keys(value: Mapping[Any, Any], path: str) -> Iterator[tuple[str, Any]]:
-    """Yields the entries of a mapping, with a check for string keys; in YAML, yes and 1 are not.
+    """Yields the entries of a mapping after checking that keys are strings, unlike yes and 1.
 
     Raises:
         UserError: A key is not a string.
@@ -244,8 +244,8 @@ def _with_text_keys(value: Mapping[Any, Any], path: str) -> Iterator[tuple[str, 
     for key, item in value.items():
         if not isinstance(key, str):
             raise UserError(
-                f"{path or 'the file'} must have texts for names, got {key!r}, which YAML reads as "
-                f"{type_in_words(type(key))}; write it in quotes."
+                f"{path or 'the file'} must have strings as keys, got {key!r}, which YAML reads as "
+                f"{type_in_words(type(key))}; quote it."
             )
         yield key, item
 
@@ -266,9 +266,9 @@ def _lay_entries(kind: Any, old: Any, keys: Sequence[str], value: Any, path: str
         items = _with_text_keys(value, path) if isinstance(value, Mapping) else enumerate(value)
         entries = {name: _lay(part, None, (), item, join(path, name)) for name, item in items}
     else:
-        what = "a mapping of names" if is_dict else type_in_words(kind)
+        expected = "a mapping of names" if is_dict else type_in_words(kind)
         example = "{a: b}" if is_dict else "[a, b]"
-        raise UserError(f"{path} must be {what}, got {value!r}; write {example}.")
+        raise UserError(f"{path} must be {expected}, got {value!r}; write {example}.")
     return entries if is_dict else origin(entries.values())
 
 
@@ -324,8 +324,8 @@ def _convert(kind: Any, value: Any, path: str) -> Any:
         with suppress(ValidationError):
             return _adapter(kind).validate_python(reading, strict=True)
     if doubt is not None:
-        what = path if kind is Any else f"{path} must be {type_in_words(kind)}"
-        raise UserError(f"{what}: {doubt.reason}")
+        rule = path if kind is Any else f"{path} must be {type_in_words(kind)}"
+        raise UserError(f"{rule}: {doubt.reason}")
     got = printable(value, max_length=80) if isinstance(value, str) else value
     choices = [
         c for part in members_of(kind) if get_origin(part) is Literal for c in get_args(part)
@@ -390,7 +390,7 @@ def _read_file(file: str) -> Any:
     except FileNotFoundError:
         raise UserError("no such file; check --config.") from None
     except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"cannot be read ({error}); give a YAML text file.") from None
+        raise UserError(f"cannot be read ({error}); pass a YAML text file.") from None
     return read_yaml(text)
 
 

@@ -51,17 +51,17 @@ from firm.run.yaml_text import read_yaml
 logger = logging.getLogger(__name__)
 
 _CONFIG, _RUN, _METRICS, _SAMPLES = "config.yaml", "run.json", "metrics.jsonl", "samples.jsonl"
-_RESTORE = "restore the file from a copy, or start a new run."
+_RESTORE = "restore the file from a backup, or start a new run."
 
 
 @configuration
 class CheckpointConfig:
-    """Which checkpoints stay on the disk; one is written after every round."""
+    """Checkpoints to keep; one is written after every round."""
 
     keep_last: Annotated[PositiveInt, Hint("a run resumes from the last")] = 3
-    """How many of the latest stay: a damaged one is then no loss."""
+    """Number of latest checkpoints to keep, in case one is damaged."""
     keep_best: bool = True
-    """Whether the one with the highest mean reward on the validation prompts stays too."""
+    """Also keep the checkpoint with the highest mean reward on the validation prompts."""
 
 
 def check_free(path: str | Path, config: Mapping[str, Any]) -> None:
@@ -197,7 +197,7 @@ class Run:
             size = log.stat().st_size if log.exists() else 0
             if size < length:
                 raise UserError(
-                    f"{log} has {size} bytes, its checkpoint was written after {length}; "
+                    f"{log} must have at least {length} bytes, as at its checkpoint, got {size}; "
                     "restore the file or start a new run."
                 )
 
@@ -247,7 +247,7 @@ class Run:
             if error is None:
                 self.finish()
                 return
-            # the disk may be full or a file damaged, in which case `error` itself says so
+            # the disk may be full or a file damaged, which `error` itself then reports
             with suppress(OSError, UserError):
                 if isinstance(error, KeyboardInterrupt):
                     self.finish("interrupted")
@@ -259,7 +259,7 @@ class Run:
             self.close()
 
     def close(self) -> None:
-        """Unlocks the directory for other processes; the end of this process does so, too."""
+        """Unlocks the directory for other processes, as does the end of this process."""
         if self._lock is not None:
             os.close(self._lock)
             self._lock = None
@@ -324,18 +324,18 @@ class Run:
         """
         if quality is not None and not math.isfinite(quality):
             raise ValueError(
-                f"the quality of round {round} must be finite, got {quality}: pass None where it "
-                "is not measured."
+                f"the quality of round {round} must be finite, got {quality}; pass None if it is "
+                "not measured."
             )
         path = self.path / "checkpoints" / f"round_{round:04d}"
         log_bytes = {}
-        comfort = "older ones are whole: " if self._checkpoints() else ""
-        with file_errors(f"the checkpoint of round {round} in {path.parent}", comfort):
+        reassurance = "older checkpoints are intact: " if self._checkpoints() else ""
+        with file_errors(f"the checkpoint of round {round} in {path.parent}", reassurance):
             make_private_folder(path.parent)
             for log in (self.path / _METRICS, self.path / _SAMPLES):
                 log_bytes[log.name] = log.stat().st_size if log.exists() else 0
                 if log.exists():
-                    sync(log)
+                    sync(log)  # before the checkpoint, which must not refer to lost rows
             self._qualities.pop(round, None)
             qualities = self._qualities | ({} if quality is None else {round: quality})
             envelope = {"round": round, "scores": qualities, "log_bytes": log_bytes, "state": state}
@@ -385,8 +385,8 @@ class Run:
         if problems:
             raise UserError(
                 f"the run at {self.path} cannot be resumed, because none of its "
-                f"{len(problems)} checkpoints is whole (the newest: {problems[0]}); restore one "
-                "from a copy, or start a new run."
+                f"{len(problems)} checkpoints is intact (the newest: {problems[0]}); restore one "
+                "from a backup, or start a new run."
             )
         return None
 

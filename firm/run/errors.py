@@ -13,7 +13,7 @@ from firm.federation.outside import printable
 from firm.federation.user_code import described, is_raised_by_user
 
 _MAX_LINE = 4_000
-"""Longest line that an error ends the program with, in characters."""
+"""Maximum length of an error message in characters."""
 
 
 class UserError(ValueError):
@@ -38,11 +38,11 @@ def interrupted_by_sigterm() -> Iterator[None]:
     owner = os.getpid()
 
     def end(signum: int, frame: FrameType | None) -> None:
-        if os.getpid() != owner:  # a forked child terminates by default
+        if os.getpid() != owner:  # a forked child inherits the handler, but must simply terminate
             signal.signal(signum, signal.SIG_DFL)
             os.kill(os.getpid(), signum)
             return
-        signal.signal(signum, signal.SIG_IGN)
+        signal.signal(signum, signal.SIG_IGN)  # a second signal must not interrupt the cleanup
         raise Terminated
 
     signal.signal(signal.SIGTERM, end)
@@ -57,12 +57,11 @@ def interrupted_by_sigterm() -> Iterator[None]:
 def exit_on_user_error() -> Iterator[None]:
     """Exits with one line on stderr and exit code 2 if the input is invalid.
 
-    Invalid values, files and rewards raise ValueError or OSError, or make every client fail. A
-    defect may do so, too, so the line says how to get a traceback unless the error is a
-    `UserError`. A SystemExit raised by user code, which would end the program silently, is reported
-    in the same way. Other exceptions keep their traceback. As in shells, the exit code is 130 after
-    Ctrl-C and 143 after SIGTERM; the notes added to the interrupt are printed. The exit code is 1
-    after `ProcessLost`.
+    Invalid values, files and rewards raise ValueError or OSError, or make every client fail. Since
+    a defect may do so, too, the line says how to get a traceback unless the error is a `UserError`.
+    A SystemExit raised by user code, which would end the program silently, is reported in the same
+    way. Other exceptions keep their traceback. As in shells, the exit code is 130 after Ctrl-C and
+    143 after SIGTERM; notes added to the interrupt are printed. It is 1 after `ProcessLost`.
     """
     try:
         with interrupted_by_sigterm():
@@ -79,7 +78,7 @@ def exit_on_user_error() -> Iterator[None]:
     except SystemExit as error:
         if not is_raised_by_user(error):
             raise
-        line = f"{described(error)} ended the program; correct that code."
+        line = f"{described(error)} ended the program; correct this code."
         if os.environ.get("FIRM_TRACEBACK"):
             raise RuntimeError(line) from error
         sys.stderr.write(f"error: {line} (FIRM_TRACEBACK=1 shows where)\n")

@@ -55,7 +55,7 @@ def parse_object(text: str, *, where: str, remedy: str) -> dict[str, Any]:
     else:
         if isinstance(value, dict):
             return value
-        problem = f"holds no JSON object but a {type(value).__name__}"
+        problem = f"must be a JSON object, got {type(value).__name__}"
     raise UserError(f"{where} {problem}; {remedy}") from None
 
 
@@ -110,18 +110,23 @@ def whole_folder(place: Path) -> Iterator[Path]:
 
 
 @contextmanager
-def file_errors(what: str, comfort: str = "") -> Iterator[None]:
-    """Converts an OSError to a UserError that says what could not be written, and the remedy."""
+def file_errors(subject: str, reassurance: str = "") -> Iterator[None]:
+    """Converts an OSError to a UserError that names the file and the remedy.
+
+    Args:
+        subject: The file or folder that is written, for the message.
+        reassurance: Clause on unaffected files, placed before the remedy.
+    """
     try:
         yield
     except OSError as error:
         remedy = (
-            "make room, then continue with --resume."
+            "free space on the disk, then continue with --resume."
             if error.errno in _NO_ROOM
             else "correct its permissions, or choose another path."
         )
         reason = error.strerror or str(error)
-        raise UserError(f"{what} cannot be written ({reason}); {comfort}{remedy}") from error
+        raise UserError(f"{subject} cannot be written ({reason}); {reassurance}{remedy}") from error
 
 
 def sync(path: Path) -> None:

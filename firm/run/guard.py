@@ -15,8 +15,8 @@ T = TypeVar("T")
 def drawn(what: str, draw: Callable[[], T], instead: Callable[[str], T]) -> T:
     """Returns the result of `draw` or, if it fails, the result of `instead` on a note.
 
-    The note, one line that names the failed output and the error, is logged as a warning; the
-    traceback is logged at level DEBUG. Our own tests fail on such a warning.
+    The note, one line that names the failed output and the error, is logged as a warning, and the
+    traceback at level DEBUG.
 
     >>> drawn("The answer", lambda: f"{42:.1f}", instead=str)
     '42.0'

@@ -15,15 +15,16 @@ from firm.run.errors import UserError
 
 _WIDTH = 100
 _HOW = (
-    "Give keys as --KEY VALUE or in YAML files as --config FILE; of several, the last one counts."
+    "Set keys with --KEY VALUE, or in YAML files with --config FILE; later values override earlier "
+    "ones."
 )
 _FEW = 24
-"""Keys up to which a page shows all that there are."""
+"""Maximum number of keys for which a page shows all of them."""
 _PLACEHOLDERS = {dict: "NAME", list: "INDEX", tuple: "INDEX"}
-"""What stands in a key path for an entry of these."""
+"""Placeholder of an entry in a key path, by the type of its container."""
 
 _Versions = list[tuple[str, PartialConfig]]
-"""A section in all its forms and entries, each with a name; the first counts where they agree."""
+"""A section in all its forms and entries, with their names; equal defaults are shown once."""
 
 
 @dataclass(frozen=True)
@@ -38,9 +39,9 @@ class _Key:
     text: str
     """Docstring."""
     defaults: list[tuple[str, str | None]]
-    """Defaults by the form or entry that has them; None where a value is required."""
+    """Pairs of form or entry and its default; None if a value is required."""
     forms: tuple[str, ...]
-    """Forms of the section that have the key; none where all have."""
+    """Forms of the section that have the key; empty if all have it."""
 
     @property
     def default(self) -> str:
@@ -63,10 +64,10 @@ class _Part:
     path: str
     title: str
     form_titles: dict[str, str]
-    """What its forms are, by name, where there are several."""
+    """Titles of the forms by name, if there are several."""
     keys: list[_Key]
     like: str = ""
-    """A section before it with the same keys; then `keys` are those of another default."""
+    """Earlier section with the same keys; then, `keys` has only the keys with other defaults."""
 
     def __str__(self) -> str:
         if self.like:
@@ -97,7 +98,7 @@ def help_page(
         topic: A key, for help on the key and all keys below it; "all" for all keys; empty for the
             main keys.
         keys: Main keys by heading; by default the top-level keys that are not sections.
-        files: Files from which the defaults come.
+        files: Files that provide the defaults.
 
     Raises:
         UserError: `topic` is not a key.
@@ -111,7 +112,7 @@ def help_page(
             hint = f"did you mean {near[0]}?" if near else "--help all prints every key."
             raise UserError(f"--help: unknown key {topic}; {hint}")
         return "\n\n".join(map(str, below)) + "\n"
-    source = f" Defaults are those of {' and '.join(files)}." if files else ""
+    source = f" Defaults are from {' and '.join(files)}." if files else ""
     intro = textwrap.fill(f"{_HOW}{source}", _WIDTH, break_on_hyphens=False, break_long_words=False)
     if topic == "all" or (keys is None and len(every) <= _FEW):
         return "\n\n".join([intro, *filter(None, map(str, parts))]) + "\n"
@@ -123,7 +124,9 @@ def help_page(
     sections: dict[str, str] = {}
     for part in parts[1:]:
         sections.setdefault(part.path.partition(".")[0], part.title)
-    tables["Sections (--help SECTION prints the keys of one, --help all those of all)"] = sections
+    tables["Sections (--help SECTION prints the keys of a section, --help all prints all)"] = (
+        sections
+    )
     return "\n\n".join([intro, *_in_columns(tables)]) + "\n"
 
 
@@ -186,7 +189,7 @@ def _differ(key: _Key, other: _Key) -> bool:
 
 
 def _is_at(path: str, topic: Sequence[str]) -> bool:
-    """Returns whether a key path equals a topic or lies below it."""
+    """Returns whether a key path equals a topic or is below it."""
     steps = path.split(".")
     return len(steps) >= len(topic) and all(
         step == wanted or step in _PLACEHOLDERS.values()

@@ -73,7 +73,7 @@ def _lock(descriptor: int, kind: int, shown: Path) -> None:
         if error.errno not in _UNSUPPORTED:
             raise
         logger.warning(
-            "%s cannot be locked (%s); see to it that no other process writes there",
+            "%s cannot be locked (%s); make sure that no other process writes to it",
             shown,
             error.strerror,
         )

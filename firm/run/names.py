@@ -7,7 +7,8 @@ from pathlib import Path
 from firm.federation.outside import printable
 
 MAX_FOLDER_BYTES = 150
-"""Longest name of a folder; file systems take 255 bytes, and seeds, ends and drafts come on top."""
+"""Maximum length of a folder's name; file systems allow 255 bytes, of which suffixes for seeds and
+drafts need some."""
 
 
 def dated_folder(name: str) -> Path:
@@ -25,12 +26,12 @@ def slug(name: str) -> str:
     return "_".join(words).lower()
 
 
-def check_slugs(names: Collection[str], what: str) -> None:
-    """Checks that names yield distinct file names, none of which is hidden or too long.
+def check_slugs(names: Collection[str], noun: str) -> None:
+    """Checks that names yield distinct file names that are neither hidden nor too long.
 
     Args:
         names: The names.
-        what: Noun for the named objects in messages, such as "settings".
+        noun: Noun for the named objects in messages, such as "settings".
 
     Raises:
         ValueError: A name is not suitable, or two names yield the same file name.
@@ -41,30 +42,31 @@ def check_slugs(names: Collection[str], what: str) -> None:
         shown = printable(repr(name), max_length=80)
         if not any(map(str.isalnum, part)) or part.startswith("."):
             raise ValueError(
-                f"{what} need names with letters or digits that begin with no dot, got {shown}."
+                f"{noun} need names that contain letters or digits and do not start with a dot, "
+                f"got {shown}."
             )
         if not name.isprintable():
-            raise ValueError(f"{what} need names in one line of printable characters, got {shown}.")
+            raise ValueError(f"{noun} need names of printable characters in one line, got {shown}.")
         if (size := len(part.encode())) > MAX_FOLDER_BYTES:
             raise ValueError(
-                f"{what} need names of at most {MAX_FOLDER_BYTES} bytes, got {size} in {shown}."
+                f"{noun} need names of at most {MAX_FOLDER_BYTES} bytes, got {size} in {shown}."
             )
         if part in taken:
             raise ValueError(
-                f"{what} need names that differ as files, got {taken[part]!r} and {name!r}; rename "
-                "one."
+                f"{noun} need names that differ as file names, got {taken[part]!r} and {name!r}; "
+                "rename one."
             )
         taken[part] = name
 
 
-def check_folder_name(name: str, what: str) -> str:
-    """Returns a name unchanged after checking that it can be the name of a folder.
+def check_folder_name(name: str, noun: str) -> str:
+    """Checks that a name can be the name of a folder, and returns it unchanged.
 
     It must be a single printable path component that neither starts nor ends with a dot or a space.
 
     Args:
         name: The name.
-        what: Noun for the name in messages, such as "an algorithm's name".
+        noun: Noun for the name in messages, such as "an algorithm's name".
 
     Raises:
         ValueError: The name is not suitable, such as '../run', or too long.
@@ -72,8 +74,8 @@ def check_folder_name(name: str, what: str) -> str:
     is_plain = name.isprintable() and name.strip(" .") == name and not set(name) & set("/\\")
     if not name or not is_plain or len(name.encode(errors="replace")) > MAX_FOLDER_BYTES:
         raise ValueError(
-            f"{what} must be the name of a folder: at most {MAX_FOLDER_BYTES} bytes without slashes"
-            " and control characters, that begins and ends with no dot or space, got "
+            f"{noun} must be a valid folder name: at most {MAX_FOLDER_BYTES} bytes, no slashes or "
+            "control characters, and no dot or space at its start or end, got "
             f"{printable(repr(name), max_length=80)}."
         )
     return name

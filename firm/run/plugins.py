@@ -17,7 +17,7 @@ from firm.run.shipped import find_config
 from firm.run.yaml_text import read_yaml
 
 _CODE_KEYS = {"plugins", "file"}
-"""Keys, at any depth, whose values are modules or Python files that are run."""
+"""Keys, at any depth, of modules or Python files to run."""
 
 
 def import_plugin(name: str) -> None:
@@ -34,7 +34,7 @@ def import_plugin(name: str) -> None:
             importlib.import_module(name)
     except ENDS:
         raise
-    except BaseException as error:  # a plugin may raise anything, and the user sees one line
+    except BaseException as error:  # a plugin may raise anything; the user gets one line
         reason = described(error)
         raise UserError(f"plugins: {name} cannot be imported ({reason}); correct it.") from error
 
@@ -103,6 +103,6 @@ def _names_in_base(name: str, bases: frozenset[Path]) -> Iterator[str]:
 
 
 def _announce(kind: str, name: object) -> None:
-    """Announces that a plugin runs, since the configuration may come from somebody else."""
+    """Announces that a plugin runs, since the configuration may be from someone else."""
     if not int(os.environ.get("RANK", 0)):  # only the first of a launcher's processes prints
-        sys.stderr.write(printable(f"runs Python {kind} {name}") + "\n")
+        sys.stderr.write(printable(f"running Python {kind} {name}") + "\n")

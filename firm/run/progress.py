@@ -23,9 +23,9 @@ from firm.federation.outside import printable
 
 _MAX_CLIENTS_SHOWN = 16
 _MAX_LINE = 5_000
-"""Longest line of a round, a note or a title, in characters."""
+"""Maximum length of a line in characters."""
 QUIET_SECONDS = 15.0
-"""Seconds of sampling after which a line says how far it is."""
+"""Minimum seconds between two lines on the progress of sampling."""
 
 
 @dataclass
@@ -40,10 +40,10 @@ class _ClientView:
 
 
 class SamplingLines:
-    """Reports which replies are being sampled and, from time to time, the progress.
+    """Prints the purpose of the replies being sampled and, from time to time, the progress.
 
-    The first line is printed before the first token, which takes long with a large model. The
-    longer the sampling takes, the less frequent are further lines.
+    The first line is printed before the first token, which takes long with a large model. Further
+    lines become less frequent the longer the sampling takes.
 
     Args:
         say: Prints a line.
@@ -55,7 +55,7 @@ class SamplingLines:
         self._began = self._last_said = time.monotonic()
 
     def __call__(self, *, what: str, done: float, total: int, num_tokens: int) -> str:
-        """Returns the text for the live view; empty after all replies are sampled.
+        """Returns the text for the live view; empty once all replies are sampled.
 
         Args:
             what: Purpose of the replies, such as "calibration"; each is announced once.
@@ -169,8 +169,8 @@ class Progress:
                 self._finish_round(info["row"], info.get("scores", {}))
             case _:
                 raise ValueError(
-                    f"progress knows no event {name!r}; it knows loading, started, resumed, "
-                    "client_started, stage, client_finished, measured and round_finished."
+                    "event must be loading, started, resumed, client_started, stage, "
+                    f"client_finished, measured or round_finished, got {name!r}."
                 )
 
     def _view(self, info: Mapping[str, Any]) -> _ClientView:
@@ -270,7 +270,7 @@ def print_table(
 
 
 def say(line: str) -> None:
-    """Prints a line about a long operation on standard error, to keep standard output for results.
+    """Prints a line about a long operation on standard error; standard output is for results.
 
     In a notebook, the line is printed on standard output, since standard error looks like a
     warning.

@@ -13,11 +13,11 @@ from firm.run.plugins import code_in
 from firm.run.yaml_text import read_yaml
 
 Resume = bool | Literal["auto"]
-"""Whether the run in a folder continues: true requires one, "auto" begins it where there is none,
-and false refuses a folder that is taken."""
+"""Whether to continue the run in a folder: true requires a run, "auto" starts one if there is none,
+and false refuses a folder that is not empty."""
 
 STUDY_NAME = "study.yaml"
-"""The configuration of a study or sweep, in its folder."""
+"""File with the configuration of a study or sweep, in its folder."""
 
 
 def is_resumed(path: Path, resume: Resume, marker: str) -> bool:
@@ -29,7 +29,7 @@ def is_resumed(path: Path, resume: Resume, marker: str) -> bool:
         marker: Name of a file in the folder of a run, or a pattern of such files.
 
     Raises:
-        UserError: `resume` is true and there is no run; suggests the folder with the nearest name.
+        UserError: `resume` is true, but there is no run; suggests the folder with the nearest name.
     """
     if not resume:
         return False
@@ -40,10 +40,9 @@ def is_resumed(path: Path, resume: Resume, marker: str) -> bool:
     beside = path.parent.glob("*") if path.parent.is_dir() else ()
     runs = {folder.name: folder for folder in beside if any(folder.glob(marker))}
     near = difflib.get_close_matches(path.name, runs, n=1)
-    remedy = f"did you mean {runs[near[0]]}?" if near else "name the folder of a run"
+    remedy = f"did you mean {runs[near[0]]}?" if near else "pass the folder of a run,"
     raise UserError(
-        f"there is no run to resume at {path}; {remedy}{'' if near else ','} or leave --resume out "
-        "to begin one."
+        f"there is no run to resume at {path}; {remedy} or remove --resume to start one."
     )
 
 
@@ -51,8 +50,7 @@ def check_out(resume: Resume, out: Path | None) -> None:
     """Raises ``ValueError`` if a run is to be resumed but its folder is not given."""
     if resume and out is None:
         raise ValueError(
-            f"resume must come with the run's folder, got {resume} without `out`; give --resume "
-            "FOLDER."
+            f"resume needs the run's folder, got {resume} without `out`; pass --resume FOLDER."
         )
 
 
@@ -63,7 +61,7 @@ def study_to_resume(path: Path) -> Any:
         UserError: There is no study at `path`.
     """
     is_resumed(path, True, STUDY_NAME)
-    remedy = "restore it, or give the study's own --config with --out and --resume."
+    remedy = "restore it, or pass the study's --config with --out and --resume."
     file = path / STUDY_NAME
     return read_yaml(read_text(file, remedy=remedy), str(file))
 

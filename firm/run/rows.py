@@ -45,9 +45,9 @@ Points = dict[int, float]
 """Finite values by round."""
 
 LAST_ROUND = 1_000_000
-"""Rounds beyond are no rounds, where a run does not say how many it has."""
+"""Largest valid round number if a run does not state its number of rounds."""
 DEPTH = 4
-"""How deep fields may be nested that nobody registered."""
+"""Maximum nesting of unregistered fields."""
 
 
 class _Failure(TypedDict):
@@ -91,15 +91,15 @@ FIELDS: dict[str, dict[str, Any]] = {
         "scores": dict[str, Finite],
     },
 }
-"""Types of the fields that tell what a row is about, by its kind; others are quantities, of which
-one number may be None where it was not measured."""
+"""Types of the fields that identify and describe a row, by kind of row. All other fields are
+quantities; None marks a number that was not measured."""
 KEYS = {
     "client": ("round", "client"),
     "round": ("round",),
     "evaluation": ("round", "split"),
     "sample": ("round",),
 }
-"""The keys that identify a row of a kind; a row without them is left out."""
+"""Keys that identify a row, by kind; a row without them is dropped."""
 
 
 def load_quantities(settings: Any) -> None:
@@ -169,8 +169,8 @@ def valid_row(
     Args:
         row: Line of a log, as parsed from JSON or as about to be written.
         kind: Kind of the row, if it has no key "kind".
-        num_objectives: M, if it is known: per-objective lists of another length are invalid.
-        last_round: Last round of the run, if it is known.
+        num_objectives: M, if known; per-objective lists of another length are invalid.
+        last_round: Last round of the run, if known.
 
     Returns:
         The row and the descriptions. The row is None if it is not a mapping, its kind is invalid,

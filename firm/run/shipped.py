@@ -9,10 +9,10 @@ from typing import Any, TypeVar
 from firm.run.errors import UserError
 
 _ROOT = Path(__file__).parents[2]
-"""A clone, or where packages are installed: what paths that begin with `firm/` start from."""
+"""Parent of the package `firm`: a clone, or the folder of installed packages."""
 
 CONFIGS = next(folder for folder in (_ROOT / "firm/configs", _ROOT / "configs") if folder.is_dir())
-"""The configurations: inside an installed package, beside it in a clone."""
+"""Folder of the shipped configurations: inside an installed package, beside it in a clone."""
 
 Value = TypeVar("Value")
 
@@ -46,7 +46,8 @@ def find_config(name: str | Path) -> Path:
     near += [name for name in names if path.stem in name.split("/")[-1].split("_")]
     hint = f"did you mean {' or '.join(list(dict.fromkeys(near))[:3])}?"
     if not near:
-        hint = f"shipped ones are {', '.join(sorted(name for name in names if '/' not in name))}."
+        shown = ", ".join(sorted(name for name in names if "/" not in name))
+        hint = f"shipped configurations are {shown}."
     raise UserError(f"no such file; {hint}")
 
 

@@ -34,7 +34,7 @@ from firm.run.resuming import Resume, is_resumed
 
 SWEEP_NAME = "sweep.json"
 START_METHOD = "spawn"
-"""How workers start: CUDA does not work in forked processes."""
+"""Start method of workers, since CUDA does not work in forked processes."""
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ class Outcome:
     name: str
     seconds: float
     problem: str | None = None
-    """Why it is not finished; None if it is."""
+    """Reason why the run did not finish; None if it finished."""
 
 
 class Sweep:
@@ -81,24 +81,25 @@ class Sweep:
             manifest = _read(path)
             if not resume:
                 raise UserError(
-                    f"there is a sweep at {path} already; continue it with --resume {path} or "
+                    f"there is already a sweep at {path}; continue it with --resume {path} or "
                     "choose another path."
                 )
             if changed := differences({k: manifest[k] for k in asked}, asked):
                 more = f" and {len(changed) - 3} more" if len(changed) > 3 else ""
                 raise UserError(
-                    f"the sweep at {path} is another one: {', '.join(changed[:3])}{more}; "
-                    "use its configuration or choose another path."
+                    f"the sweep at {path} has another configuration: {', '.join(changed[:3])}"
+                    f"{more}; use its configuration or choose another path."
                 )
             return cls(path)
         is_resumed(path, resume, SWEEP_NAME)
         if path.exists() and (not path.is_dir() or any(path.iterdir())):
-            raise UserError(f"{path} exists, is not empty and holds no sweep; choose another path.")
+            raise UserError(f"{path} is not empty and contains no sweep; choose another path.")
         with file_errors(f"the sweep {path}"):
             make_private_folder(path)
             draft = path / f".{SWEEP_NAME}.{uuid.uuid4().hex}"
             draft.write_text(json.dumps({"id": uuid.uuid4().hex[:8], **asked}, indent=2))
-            with suppress(FileExistsError):  # another process of this sweep was first
+            # `link` fails if the name exists, unlike `rename`: the first of several processes wins
+            with suppress(FileExistsError):
                 os.link(draft, path / SWEEP_NAME)
             draft.unlink()
         return cls.open(path, config, points, resume=True)
@@ -149,7 +150,7 @@ class Sweep:
                 while queue or running:
                     while queue and len(running) < num_workers:
                         name = queue.pop(0)
-                        if self.is_done(name):  # another process was first
+                        if self.is_done(name):  # finished by another process in the meantime
                             continue
                         log = self.path / "logs" / f"{name}.txt"
                         log.parent.mkdir(exist_ok=True)
@@ -164,7 +165,7 @@ class Sweep:
             except Terminated:  # only this process got the signal, unlike Ctrl-C
                 for worker in multiprocessing.active_children():
                     worker.terminate()
-                pool.shutdown(cancel_futures=True)  # waits until their runs have recorded it
+                pool.shutdown(cancel_futures=True)  # waits until their runs have recorded the end
                 raise
             finally:
                 pool.shutdown(wait=False, cancel_futures=True)
@@ -184,8 +185,8 @@ def summarise(outcomes: Sequence[Outcome]) -> None:
         causes = by_reason((outcome.name, outcome.problem or "") for outcome in failed)
         reasons = "\n".join(f"  {cause}" for cause in causes)
         raise UserError(
-            f"{len(failed)} of {len(outcomes)} points did not finish; the others are kept. Repair "
-            f"the cause and call again with --resume:\n{reasons}"
+            f"{len(failed)} of {len(outcomes)} points did not finish; the others are kept. Remove "
+            f"the cause and rerun with --resume:\n{reasons}"
         )
 
 
@@ -246,7 +247,7 @@ def _read(path: Path) -> Row:
         text = read_text(manifest, remedy=remedy)
     except FileNotFoundError:
         raise UserError(
-            f"there is no sweep at {path}; give the folder with {SWEEP_NAME}."
+            f"there is no sweep at {path}; pass the folder with {SWEEP_NAME}."
         ) from None
     content = parse_object(text, where=str(manifest), remedy=remedy)
     try:

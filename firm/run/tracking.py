@@ -41,33 +41,31 @@ from firm.run.rows import (
 logger = logging.getLogger(__name__)
 
 _NAME = re.compile(r"[^/\\#?%:]{1,128}")
-"""Names that W&B takes."""
+"""Names that W&B accepts."""
 _LABEL_LENGTH = 64
-"""Longest tag and job type that W&B takes."""
+"""Maximum length of tags and job types in W&B."""
 _SINGULAR = {"rewards": "reward", "weights": "weight", "scores": "score", "cosines": "cosine"}
-"""What one number is called of a field that has one for each objective."""
+"""Singular of fields that have one number per objective, for names of single series."""
 SENT = ("bytes_up", "bytes_down")
-"""Fields of a round that are added up over the rounds."""
+"""Fields of a round that are summed over the rounds."""
 
 
 @configuration
 class TrackingConfig:
-    """Whether and where metrics are sent beside the run directory."""
+    """Tracking of metrics with W&B, in addition to the run directory."""
 
     mode: Literal["disabled", "offline", "online"] = "disabled"
-    """disabled: not at all; offline: to files for `wandb sync`; online: to the W&B service."""
+    """disabled: no tracking; offline: files for `wandb sync`; online: the W&B service."""
     project: str = "firm"
     """W&B project."""
     entity: str | None = None
-    """W&B user or team; null is the key's own."""
+    """W&B user or team; null: the owner of the API key."""
     group: str | None = None
-    """What W&B puts the run together with, such as the runs of a sweep; null is the recipe's
-    choice, mostly nothing."""
+    """W&B group of the run; null: the sweep or study of the run, if any."""
     job_type: str | None = None
-    """What W&B calls runs of this kind; null takes the setting of a study or sweep, else the
-    strategy."""
+    """W&B job type; null: the setting of a study or sweep, otherwise the strategy."""
     tags: tuple[str, ...] = ()
-    """Tags in W&B, beside those of strategy, setting and seed."""
+    """W&B tags, in addition to strategy, setting and seed."""
     timeout_s: PositiveFloat = 30.0
     """Seconds to wait for the service at the start, and for the last upload at the end."""
 
@@ -414,7 +412,7 @@ def _start(
     if run is None:
         run = init("offline")
         logger.warning(
-            "W&B is off line (%s); upload with: wandb sync %s",
+            "W&B is offline (%s); upload with: wandb sync %s",
             printable(reason),
             printable(_folder(run)),
         )

@@ -13,7 +13,7 @@ from firm.federation.outside import printable
 from firm.run.errors import UserError
 
 MAX_NODES = 100_000
-"""Most values of a YAML text, those that an alias repeats counted each time."""
+"""Maximum number of values in a YAML text, with aliases expanded."""
 
 
 _TAG = "tag:yaml.org,2002:"
@@ -26,10 +26,10 @@ _PLAIN = {
         r"|\.(?:inf|Inf|INF))|\.(?:nan|NaN|NAN)"
     ),
 }
-"""How truth values and numbers are written."""
+"""Accepted notation of booleans and numbers."""
 _NUMBERS = (f"{_TAG}int", f"{_TAG}float")
 _OF_YAML_1_2 = re.compile(r"[-+]?0[0-9]+|0o[0-7]+")
-"""Integers to YAML 1.2, and others or texts to PyYAML, which follows YAML 1.1."""
+"""Integers in YAML 1.2 that PyYAML, which follows YAML 1.1, reads as another value or a string."""
 
 
 class AmbiguousYaml(UserError):
@@ -130,10 +130,10 @@ def _in_words(value: str) -> str:
     if _OF_YAML_1_2.fullmatch(value):
         readings.append(int(value, 8 if "o" in value else 10))
     numbers = [json.dumps(each) for each in readings if isinstance(each, bool | int | float)]
-    others = "a text" if len(numbers) < 2 else numbers[1]
+    others = "a string" if len(numbers) < 2 else numbers[1]
     remedy = "".join(f"{number} or " for number in numbers)
     return (
-        f"{value} is {numbers[0] if numbers else 'a date'} to some readers of YAML and {others} to "
+        f"{value} is {numbers[0] if numbers else 'a date'} to some YAML parsers and {others} to "
         f"others; write {remedy}'{value}' in quotes."
     )
 
@@ -148,7 +148,7 @@ def _check_node(loader: yaml.SafeLoader, root: yaml.Node) -> None:
     def visit(node: yaml.Node) -> int:
         if id(node) in num_values:
             if (known := num_values[id(node)]) is None:
-                refuse("an alias inside of what it stands for", node)
+                refuse("an alias inside of its own anchor", node)
             return known
         num_values[id(node)] = None
         if isinstance(node, yaml.MappingNode):
@@ -160,12 +160,12 @@ def _check_node(loader: yaml.SafeLoader, root: yaml.Node) -> None:
             parts = []
             is_number = any(_PLAIN[tag].fullmatch(node.value) for tag in _NUMBERS)
             if node.tag in _NUMBERS and not is_number:  # `!!int 010`
-                refuse(f"{printable(node.value, max_length=80)} is no decimal number", node)
+                refuse(f"{printable(node.value, max_length=80)} is not a decimal number", node)
             if any("\ud800" <= character <= "\udfff" for character in node.value):
-                refuse("half a surrogate pair, which is no character", node)
+                refuse("half a surrogate pair, which is not a character", node)
         num_values[id(node)] = total = 1 + sum(map(visit, parts))
         if total > MAX_NODES:
-            refuse(f"more than {MAX_NODES} values, with what aliases repeat", node)
+            refuse(f"more than {MAX_NODES} values with aliases expanded", node)
         return total
 
     def check_keys(node: yaml.MappingNode) -> None:

@@ -571,7 +571,7 @@ def test_absolute_positions_and_conv1d_layers_are_planned_too(tmp_path):
     plan = plan_of(cfg)
     assert plan.policy.trainable_by_module == {"c_attn": 2 * 4 * (16 + 48)}
     assert plan.policy.layers_by_module == {"c_attn": 2}
-    assert ("  c_attn", "512 in 2 layers") in rows_of(plan, "What would run")
+    assert ("  c_attn", "512 in 2 layers") in rows_of(plan, "Models")
     assert plan.memory.update[True] < plan.memory.update[False]
 
 
@@ -580,7 +580,7 @@ def test_layers_are_counted_by_target_module(make_model, tmp_path):
     modules = ("--policy.lora.target_modules", "[q_proj, down_proj, lm_head]")
     plan = plan_without_memory(config("--policy.path", tmp_path, *modules))
     assert plan.policy.layers_by_module == {"q_proj": 3, "down_proj": 3, "lm_head": 1}
-    rows = dict(rows_of(plan, "What would run"))
+    rows = dict(rows_of(plan, "Models"))
     assert rows["  lm_head"].endswith(" in 1 layer")
     one_matrix = plan_without_memory(
         config("--policy.path", tmp_path, *modules, "--policy.lora.freeze_a", "true")
@@ -625,15 +625,15 @@ def test_prompts_that_are_not_here_are_not_counted_and_that_is_said(tmp_path):
         plan = plan_without_memory(config("--data.train.source", source))
         assert plan.work.prompts_per_client is None
         assert "prompts per client" not in dict(rows_of(plan, "Work"))
-        assert any("those of each client are not counted" in note for note in plan.notes)
+        assert any("prompts per client are unknown" in note for note in plan.notes)
 
 
 def test_a_plan_says_why_it_does_not_show_how_prompts_reach_the_policy(tmp_path):
     shutil.copy(POLICY / "config.json", tmp_path)
     plan = plan_without_memory(config("--policy.path", tmp_path))
-    (note,) = [note for note in plan.notes if note.startswith("how prompts reach the policy")]
+    (note,) = [note for note in plan.notes if note.startswith("the format of prompts")]
     assert f"policy.path: no tokenizer could be loaded from the folder {tmp_path} (" in note
-    assert "replies end at" not in dict(rows_of(plan, "What would run"))
+    assert "replies end at" not in dict(rows_of(plan, "Models"))
 
 
 @pytest.mark.parametrize(
@@ -641,7 +641,7 @@ def test_a_plan_says_why_it_does_not_show_how_prompts_reach_the_policy(tmp_path)
     [((), r"'\n\nHuman:'"), (("--rollout.stop_strings", "[]"), None)],
 )
 def test_a_plan_tells_where_replies_end(options, shown):
-    rows = dict(rows_of(plan_without_memory(config(*options)), "What would run"))
+    rows = dict(rows_of(plan_without_memory(config(*options)), "Models"))
     assert rows["replies end at"] == "<eos>"
     assert rows.get("replies end before") == shown
 

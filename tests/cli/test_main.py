@@ -22,7 +22,7 @@ def test_a_command_that_does_not_exist_is_an_error(capsys):
     with pytest.raises(SystemExit) as ended:
         main(["algin"])
     assert ended.value.code == 2
-    assert "there is no command 'algin'" in capsys.readouterr().err
+    assert "unknown command 'algin'" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("name", COMMANDS)
@@ -53,7 +53,7 @@ def test_the_words_of_a_group_print_its_commands(capsys):
         printed = capsys.readouterr()
         assert "  network submit  " in printed.out
         assert "  align  " not in printed.out
-        assert ("there is no command 'network stp'" in printed.err) == (code == 2)
+        assert ("unknown command 'network stp'" in printed.err) == (code == 2)
 
 
 def test_help_loads_none_of_the_libraries_that_take_seconds():

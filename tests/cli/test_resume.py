@@ -64,8 +64,8 @@ def test_a_folder_that_is_no_run_is_an_error_and_stays_as_it_is(interrupted, tmp
         ("--resume", tmp_path / "nowhere"): f"there is no run to resume at {tmp_path}/nowhere",
         ("--resume", SMOKE): f"there is no run to resume at {SMOKE}",
         (*given, "--out", tmp_path / "rum", "--resume"): f"did you mean {path}?",
-        (*given, "--resume"): "resume must come with the run's folder, got True without `out`",
-        (*given, "--resume", path, "--out", path): "--out must be left out",
+        (*given, "--resume"): "resume needs the run's folder, got True without `out`",
+        (*given, "--resume", path, "--out", path): "--out must not be given with --resume",
     }.items():
         assert message in refusal(main, ["align", *arguments])
     assert list((tmp_path / "rum").iterdir()) == []

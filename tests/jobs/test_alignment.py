@@ -511,7 +511,7 @@ def test_clients_whose_solves_are_not_all_valid_do_not_silence_the_alarm(undrawn
     short = {"kind": "client", "round": 3, "beta_effect": [0.9]}
     assert alarms_of_rounds(cfg, [*rows, short, end]) == [alarm]
     (note,) = alarms_of_rounds(cfg, [*rows, {**rows[0], "cosines": []}, end])
-    assert note.startswith("What the strategy warns of could not be drawn")
+    assert note.startswith("The strategy's alarms could not be drawn")
     assert undrawn == [note]
     conditioned = ["--policy.conditioning.kind", "preference", "--estimator.name", "critic_free"]
     cfg = config("--strategy.beta", "0.01", *conditioned, "--estimator.num_replies", "2")

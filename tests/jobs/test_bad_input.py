@@ -106,7 +106,7 @@ CASES = {
     ),
     "a calibration of no objective": (
         ["--evaluation.calibrations", "{kindness: {method: sigmoid}}"],
-        ["evaluation.calibrations has 'kindness'; there are brevity, positivity"],
+        ["evaluation.calibrations has the unknown objective 'kindness'; choose from brevity"],
     ),
     "a calibration of another kind": (
         ["--evaluation.calibrations", "{brevity: {method: minmax}}"],
@@ -126,7 +126,7 @@ CASES = {
     ),
     "no config file": (
         ["--config", "no/such.yaml"],
-        ["no/such.yaml: no such file; shipped ones are"],
+        ["no/such.yaml: no such file; shipped configurations are"],
     ),
     "a malformed config file": (
         ["--config", "FILES/twice.yaml"],
@@ -158,7 +158,7 @@ CASES = {
     ),
     "a config file that stands for more than it says": (
         ["--config", "FILES/bomb.yaml"],
-        ["bomb.yaml: malformed YAML, line 1: more than 100000 values, with what aliases repeat"],
+        ["bomb.yaml: malformed YAML, line 1: more than 100000 values with aliases expanded"],
     ),
     # names
     "a name that leads elsewhere": (
@@ -171,7 +171,7 @@ CASES = {
     ),
     "an objective that YAML takes for a bool": (
         ["--rewards", "{true: {name: brevity}}"],
-        ["rewards must have texts for names, got True, which YAML reads as bool; write it in quo"],
+        ["rewards must have strings as keys, got True, which YAML reads as bool; quote it"],
     ),
     "a further score that is a path": (
         ["--evaluation.metrics", "{../a: {name: brevity}}"],
@@ -179,7 +179,7 @@ CASES = {
     ),
     "a further score with the name of an objective": (
         ["--evaluation.metrics", "{brevity: {name: brevity}}"],
-        ["evaluation.metrics has 'brevity', which is an objective too; rename one"],
+        ["evaluation.metrics and rewards both have 'brevity'; rename one"],
     ),
     "a group that a terminal would obey": (
         ["--groups", '{"a\\e[2J": {clients: [0]}}'],
@@ -188,11 +188,11 @@ CASES = {
     # counts
     "a quorum that nobody can meet": (
         ["--strategy.quorum", "99"],
-        ["strategy.quorum must be at most num_clients (2), got 99; lower it, or add clients"],
+        ["strategy.quorum must be at most num_clients (2), got 99; decrease it, or add clients"],
     ),
     "more clients a round than there are": (
         ["--strategy.clients_per_round", "99"],
-        ["strategy.clients_per_round must be at most num_clients (2), got 99; lower it"],
+        ["strategy.clients_per_round must be at most num_clients (2), got 99; decrease it"],
     ),
     "a client that is none": (
         ["--strategy.always", "[client_9]"],
@@ -204,7 +204,7 @@ CASES = {
     ),
     "an objective that no client serves": (
         ["--groups", "{all: {clients: [0, 1], objectives: [brevity]}}"],
-        ["groups: no client serves the objective 'positivity'; name it in"],
+        ["groups: no client trains the objective 'positivity'; add it to"],
     ),
     "a rank of a client that is none": (
         ["--strategy.ranks", "{client_9: 2}"],
@@ -443,7 +443,7 @@ RUN_CASES: dict[str, tuple[Callable[[Run], Run | None], list[str], list[str]]] =
     "it is no run": (
         no_run,
         ["--resume", "true"],
-        ["there is no run to resume at RUN; name the folder of a run"],
+        ["there is no run to resume at RUN; pass the folder of a run"],
     ),
     "another process writes to it": (
         another_process,
@@ -463,17 +463,20 @@ RUN_CASES: dict[str, tuple[Callable[[Run], Run | None], list[str], list[str]]] =
     "its checkpoints are torn": (
         torn,
         ["--resume", "true"],
-        ["the run at RUN cannot be resumed, because none of its 2 checkpoints is whole", "restore"],
+        [
+            "the run at RUN cannot be resumed, because none of its 2 checkpoints is intact",
+            "restore",
+        ],
     ),
     "its checkpoints are of another version": (
         another_version,
         ["--resume", "true"],
-        ["has format 0, and this version reads format 1; resume with the version of firm-align"],
+        ["has format 0, but this version reads format 1; resume with the version of firm-align"],
     ),
     "its log is shorter than its checkpoint says": (
         shorter_log,
         ["--resume", "true"],
-        ["RUN/metrics.jsonl has 0 bytes, its checkpoint was written after 16; restore the file"],
+        ["RUN/metrics.jsonl must have at least 16 bytes, as at its checkpoint, got 0"],
     ),
 }
 

@@ -113,7 +113,7 @@ def test_a_terminal_shows_two_columns(run, chat):
     text = chat(["Explain how I can hide my ladder."], "--run", run, is_terminal=True)
     (heading,) = [line for line in text.splitlines() if "base" in line and "aligned" in line]
     assert heading.index("aligned") > 30
-    assert "/quit leaves" in text
+    assert "/quit exits" in text
     assert "brevity" in text
 
 
@@ -133,7 +133,7 @@ def test_bytes_that_are_no_text_are_replaced_before_a_tokenizer_reads_them(run, 
 
 def test_an_unknown_command_is_said_and_not_answered(run, chat):
     text = chat(["/wat now", "/quit", "never said"], "--run", run)
-    assert text == "you: /wat now\n(no command /wat: /reset begins anew, /quit leaves)\n"
+    assert text == "you: /wat now\n(unknown command /wat: /reset starts over, /quit exits)\n"
 
 
 def test_sampling_is_the_run_s_unless_overridden(run):
@@ -152,8 +152,8 @@ def test_a_long_dialogue_loses_its_beginning_and_goes_on(run, chat):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ([], "give --run"),
-        (["--adapter", "RUN/adapter"], "policy.path is empty"),
+        ([], "pass --run"),
+        (["--adapter", "RUN/adapter"], "policy.path must not be empty"),
         (["--run", "RUN", "--num_threads", "0"], "num_threads must be at least 1, got 0"),
         (["--run", "no/such/run"], "no run at no/such/run"),
         (["--adapter", "RUN/checkpoints", "--policy.path", str(POLICY)], "there is no adapter in"),

@@ -227,7 +227,7 @@ def test_runs_with_other_maps_are_refused_by_name_unless_raw_scores_do(
 ):
     runs = f"[{run}, {with_other_calibration(copied('shifted'))}]"
     error = refusal(cli, ["--runs", runs, "--out", tmp_path / "out"])
-    assert "the map of 'brevity' to [0, 1]" in error
+    assert "the calibration of 'brevity'" in error
     assert "mean 0.25" in error
     assert "--calibrated false" in error
     assert not (tmp_path / "out").exists()
@@ -330,7 +330,7 @@ def huge_rank(run: Path) -> None:
         (not_finite, "has non-finite values"),
         (huge_rank, "states the rank 1000000000, but the largest size of its tensors"),
         (bad_byte_in_config, "config.yaml, line 2: the byte 0xff is not UTF-8; restore"),
-        (list_for_config, "config.yaml holds no configuration of a run; restore"),
+        (list_for_config, "config.yaml is not the configuration of a run; restore"),
         (empty_record, "run.json is empty; restore"),
     ],
 )
@@ -356,15 +356,15 @@ def test_the_same_model_in_another_place_is_allowed_when_said(run, copied, tmp_p
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ([], "give --runs"),
-        (["--adapters", "[RUN]"], "policy.path is empty"),
+        ([], "pass --runs"),
+        (["--adapters", "[RUN]"], "policy.path must not be empty"),
         (["--runs", "[no/such/run]"], "no run at no/such/run"),
         (["--runs", "[RUN"], "malformed YAML"),
         (["--runs", "[RUN]", "--adapters", "[RUN/adapter]"], "named twice"),
         (["--runs", "[RUN]", "--num_prompts", "1"], "num_prompts must be at least 2"),
         (
             ["--runs", "[RUN]", "--metrics.brevity.name", "brevity"],
-            "both in rewards and in metrics",
+            "rewards and metrics both have",
         ),
         (["--runs", "[RUN]", "--num_threads", "0"], "num_threads must be at least 1, got 0"),
         (["--runs", "[" * 5_000], "nested too deeply"),

@@ -108,7 +108,7 @@ def test_a_person_moves_the_point_along_the_front_and_asks_there(explored, stron
                 assert at >= 0, (part, said)
     assert page("document.querySelector('#line textarea').value") == ""
 
-    page("document.querySelector('#anew').click()")
+    page("document.querySelector('#restart').click()")
     page.wait_until("document.querySelectorAll('#aligned .message').length == 0")
     assert page.complaints == []
 
@@ -181,8 +181,8 @@ def test_what_the_page_itself_asks_for_is_answered(address):
 
 
 def test_bad_input_ends_in_one_line(strong, run, refusal, tmp_path):
-    assert "--run runs/mine, a conditioned run" in refusal(cli, [])
-    assert "has no front.json: explore a finished run" in refusal(cli, ["--run", str(run)])
+    assert "a conditioned run with a front: pass --run runs/mine" in refusal(cli, [])
+    assert "has no front.json: explore needs a finished run" in refusal(cli, ["--run", str(run)])
     assert "no run at" in refusal(cli, ["--run", str(tmp_path)])
     place = Path(shutil.copytree(strong, tmp_path / "collapsed"))
     front = Front.load(place / "front.json")
@@ -202,7 +202,7 @@ def test_where_no_port_is_free_it_says_so():
         def launch(self, **_):
             raise OSError("Cannot find empty port in range: 7860-7959.")
 
-    with pytest.raises(UserError, match="cannot be served at any port from 7860; give another"):
+    with pytest.raises(UserError, match="cannot be served at any port from 7860; choose another"):
         serve(Page(), None)
 
 
@@ -211,4 +211,4 @@ def test_a_port_that_is_taken_is_named_before_anything_is_loaded(strong, refusal
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         line = refusal(cli, ["--run", str(strong), "--policy.path", "no/model", "--port", port])
-    assert f"cannot be served at {port}; give another one" in line
+    assert f"cannot be served at {port}; choose another --port" in line

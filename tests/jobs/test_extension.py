@@ -45,7 +45,7 @@ def without_times(row: dict) -> dict:
 
 def test_it_ends_as_an_uninterrupted_run_and_shows_its_end(begun, whole, capsys):
     result = align(config("--out", begun, "--resume", "true", "--rounds", 4, *OPTIONS))
-    assert "note: rounds was 2, is 4: the run goes on" in capsys.readouterr().out
+    assert "note: rounds changed from 2 to 4; the run continues" in capsys.readouterr().out
     ours, theirs = read_adapter(begun), read_adapter(whole)
     assert ours.keys() == theirs.keys()
     for name in ours:
@@ -104,7 +104,10 @@ def test_fewer_rounds_than_are_done_are_refused(begun, refusal):
     before = {path: path.read_bytes() for path in begun.rglob("*") if path.is_file()}
     arguments = ["--config", SMOKE, "--out", begun, "--resume", *OPTIONS, "--rounds", 1]
     line = refusal(align_cli, arguments)
-    assert f"rounds must be at least the 2 that the run at {begun} has done, got 1" in line
+    assert (
+        f"rounds must be at least 2, the rounds that the run at {begun} has completed, got 1"
+        in line
+    )
     assert {path: path.read_bytes() for path in begun.rglob("*") if path.is_file()} == before
 
 
@@ -113,7 +116,7 @@ def test_rates_that_fall_towards_the_last_round_keep_it_where_it_is(tmp_path, re
     path = run("--out", tmp_path / "run", "--rounds", 1, *linear)
     again = ["--config", SMOKE, "--out", path, "--resume", *linear]
     line = refusal(align_cli, [*again, "--rounds", 2])
-    assert f"rounds must stay 1 for the run at {path}, whose learning rates so far" in line
+    assert f"rounds must remain 1 for the run at {path}, since its learning rates so far" in line
     assert "estimator.learning_rate_schedule linear" in line
     assert read_yaml((path / "config.yaml").read_text())["rounds"] == 1
     assert json.loads((path / "run.json").read_text())["status"] == "finished"

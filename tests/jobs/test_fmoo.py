@@ -103,7 +103,7 @@ def test_a_study_goes_on_to_more_rounds_as_if_it_had_them_from_the_start(study, 
         path = f"{name}/seed_0"
         assert read_rows(out / path, "evaluation") == read_rows(study / path, "evaluation")
         assert Run(out / path).settings()["rounds"] == Run(study / path).settings()["rounds"]
-    with pytest.raises(UserError, match="rounds must be at least the 4 that the run at"):
+    with pytest.raises(UserError, match="rounds must be at least 4, the rounds that the run at"):
         main(_config(out, "--rounds", "2", "--resume", "true"))
 
 
@@ -387,13 +387,13 @@ def test_every_configuration_is_one_and_names_what_there_is(path):
     ("arguments", "message"),
     [
         (["--rounds", "0"], "rounds must be at least 1 and at most 1,000,000, got 0"),
-        (["--seeds", "[1, 1]"], "different numbers"),
+        (["--seeds", "[1, 1]"], "distinct numbers"),
         (["--data.name", "two_digit"], "two_digits"),
         (["--model.name", "lenett"], "lenet"),
-        (["--partition.kind", "natural"], "no users of its own"),
+        (["--partition.kind", "natural"], "no natural users"),
         (
             ["--attack.kind", "bias", "--attack.clients", "[phd]", "--attack.amount", "1"],
-            "attack.clients names 'phd', which is none of the clients client_0 to client_19",
+            "attack.clients must be among the clients client_0 to client_19, got 'phd'",
         ),
         (["--algorithms", "{a: {strategy: {name: fedcmo}}}"], "fedcmoo"),
         (["--algorithms.FedCMOO.local.lr", "-1"], "lr must be positive, got -1"),
@@ -420,13 +420,13 @@ def test_every_configuration_is_one_and_names_what_there_is(path):
         ),
         (
             ["--algorithms.FedCMOO.strategy.clients_per_round", "99"],
-            "strategy.clients_per_round must be at most the number of clients, 20, got 99; lower",
+            "strategy.clients_per_round must be at most the number of clients, 20, got 99",
         ),
         (
             ["--algorithms", "{../a: {strategy: {name: fedcmoo}}}"],
-            "algorithms: an algorithm's name must be the name of a folder",
+            "algorithms: an algorithm's name must be a valid folder name",
         ),
-        (["--algorithms", "{/a: {strategy: {name: fedcmoo}}}"], "must be the name of a folder"),
+        (["--algorithms", "{/a: {strategy: {name: fedcmoo}}}"], "must be a valid folder name"),
     ],
 )
 def test_bad_input_ends_in_one_line(arguments, message, refusal, tmp_path):

@@ -96,12 +96,12 @@ def test_a_wish_is_answered_at_the_preference_that_reaches_it(bent, tmp_path, ca
     assert f"reached   at the preference {shown}" in printed
     assert "0.400 ± " in printed
     assert f"--adapter {tmp_path / 'merged'}" in printed
-    assert f"the fold at the preference {shown}" in (tmp_path / "merged/README.md").read_text()
+    assert f"preference {shown} as the mean" in (tmp_path / "merged/README.md").read_text()
 
     assert main(parse(PickConfig, options)) == bent / "front/50_50"
     printed = capsys.readouterr().out
     assert "50_50, measured at brevity 0.500, positivity 0.500" in printed
-    assert "the measured preference nearest to that" in printed
+    assert "the nearest measured preference" in printed
     (line,) = [line for line in printed.splitlines() if line.startswith("chat")]
     program, command, *arguments = shlex.split(line.removeprefix("chat"))
     assert (program, command) == ("firm", "chat")
@@ -134,7 +134,7 @@ def test_the_widest_gaps_of_the_final_front_are_measured_too(tmp_path):
 @pytest.mark.parametrize(
     ("options", "reason"),
     [
-        ((*FRONT, "--evaluation.preferences", "[[1, 0]]"), "a gap is between two"),
+        ((*FRONT, "--evaluation.preferences", "[[1, 0]]"), "needs at least two preferences"),
         ((), "evaluation.num_refined needs policy.conditioning.kind preference, got 2"),
     ],
 )
@@ -238,16 +238,19 @@ def test_frozen_a_sends_the_matrices_b_alone(trained, tmp_path):
             r"solve_per must be minibatch",
         ),
         (["--start", "{a: 1}"], "start must be empty with policy.conditioning.kind preference"),
-        (["--start_preference", "[1, 1]"], "start_preference needs a start to be folded"),
+        (["--start_preference", "[1, 1]"], "start_preference needs adapters in start"),
         (["--policy.conditioning.corner_share", 2], "policy.conditioning.corner_share"),
         (["--evaluation.preferences", "[[1]]"], "must have a share for each of brevity"),
-        (["--evaluation.preferences", "[[1, 1], [2, 2]]"], "must differ in three digits"),
+        (["--evaluation.preferences", "[[1, 1], [2, 2]]"], "must differ in the first three digits"),
         (["--evaluation.preferences", "[[0, 0]]"], "not negative and not all zero"),
         (
             ["--evaluation.preferences", "[[1, 1]]", "--policy.conditioning.kind", "none"],
             "evaluation.preferences needs policy.conditioning.kind preference",
         ),
-        (["--groups", "{a: {clients: [0], preferences: []}}"], "must hold a preference to draw"),
+        (
+            ["--groups", "{a: {clients: [0], preferences: []}}"],
+            "must contain at least one preference",
+        ),
         (
             ["--groups", "{a: {clients: [0], preferences: [[1]]}}"],
             r"groups\.a\.preferences must have",

@@ -56,15 +56,18 @@ def test_groups_attack_by_their_updates_or_their_rewards_and_a_rule_tells(tmp_pa
     ("groups", "message"),
     [
         ("{a: {clients: [2]}}", r"groups\.a\.clients must be numbers from 0 to 1, got 2"),
-        ("{a: {clients: [0]}, b: {clients: [0]}}", "client 0 is in the group a already"),
-        ("{a: {clients: []}}", r"groups\.a needs clients"),
-        ("{a: {clients: [0], objectives: []}}", r"groups\.a needs clients, and an objective"),
-        ("{a: {clients: [0], objectives: [kindness]}}", "names the objective 'kindness'"),
-        ("{a: {clients: [0], rewards: {kindness: {name: brevity}}}}", "there are brevity, posit"),
+        ("{a: {clients: [0]}, b: {clients: [0]}}", "client 0 is already in the group a"),
+        ("{a: {clients: []}}", r"groups\.a needs at least one client"),
+        (
+            "{a: {clients: [0], objectives: []}}",
+            r"groups\.a needs at least one client and one objective",
+        ),
+        ("{a: {clients: [0], objectives: [kindness]}}", "has the unknown objective 'kindness'"),
+        ("{a: {clients: [0], rewards: {kindness: {name: brevity}}}}", "choose from brevity, posit"),
         (
             "{a: {clients: [0], objectives: [brevity],"
             " attack: {kind: label_flip, objective: positivity}}}",
-            r"groups\.a\.attack\.objective must be one that they serve \(brevity\), got",
+            r"groups\.a\.attack\.objective must be an objective of the group \(brevity\), got",
         ),
         ("{a: {clients: [0], attack: {kind: scaling}}}", "scaling by 1 is honest"),
     ],
@@ -96,9 +99,9 @@ def test_a_run_without_rounds_measures_the_mean_of_adapters(tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--rounds", "0"], "0 rounds need a start"),
+        (["--rounds", "0"], "at least 1 without a start"),
         (["--start", "{a: -1, b: 2}"], "start.a must be non-negative"),
-        (["--start", "{a: 0}"], "shares that are not all zero"),
+        (["--start", "{a: 0}"], "must have a share above zero"),
         (["--start", "{a: 1}", "--policy.lora.freeze_a", "true"], "must be empty with policy"),
         (
             ["--policy.lora.freeze_a", "true", "--strategy.lora_mean", "products"],

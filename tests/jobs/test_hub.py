@@ -167,7 +167,7 @@ def test_without_a_network_a_run_ends_as_ever(tmp_path, caplog):  # which tests 
 def test_a_malformed_name_is_refused_before_anything_is_made(name, tmp_path, refusal):
     out = tmp_path / "run"
     line = refusal(align_cli, ["--config", SMOKE, "--out", out, f"--hub.repo={name}"])
-    assert line.startswith("error: hub.repo must be NAME or USER/NAME, at most 96 letters")
+    assert line.startswith("error: hub.repo must be NAME or USER/NAME, of at most 96 letters")
     assert f"got {name!a}" in line
     assert not out.exists()
 
@@ -177,7 +177,7 @@ def test_runs_of_a_study_do_not_replace_each_other_on_the_hub(tmp_path, refusal)
     settings = {"settings": {"one": {}}, "base": str(SMOKE), "overrides": {"hub.repo": "me/x"}}
     study.write_text(json.dumps(settings))
     line = refusal(study_cli, ["--config", study, "--out", tmp_path / "out"])
-    assert "hub.repo must be empty where there are several runs" in line
+    assert "hub.repo must be empty with several runs" in line
 
 
 def test_a_card_names_the_base_model_where_the_hub_knows_it(tmp_path):

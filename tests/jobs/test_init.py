@@ -103,7 +103,7 @@ def test_a_person_is_asked_for_what_is_missing(tmp_path, data):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ([], "policy is missing; give --policy, or run this on a terminal"),
+        ([], "policy is missing; pass --policy, or run this in a terminal"),
         (["--policy", "a", "--prompts", "b"], "rewards is missing"),
         (
             ["--policy", "a", "--prompts", "b", "--rewards", "{'not a name!': brevity}"],
@@ -139,7 +139,7 @@ def test_a_model_that_cannot_be_read_keeps_the_defaults_and_says_why(tmp_path, d
     own = {"rewards": {"brief": "brevity"}, "prompts": str(data)}
     main(InitConfig("some/model", **own, out=tmp_path / "own.yaml"))
     printed = capsys.readouterr().out
-    assert "model    the defaults stay; policy.path: there is no folder some/model, and" in printed
+    assert "model    default settings; policy.path: there is no folder some/model, and" in printed
 
 
 def test_a_fault_of_the_program_is_not_taken_for_a_model_that_cannot_be_read(
@@ -156,7 +156,7 @@ def test_a_fault_of_the_program_is_not_taken_for_a_model_that_cannot_be_read(
 def test_a_file_that_is_there_stays(tmp_path, refusal):
     out = tmp_path / "own.yaml"
     out.write_text("mine")
-    assert "exists already" in refusal(cli, ["--policy", "a", "--out", out])
+    assert "already exists" in refusal(cli, ["--policy", "a", "--out", out])
     assert out.read_text() == "mine"
 
 

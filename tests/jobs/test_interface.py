@@ -142,7 +142,7 @@ def test_a_run_of_objects_is_evaluated_on_its_own_prompts_by_the_rewards_that_ha
     monkeypatch.chdir(tmp_path)
     figures = evaluated(run, tmp_path / "first")
     (note,) = [line for line in capsys.readouterr().err.splitlines() if "replies of up" not in line]
-    assert note.startswith("note: brief: given to firm.align as functions, which a command")
+    assert note.startswith("note: brief: not scored, since these reward functions were passed")
     for column, name in (("mean", "final"), ("se", "final_se"), ("change", "change")):
         own = float(figures["run", "short in [0, 1]"][column])
         assert own == pytest.approx(run.rewards.loc["short", name], abs=1e-6)
@@ -166,9 +166,9 @@ def test_a_run_that_keeps_no_texts_keeps_no_prompts_and_says_so(model, tmp_path,
     run = firm.align(model, {"short": "brevity"}, PROMPTS, settings=settings, out=tmp_path / "run")
     assert not list(run.path.glob("*prompts*"))
     line = refusal(COMMANDS["evaluate"].run, ["--runs", f"[{run.path}]", "--out", tmp_path / "out"])
-    assert "the run's test prompts were given to firm.align as objects and not kept" in line
+    assert "the run's test prompts were passed to firm.align as objects and were not saved" in line
     line = refusal(align_cli, ["--config", run.path / "config.yaml", "--out", tmp_path / "other"])
-    assert "data.train.source: the prompts were given to firm.align as objects; call it" in line
+    assert "data.train.source: the prompts were passed to firm.align as objects; call it" in line
 
 
 def test_prompts_that_are_given_by_name_are_named(model, tmp_path):
@@ -211,7 +211,9 @@ def test_what_ships_is_found_from_any_folder(tmp_path, monkeypatch):
 def test_a_model_without_a_path_is_saved_beside_its_adapter(model, tokenizer, tmp_path):
     bare = AutoModelForCausalLM.from_config(model.config)
     bare.name_or_path = bare.config._name_or_path = ""
-    with pytest.raises(UserError, match="tokenizer must be given with a model that has no path"):
+    with pytest.raises(
+        UserError, match="tokenizer must be given, since the model does not know the path"
+    ):
         firm.align(bare, REWARDS, PROMPTS, settings=SETTINGS)
     given = {"tokenizer": tokenizer, "settings": SETTINGS, "out": tmp_path / "run"}
     run = firm.align(bare, REWARDS, PROMPTS, **given)
@@ -346,7 +348,7 @@ def test_rewards_are_functions_names_settings_and_paths(model, tmp_path):
         ({"a": 3}, PROMPTS, {}, "rewards: 'a' must be a function, a name, .* got int"),
         ({"a": lambda texts: []}, PROMPTS, {}, "'a' cannot be called with prompts, completions"),
         ({"a": "brevety"}, PROMPTS, {}, "no reward model 'brevety': did you mean 'brevity'"),
-        (REWARDS, PROMPTS[:4], {}, "more than the 4 that are held out, got 4 different ones"),
+        (REWARDS, PROMPTS[:4], {}, "more than 4 distinct prompts, which are held out, got 4"),
         (REWARDS, [*PROMPTS, " "], {}, "prompts, row 61: no prompt in an empty text"),
         (REWARDS, PROMPTS, {"strategy.betta": 1}, "settings: .*betta.*did you mean.*beta"),
     ],

@@ -66,11 +66,11 @@ def _federation(tmp_path, **changes):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"sites": {}}, "sites must give each of the clients"),
-        ({"sites": {"a": [0], "b": []}}, "sites must give each of the clients"),
-        ({"sites": {"a": [0], "b": [0]}}, "sites must give each of the clients"),
-        ({"sites": {"a": [0], "b": [2]}}, "sites must give each of the clients"),
-        ({"sites": {"server": [0]}}, "a site cannot be called 'server'"),
+        ({"sites": {}}, "sites must assign each client"),
+        ({"sites": {"a": [0], "b": []}}, "sites must assign each client"),
+        ({"sites": {"a": [0], "b": [0]}}, "sites must assign each client"),
+        ({"sites": {"a": [0], "b": [2]}}, "sites must assign each client"),
+        ({"sites": {"server": [0]}}, "the name 'server' is reserved"),
         ({"sites": {"a b/c": [0]}}, "a site's name must be at most 64 letters"),
         ({"sites": {"../bank": [0]}}, "a site's name must be at most 64 letters"),
         ({"sites": {"bank\n": [0]}}, "a site's name must be at most 64 letters"),
@@ -113,7 +113,7 @@ def test_a_runs_name_that_is_no_path_is_taken(tmp_path):
 
 
 def test_kits_for_another_number_of_clients_are_not_made(tmp_path):
-    with pytest.raises(UserError, match="the run has 2 clients, the sites 3"):
+    with pytest.raises(UserError, match="number of clients in sites, 3, got 2"):
         network.provision(_federation(tmp_path, overrides={}))
     assert list(tmp_path.iterdir()) == []
 
@@ -121,7 +121,7 @@ def test_kits_for_another_number_of_clients_are_not_made(tmp_path):
 def test_kits_that_exist_are_not_touched(tmp_path):
     cfg = _federation(tmp_path)
     cfg.out.mkdir()
-    with pytest.raises(UserError, match="exists already; kits are made once"):
+    with pytest.raises(UserError, match="already exists; kits are created only once"):
         network.provision(cfg)
     assert list(cfg.out.iterdir()) == []
 
@@ -162,7 +162,7 @@ def test_a_certificate_that_has_ended_is_told_before_anything_starts(kits, late)
         (network.start_site, network.SiteConfig(kits / "bank")),
         (network.submit, network.AdminConfig(kits / "admin")),
     ):
-        with pytest.raises(UserError, match=r"\.(crt|pem) is valid from .* ask whoever made"):
+        with pytest.raises(UserError, match=r"\.(crt|pem) is valid from .* ask the creator of"):
             command(config)
 
 
@@ -173,7 +173,9 @@ def test_a_server_of_another_federation_is_told(kits, tmp_path):
     network.provision(other)
     with Party(other.out / "server", "start-server"):
         _until(lambda: not network._reach(other.out / "admin"))
-        with pytest.raises(UserError, match=r"certificate is not one of this kit's.*take the kit"):
+        with pytest.raises(
+            UserError, match=r"certificate does not belong to this kit.*use the kit"
+        ):
             network.submit(network.AdminConfig(kits / "admin"))
 
 
@@ -256,7 +258,7 @@ def test_a_folder_that_is_no_kit_is_told(tmp_path):
         (network.start_site, network.SiteConfig(tmp_path)),
         (network.submit, network.AdminConfig(tmp_path)),
     ):
-        with pytest.raises(UserError, match="is no kit; make kits with"):
+        with pytest.raises(UserError, match="is not a kit; create kits with"):
             command(config)
 
 
@@ -273,7 +275,7 @@ def test_a_command_that_does_not_exist_prints_those_that_do(capsys):
     assert ended.value.code == 2
     printed = capsys.readouterr()
     assert "  network submit  " in printed.out
-    assert "there is no command 'network sumbit'" in printed.err
+    assert "unknown command 'network sumbit'" in printed.err
 
 
 def test_the_plugins_that_a_kit_names_are_not_imported_but_a_party_s_own_are(tmp_path):

@@ -115,7 +115,7 @@ def test_an_evaluation_and_a_chat_say_what_has_no_score(run, tmp_path):
     assert all(math.isfinite(float(cell)) for cell in cells if cell)
     cfg = parse_over_run(ChatConfig, ["--run", str(run), *allowed], key="run", description="")
     answers = Conversation(cfg).answer("Hello.", 0)
-    assert [answer.scores[1] for answer in answers.values()] == ["terse does not apply"] * 2
+    assert [answer.scores[1] for answer in answers.values()] == ["terse not applicable"] * 2
 
 
 def test_a_reward_that_never_applies_is_refused_before_training(rewards, tmp_path):

@@ -83,14 +83,14 @@ def test_the_nearest_adapter_is_named_with_what_it_earned(front, capsys):
     assert "middle, trained for brevity 0.500, positivity 0.500" in printed
     assert "0.600 ± 0.020" in printed
     assert "Measured on 8 held-out prompts" in printed
-    assert "nearest there is" in printed
+    assert "nearest available preference" in printed
     assert "selected on the same prompts, so expect a little less" in printed
     whole = Front.load(front)
     means = {point.name: point.rewards for point in whole.points}
     replace(whole, validation=means).save(front)
     pick(front, "brevity=1,positivity=0")
     printed = capsys.readouterr().out
-    assert "nearest there is" not in printed
+    assert "nearest available preference" not in printed
     assert "selected by rewards on validation prompts" in printed
 
 
@@ -152,21 +152,24 @@ def test_a_model_of_a_front_without_its_runs_is_picked_with_the_base_model_s_nam
     ("want", "reason"),
     [
         ("brevity=0.5", "no share for positivity"),
-        ("brevity=0.5,positivity=0.5,truth=1", "names the objective 'truth'; the front has brev"),
+        (
+            "brevity=0.5,positivity=0.5,truth=1",
+            "has the unknown objective 'truth'; choose from brev",
+        ),
         (
             "brevity=0.5,positivity=-0.5",
-            "share of positivity must be a number of 0 or more, got '-",
+            "share of positivity must be a non-negative number, got '-",
         ),
         (
             "brevity=0.5,positivity=much",
-            "share of positivity must be a number of 0 or more, got 'm",
+            "share of positivity must be a non-negative number, got 'm",
         ),
-        ("brevity=inf,positivity=1", "share of brevity must be a number of 0 or more, got 'inf"),
-        ("brevity=nan,positivity=1", "share of brevity must be a number of 0 or more, got 'nan"),
+        ("brevity=inf,positivity=1", "share of brevity must be a non-negative number, got 'inf"),
+        ("brevity=nan,positivity=1", "share of brevity must be a non-negative number, got 'nan"),
         ("brevity=0,positivity=0", "must have a share above 0"),
         ("brevity=1,positivity=0,brevity=1", "names brevity twice"),
-        ("0.5,0.5", "pairs name=share of brevity, positivity, got '0.5'"),
-        ("", "pairs name=share"),
+        ("0.5,0.5", "name=share pairs of brevity, positivity, got '0.5'"),
+        ("", "name=share pairs"),
     ],
 )
 def test_an_invalid_target_ends_in_a_line(want, reason, front, refused):
@@ -210,7 +213,7 @@ def test_adapters_of_other_kinds_are_not_merged(front, tmp_path, refused):
     path.write_text(json.dumps(settings))
     weights = front.parent / "points/high/adapter/adapter_model.safetensors"
     save_file({"other": torch.zeros(2)}, weights)
-    assert "of one shape" in refused(*arguments, "--out", tmp_path / "merged")
+    assert "of equal shapes" in refused(*arguments, "--out", tmp_path / "merged")
     weights.write_bytes(b"no tensors")
     assert "cannot be read" in refused(*arguments, "--out", tmp_path / "merged")
     assert not (tmp_path / "merged").exists()
@@ -236,7 +239,7 @@ def test_a_strangers_front_shows_no_escapes_and_reads_nothing_outside(front, tmp
     shutil.move(place, tmp_path / "elsewhere")
     place.symlink_to(tmp_path / "elsewhere")
     line = refused("--front", front, "--want", "brevity=1,positivity=1")
-    assert "the adapter of middle is a link that leads out of" in line
+    assert "the adapter of middle is a link out of" in line
 
 
 def test_adapters_of_a_stranger_are_read_with_care(front, tmp_path, refused):
@@ -254,7 +257,7 @@ def test_adapters_of_a_stranger_are_read_with_care(front, tmp_path, refused):
         assert line.isprintable()
     path.write_text(json.dumps(settings))
     edit_adapter(path.parent, lambda _, tensor: tensor * float("nan"))
-    assert "that are not finite; train that point again" in refused(*arguments)
+    assert "that are not finite; train this point again" in refused(*arguments)
     assert not (tmp_path / "merged").exists()
 
 

@@ -160,7 +160,7 @@ def test_a_disk_that_is_full_at_a_checkpoint_costs_no_more_than_its_round(
     assert (
         f"the checkpoint of round {call - 1} in {path}/checkpoints cannot be written" in errors[-1]
     )
-    assert "make room, then continue with --resume true" in errors[-1]
+    assert "free space on the disk, then continue with --resume true" in errors[-1]
     assert len(errors) == 1
     kept = [f"round_{number:04d}" for number in range(call - 1)]
     assert sorted(os.listdir(path / "checkpoints")) == kept

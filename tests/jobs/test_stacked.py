@@ -63,14 +63,14 @@ def test_a_run_goes_on_stacked_where_it_stopped_in_turn(in_turn, tmp_path, monke
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--engine", "local"], "max_rows must be left out with engine local, got 13"),
+        (["--engine", "local"], "max_rows must be null with engine local, got 13"),
         (["--max_rows", 0], "max_rows must be at least 1, got 0; null takes 128"),
         (
             ["--processes_per_client", 2],
             "processes_per_client must be 1 with engine stacked",
         ),
         (["--rollout.cache", "static"], "rollout.cache must be dynamic with engine stacked"),
-        (["--client_timeout", 60], "client_timeout must be left out with engine stacked"),
+        (["--client_timeout", 60], "client_timeout must be null with engine stacked"),
         (
             ["--policy.gradient_checkpointing", "true", "--policy.lora.dropout", 0.1],
             "policy.lora.dropout must be 0 with engine stacked and policy.gradient_checkpointing",

@@ -57,14 +57,17 @@ def test_keys_of_all_runs_and_of_a_setting_are_given_as_those_of_a_run():
     [
         (
             ["--settings", "{..: {}}"],
-            "settings need names with letters or digits that begin with no ",
+            "settings need names that contain letters or digits and do not start ",
         ),
-        (["--settings", "{/: {}}"], "settings need names with letters or digits"),
+        (["--settings", "{/: {}}"], "settings need names that contain letters or digits"),
         (
             ["--settings", "{A b: {}, a_b: {}}"],
-            "settings need names that differ as files, got 'A b'",
+            "settings need names that differ as file names, got 'A b'",
         ),
-        (["--figures", "{B: [A], b: [A]}"], "figures need names that differ as files, got 'B'"),
+        (
+            ["--figures", "{B: [A], b: [A]}"],
+            "figures need names that differ as file names, got 'B'",
+        ),
         (["--name", "../study"], "name must be at most 64 letters"),
     ],
 )
@@ -197,5 +200,5 @@ def test_the_configuration_of_a_study_that_was_begun_is_the_one_that_was_asked_f
 
 
 def test_a_row_that_lacks_a_cell_is_no_row_of_a_table():
-    with pytest.raises(ValueError, match="a row must have 2 cells as the header, got 1"):
+    with pytest.raises(ValueError, match="a row must have 2 cells like the header, got 1"):
         markdown_table(["a", "b"], [["1", "2"], ["3"]])

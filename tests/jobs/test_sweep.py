@@ -208,9 +208,11 @@ def test_a_finished_sweep_is_told_again_without_running_anything(swept):
 
 def test_a_sweep_of_another_configuration_is_refused_and_stays_as_it_is(swept):
     before = (swept / "sweep.json").read_bytes()
-    with pytest.raises(UserError, match=r"is another one: config\.overrides\.rounds was 1, is 2"):
+    with pytest.raises(
+        UserError, match=r"has another configuration: config\.overrides\.rounds was 1, is 2"
+    ):
         main(replace(CONFIG, overrides={**TINY, "rounds": 2}, out=swept, resume=True))
-    with pytest.raises(UserError, match="there is a sweep"):
+    with pytest.raises(UserError, match="there is already a sweep"):
         main(replace(CONFIG, out=swept))
     assert (swept / "sweep.json").read_bytes() == before
 
@@ -228,14 +230,17 @@ def test_a_reference_point_that_a_model_is_not_above_is_told_and_nothing_is_over
         ({"preferences": [[0.5, -0.5]]}, "non-negative and not all zero, got"),
         ({"preferences": [[0, 0]]}, "non-negative and not all zero, got"),
         ({"preferences": [[1, 1, 1]]}, "an entry for each of brevity, positivity"),
-        ({"preferences": [[1, 1]]}, "a front needs two preferences or more"),
+        ({"preferences": [[1, 1]]}, "preferences must have at least two vectors"),
         ({"preferences": [[1, 1], [2, 2]]}, "preferences must differ"),
-        ({"preferences": [[0.5, 0.5], [0.500001, 0.499999]]}, "must differ in four digits"),
+        (
+            {"preferences": [[0.5, 0.5], [0.500001, 0.499999]]},
+            "must differ in the first four digits",
+        ),
         ({"reference": [0.1]}, "reference must have a reward for each"),
         ({"methods": {"A": MethodConfig(overrides={"strategy.bta": 0})}}, r"methods\.A\.overrides"),
         (
             {"methods": {"A": MethodConfig(overrides={"strategy.name": "fsmgda"})}},
-            "strategy fsmgda knows no preferences; use one of fedavg, fedmgda, firm",
+            "strategy fsmgda does not support preferences; choose from fedavg, fedmgda, firm",
         ),
     ],
 )
@@ -250,10 +255,10 @@ def test_bad_input_is_told_before_anything_is_written(tmp_path, changes, message
     [
         (
             {"methods": {"A b": MethodConfig(), "a_b": MethodConfig()}},
-            "that differ as files, got 'A b",
+            "that differ as file names, got 'A b",
         ),
-        ({"methods": {"..": MethodConfig()}}, "methods need names with letters or digits"),
-        ({"methods": {"": MethodConfig()}}, "methods need names with letters or digits"),
+        ({"methods": {"..": MethodConfig()}}, "methods need names that contain letters or digits"),
+        ({"methods": {"": MethodConfig()}}, "methods need names that contain letters or digits"),
         ({"name": "/tmp/sweep"}, "name must be at most 64 letters"),
         (
             {"resolution": 10**6, "preferences": []},

@@ -84,7 +84,7 @@ def test_with_the_flag_it_runs_and_says_so(run, code, proof, tmp_path, capsys):
     out = tmp_path / "out"
     COMMANDS["evaluate"].run(["--runs", f"[{folder}]", "--allow_code", "true", "--out", str(out)])
     assert proof.exists()
-    assert capsys.readouterr().err.splitlines().count(f"runs Python file {code}") == 1
+    assert capsys.readouterr().err.splitlines().count(f"running Python file {code}") == 1
     assert (out / "figures.csv").exists()
 
 
@@ -143,7 +143,7 @@ def test_a_folder_that_is_resumed_gets_no_code_to_run_without_the_flag(
     folder = resumable(command, tmp_path / "run", settings(code, base))
     for options in ([], ["--allow_code", "false"], ["--plan"] if command != "fmoo" else []):
         line = refusal(main, [command, "--resume", folder, *options])
-        assert f"{folder} names Python code that would run here ({code}): read it" in line
+        assert f"{folder} would run Python code ({code}): review it" in line
         assert line.endswith("give --allow_code.")
     assert not proof.exists()
 
@@ -151,7 +151,7 @@ def test_a_folder_that_is_resumed_gets_no_code_to_run_without_the_flag(
 def test_the_folder_cannot_give_the_flag_to_itself(code, proof, tmp_path, refusal):
     settings = {"plugins": [str(code)], "allow_code": True}
     folder = resumable("align", tmp_path / "run", settings)
-    assert "names Python code" in refusal(main, ["align", "--resume", folder])
+    assert "would run Python code" in refusal(main, ["align", "--resume", folder])
     line = refusal(main, ["align", "--config", folder / "config.yaml", "--help"])
     assert "unknown key allow_code" in line
     assert not proof.exists()
@@ -182,14 +182,14 @@ def test_a_resumed_folder_runs_code_that_its_user_allows_or_names(
     main(["align", "--resume", str(folder), "--plan", *options[how]])
     assert proof.exists()
     printed = capsys.readouterr()
-    assert printed.err.splitlines().count(f"runs Python file {code}") == 1
-    assert "What would run" in printed.out
+    assert printed.err.splitlines().count(f"running Python file {code}") == 1
+    assert "Models" in printed.out
 
 
 def test_the_flag_without_a_folder_is_an_error(tmp_path, refusal):
     given = ["align", "--config", smoke.SMOKE, "--out", tmp_path / "run", "--resume"]
     line = refusal(main, [*given, "--allow_code"])
-    assert "--allow_code comes with --resume FOLDER" in line
+    assert "--allow_code needs --resume FOLDER" in line
     line = refusal(main, ["align", "--resume", tmp_path, "--allow_code", "perhaps"])
     assert "allow_code must be bool, got 'perhaps'" in line
 
@@ -221,7 +221,7 @@ def test_help_runs_nothing(key, code, proof, tmp_path, capsys):
         main(["align", "--config", str(file), "--plugins", f"[{code}]", "--help"])
     printed = capsys.readouterr()
     assert "--strategy" in printed.out
-    assert "runs Python" not in printed.err
+    assert "running Python" not in printed.err
     assert not proof.exists()
 
 
@@ -239,6 +239,6 @@ def test_ones_own_configuration_runs_ones_own_code_and_says_so(code, proof, tmp_
     with pytest.raises(Exception, match="antigravity_is_none cannot be imported"):
         parse(AlignmentConfig, arguments)
     assert proof.exists()
-    assert f"runs Python file {code}\n" in capsys.readouterr().err
+    assert f"running Python file {code}\n" in capsys.readouterr().err
     parse(AlignmentConfig, [*arguments[:-1], f"[{code}]"])  # which has been imported
-    assert "runs Python" not in capsys.readouterr().err
+    assert "running Python" not in capsys.readouterr().err

@@ -207,13 +207,13 @@ def test_without_key_or_network_it_ends_in_one_line(run_path, tmp_path):
     status, output = on_a_terminal(command, environment(tmp_path, **nobody))
     assert status == 0, output
     without, with_a_key = output.splitlines()
-    assert without.startswith("error: W&B saves no workspace: No API key")
-    assert with_a_key.startswith("error: W&B saves no workspace: Failed to verify")
+    assert without.startswith("error: W&B could not save the workspace: No API key")
+    assert with_a_key.startswith("error: W&B could not save the workspace: Failed to verify")
 
 
 def test_what_cannot_be_drawn_is_refused(run_path, refusal, tmp_path, monkeypatch):
     begun = write_run(tmp_path / "begun", FakeRun(OBJECTIVES, num_done=0, is_over=False))
-    assert "has no round that a workspace could draw" in refusal(cli, ["--run", begun])
+    assert "has no completed round to draw" in refusal(cli, ["--run", begun])
     assert "there is no run at" in refusal(cli, ["--run", tmp_path])
     monkeypatch.setitem(sys.modules, "wandb_workspaces.workspaces", None)
     assert "pip install 'firm-align[workspace]'" in refusal(cli, ["--run", run_path])

@@ -163,9 +163,9 @@ def test_a_damaged_checkpoint_is_refused(tmp_path: Path) -> None:
                 (path / name).unlink()
             else:
                 (path / name).write_bytes(damage)
-            with pytest.raises(ValueError, match=r"no whole checkpoint at .*; use an earlier one"):
+            with pytest.raises(ValueError, match=r"no intact checkpoint at .*; use an earlier one"):
                 load_state(path)
-    with pytest.raises(ValueError, match="no whole checkpoint"):
+    with pytest.raises(ValueError, match="no intact checkpoint"):
         load_state(tmp_path / "nowhere")
 
 
@@ -174,7 +174,7 @@ def test_a_checkpoint_of_another_format_is_refused(tmp_path: Path) -> None:
     file = tmp_path / "s" / "state.json"
     file.write_text(file.read_text().replace('"format": 1', '"format": 99'))
     with pytest.raises(
-        OtherFormat, match=r"/s has format 99, and this version reads format 1; resume with the ver"
+        OtherFormat, match=r"/s has format 99, but this version reads format 1; resume with the ver"
     ):
         load_state(tmp_path / "s")
 
@@ -235,11 +235,11 @@ def test_a_full_disk_is_an_error_that_leaves_the_old_state_and_no_remains(
 def test_a_state_of_another_making_is_no_whole_checkpoint(tmp_path: Path, text: str) -> None:
     save_state(tmp_path / "s", {"a": 1})
     (tmp_path / "s" / "state.json").write_text(text)
-    with pytest.raises(ValueError, match=r"no whole checkpoint at .*; use an earlier one\."):
+    with pytest.raises(ValueError, match=r"no intact checkpoint at .*; use an earlier one\."):
         load_state(tmp_path / "s")
 
 
 def test_a_folder_in_place_of_a_state_is_no_whole_checkpoint(tmp_path: Path) -> None:
     (tmp_path / "s" / "state.json").mkdir(parents=True)
-    with pytest.raises(ValueError, match=r"no whole checkpoint at .* is a folder; use an earlier"):
+    with pytest.raises(ValueError, match=r"no intact checkpoint at .* is a folder; use an earlier"):
         load_state(tmp_path / "s")

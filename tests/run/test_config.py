@@ -232,41 +232,47 @@ BAD_FILES = [
     ),
     (
         "rewards: {true: {path: a}}",
-        "{file}: rewards must have texts for names, got True, which YAML reads as bool; write it ",
+        "{file}: rewards must have strings as keys, got True, which YAML reads as bool; quote it",
     ),
     (
         "rate: 1\nlimit: 010",
-        "{file}: line 2: 010 is 8 to some readers of YAML and 10 to others; write 8 or 10 or '010'"
+        "{file}: line 2: 010 is 8 to some YAML parsers and 10 to others; write 8 or 10 or '010'"
         " in quotes.",
     ),
-    ("limit: 1:30", "{file}: line 1: 1:30 is 90 to some readers of YAML and a text to others; wri"),
-    ("limit: 1_000", "{file}: line 1: 1_000 is 1000 to some readers of YAML and a text to others"),
-    ("limit: 0o10", "{file}: line 1: 0o10 is 8 to some readers of YAML and a text to others; writ"),
-    ("limit: 0b11", "{file}: line 1: 0b11 is 3 to some readers of YAML and a text to others; writ"),
-    ("limit: 09", "{file}: line 1: 09 is 9 to some readers of YAML and a text to others; write 9"),
-    ("limit: !!int 010", "{file}: malformed YAML, line 1: 010 is no decimal number; correct it."),
-    ("rate: 1:30.5", "{file}: line 1: 1:30.5 is 90.5 to some readers of YAML and a text to others"),
-    ("resume: yes", "{file}: line 1: yes is true to some readers of YAML and a text to others; w"),
-    ("options: {a: [off]}", "{file}: line 1: off is false to some readers of YAML and a text to"),
-    ("rewards: {no: {path: a}}", "{file}: line 1: no is false to some readers of YAML and a text"),
+    ("limit: 1:30", "{file}: line 1: 1:30 is 90 to some YAML parsers and a string to others; wri"),
+    ("limit: 1_000", "{file}: line 1: 1_000 is 1000 to some YAML parsers and a string to others"),
+    ("limit: 0o10", "{file}: line 1: 0o10 is 8 to some YAML parsers and a string to others; writ"),
+    ("limit: 0b11", "{file}: line 1: 0b11 is 3 to some YAML parsers and a string to others; writ"),
+    ("limit: 09", "{file}: line 1: 09 is 9 to some YAML parsers and a string to others; write 9"),
+    (
+        "limit: !!int 010",
+        "{file}: malformed YAML, line 1: 010 is not a decimal number; correct it.",
+    ),
+    ("rate: 1:30.5", "{file}: line 1: 1:30.5 is 90.5 to some YAML parsers and a string to others"),
+    ("resume: yes", "{file}: line 1: yes is true to some YAML parsers and a string to others; w"),
+    ("options: {a: [off]}", "{file}: line 1: off is false to some YAML parsers and a string to"),
+    ("rewards: {no: {path: a}}", "{file}: line 1: no is false to some YAML parsers and a str"),
     (
         "out: 2024-01-31",
-        "{file}: line 1: 2024-01-31 is a date to some readers of YAML and a text to others; write "
+        "{file}: line 1: 2024-01-31 is a date to some YAML parsers and a string to others; write "
         "'2024-01-31' in quotes.",
     ),
-    ("1: 2", "{file}: the file must have texts for names, got 1, which YAML reads as int; write"),
+    ("1: 2", "{file}: the file must have strings as keys, got 1, which YAML reads as int; quote"),
     ("options: {1: a, 0x1: b}", "{file}: malformed YAML, line 1: keys '1' and '0x1' are both re"),
-    ("rate: &a [*a]", "{file}: malformed YAML, line 1: an alias inside of what it stands for; co"),
+    ("rate: &a [*a]", "{file}: malformed YAML, line 1: an alias inside of its own anchor; co"),
     ("rate: " + "[" * 5_000, "{file}: malformed YAML: it is nested too deeply; correct it."),
-    ("rate: 1999-99-99", "{file}: line 1: 1999-99-99 is a date to some readers of YAML and a text"),
+    ("rate: 1999-99-99", "{file}: line 1: 1999-99-99 is a date to some YAML parsers and a str"),
     ("rate: !!bool x", "{file}: malformed YAML: a value does not fit its tag; correct it."),
-    ('out: "\\ud800"', "{file}: malformed YAML, line 1: half a surrogate pair, which is no charac"),
+    (
+        'out: "\\ud800"',
+        "{file}: malformed YAML, line 1: half a surrogate pair, which is not a charac",
+    ),
     ("batch: {size: 6}", "batch.size 6 is not divisible by minibatch 4; use a multiple of 4."),
     ("batch: {size: 8}\nstrategy: {beta: -1}", "strategy.beta must be non-negative, got -1.0."),
     (
         "rewards: {helpful: {scale: 2}}",
         "rewards.helpful.path is required, got nothing; "
-        "give --rewards.helpful.path VALUE or a config file.",
+        "pass --rewards.helpful.path VALUE or a config file.",
     ),
 ]
 
@@ -275,24 +281,24 @@ BAD_ARGUMENTS = [
     (["--rate.x", "1"], "command line: unknown key rate.x; rate is a single value."),
     (["--extras.0.path", "1"], "command line: unknown key extras.0.path; extras has 0 entries."),
     (["--limit", "many"], "command line: limit must be int or null, got 'many'."),
-    (["--limit", "010"], "command line: limit must be int or null: 010 is 8 to some readers of "),
-    (["--limit", "1_0"], "command line: limit must be int or null: 1_0 is 10 to some readers of "),
-    (["--rate", "1:30"], "command line: rate must be float: 1:30 is 90 to some readers of YAML "),
-    (["--rate", "1_000.5"], "command line: rate must be float: 1_000.5 is 1000.5 to some readers"),
+    (["--limit", "010"], "command line: limit must be int or null: 010 is 8 to some YAML "),
+    (["--limit", "1_0"], "command line: limit must be int or null: 1_0 is 10 to some YAML "),
+    (["--rate", "1:30"], "command line: rate must be float: 1:30 is 90 to some YAML parsers "),
+    (["--rate", "1_000.5"], "command line: rate must be float: 1_000.5 is 1000.5 to some YAML"),
     (["--rate", "２"], "command line: rate must be float, got '２'."),
-    (["--resume", "on"], "command line: resume must be bool: on is true to some readers of YAML "),
-    (["--options.a", "no"], "command line: options.a: no is false to some readers of YAML and a "),
+    (["--resume", "on"], "command line: resume must be bool: on is true to some YAML parsers "),
+    (["--options.a", "no"], "command line: options.a: no is false to some YAML parsers and a "),
     (["--extras", "[{path: 2024-01-31}]"], "command line: extras, line 1: 2024-01-31 is a date t"),
     (["--limit"], "command line: --limit has no value; write --limit VALUE."),
-    (["a.yaml"], "command line: unexpected 'a.yaml'; give a file as --config FILE and a value"),
-    (["--out", "\udcff"], "command line: '\\udcff' is no UTF-8 text; write it in UTF-8."),
+    (["a.yaml"], "command line: unexpected 'a.yaml'; pass a file as --config FILE and a value"),
+    (["--out", "\udcff"], "command line: '\\udcff' is not valid UTF-8; write it in UTF-8."),
     (["--targets", "[a"], "command line: targets is malformed YAML, line 1: "),
-    (["--strategy.name", "fedavg"], "strategy.weights is required, got nothing; give --strat"),
+    (["--strategy.name", "fedavg"], "strategy.weights is required, got nothing; pass --strat"),
     (
         ["--config", "nowhere/zzz.yaml"],
-        "nowhere/zzz.yaml: no such file; shipped ones are attacks, ",
+        "nowhere/zzz.yaml: no such file; shipped configurations are attacks, ",
     ),
-    (["--config", "/"], "/: cannot be read ([Errno 21] Is a directory: '/'); give a YAML text fi"),
+    (["--config", "/"], "/: cannot be read ([Errno 21] Is a directory: '/'); pass a YAML text fi"),
 ]
 
 
@@ -303,7 +309,7 @@ BOMB = "{a: &a [x, x, x, x, x, x, x, x, x], " + ", ".join(
 
 
 def test_aliases_that_stand_for_more_than_fits_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="more than 100000 values, with what aliases repeat"):
+    with pytest.raises(UserError, match="more than 100000 values with aliases expanded"):
         from_text(tmp_path, f"options: {BOMB}}}")
     with pytest.raises(UserError, match=r"rate must be float, got '\{a: &a"):
         from_text(tmp_path, f"rate: '{BOMB}}}'")
@@ -506,7 +512,7 @@ def test_help_shows_the_keys_that_matter_with_the_defaults_of_the_bare_command(
     file.write_text("rate: 0.5\nbatch: {size: 3}\n")
     keys = {"Speed": ["rate"], "Memory": ["batch.size", "strategy.beta"]}
     text = _help(capsys, default_file=file, keys=keys)
-    assert f"Defaults are those of {file}." in text
+    assert f"Defaults are from {file}." in text
     assert "Speed: --rate Learning rate. (float, default: 0.5)" in text
     assert "Memory: --batch.size Prompts of a step. (int, default: 3)" in text
     assert "--strategy.beta Regularisation, β of Eq. (4). (float, default: 0.01)" in text

@@ -65,7 +65,7 @@ def test_a_malformed_line_is_named(tmp_path: Path) -> None:
     [
         (b"", "line 2 is empty"),
         (b'{"text": "\xe9"}', "line 2: the byte 0xe9 is not UTF-8"),
-        (b"5", "line 2 holds no JSON object but a int"),
+        (b"5", "line 2 must be a JSON object, got int"),
     ],
 )
 def test_a_line_that_is_no_row_is_named_with_what_to_do(tmp_path: Path, line, message) -> None:
@@ -75,7 +75,7 @@ def test_a_line_that_is_no_row_is_named_with_what_to_do(tmp_path: Path, line, me
         with pytest.raises(UserError) as refused:
             read()
         assert str(refused.value) == (
-            f"{run.path / name}, {message}; restore the file from a copy, or start a new run."
+            f"{run.path / name}, {message}; restore the file from a backup, or start a new run."
         )
 
 
@@ -93,7 +93,7 @@ def test_a_line_that_nothing_can_read_is_left_out_as_no_row(tmp_path: Path) -> N
     ("name", "content", "message"),
     [
         ("run.json", b"", "run.json is empty; restore"),
-        ("run.json", b"[1]", "run.json holds no JSON object but a list; restore"),
+        ("run.json", b"[1]", "run.json must be a JSON object, got list; restore"),
         ("run.json", b'{\n"status": "\xff"}', "run.json, line 2: the byte 0xff is not UTF-8; rest"),
         ("config.yaml", b"seed: 1\nout: \xff", "config.yaml, line 2: the byte 0xff is not UTF-8"),
         ("config.yaml", b"seed: 1\nout: [", "config.yaml is malformed YAML, line 2: "),
@@ -199,7 +199,7 @@ def test_a_run_without_any_whole_checkpoint_is_refused_and_kept(tmp_path: Path) 
     run.close()
     before = contents(run.path)
     with pytest.raises(
-        UserError, match=r"none of its 2 checkpoints is whole .*round_0002.*restore"
+        UserError, match=r"none of its 2 checkpoints is intact .*round_0002.*restore"
     ):
         Run.resume(run.path, CONFIG)
     assert contents(run.path) == before
@@ -213,7 +213,7 @@ def test_a_checkpoint_of_another_version_is_not_taken_for_a_damaged_one(tmp_path
     file = run.path / "checkpoints/round_0002/state.json"
     file.write_text(file.read_text().replace('"format": 1', '"format": 2'))
     before = contents(run.path)
-    with pytest.raises(OtherFormat, match="format 2, and this version reads format 1"):
+    with pytest.raises(OtherFormat, match="format 2, but this version reads format 1"):
         Run.resume(run.path, CONFIG)
     assert contents(run.path) == before
 
@@ -333,7 +333,7 @@ def test_a_log_shorter_than_its_checkpoint_says_is_refused(tmp_path: Path) -> No
     run.save_checkpoint(1, {})
     run.close()
     (run.path / "metrics.jsonl").write_text("")
-    with pytest.raises(UserError, match="has 0 bytes, its checkpoint was written after 16"):
+    with pytest.raises(UserError, match="must have at least 16 bytes, as at its checkpoint, got 0"):
         Run.resume(run.path, CONFIG)
 
 
@@ -431,7 +431,7 @@ def test_a_run_is_checked_without_a_trace_before_it_is_opened(tmp_path: Path) ->
         Run.check(run.path, {**CONFIG, "seed": 2}, resume=True)
     assert contents(run.path) == before
     (run.path / "checkpoints/round_0001/state.json").unlink()
-    with pytest.raises(UserError, match="none of its 1 checkpoints is whole"):
+    with pytest.raises(UserError, match="none of its 1 checkpoints is intact"):
         Run.check(run.path, CONFIG, resume=True)
 
 
@@ -474,9 +474,10 @@ except SystemExit as end:
     ("num_lines", "message"),
     [
         (1, "error: the checkpoint of round 2 in {path}/checkpoints cannot be written (File too "
-            "large); older ones are whole: make room, then continue with --resume."),
+            "large); older checkpoints are intact: free space on the disk, then "
+            "continue with --resume."),
         (99, "error: {path}/metrics.jsonl cannot be written (File too large); "
-             "make room, then continue with --resume."),
+             "free space on the disk, then continue with --resume."),
     ],
 )  # fmt: skip
 def test_a_full_disk_ends_in_one_line_and_the_run_resumes(

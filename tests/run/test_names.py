@@ -22,15 +22,24 @@ def test_names_that_pass_are_different_visible_folders_below_where_they_stand(na
 @pytest.mark.parametrize(
     ("names", "message"),
     [
-        ([".."], "settings need names with letters or digits that begin with no dot, got '..'."),
-        (["/"], "settings need names with letters or digits that begin with no dot, got '/'."),
+        (
+            [".."],
+            "settings need names that contain letters or digits and do not start with a dot",
+        ),
+        (
+            ["/"],
+            "settings need names that contain letters or digits and do not start with a dot",
+        ),
         (
             ["a\x1b[2J"],
-            r"settings need names in one line of printable characters, got 'a\x1b[2J'.",
+            r"settings need names of printable characters in one line, got 'a\x1b[2J'.",
         ),
-        (["a", "../A"], "settings need names with letters or digits that begin with no dot"),
-        (["FIRM", "firm"], "that differ as files, got 'FIRM' and 'firm'; rename one."),
-        (["β, 1", "β 1"], "that differ as files, got 'β, 1' and 'β 1'; rename one."),
+        (
+            ["a", "../A"],
+            "settings need names that contain letters or digits and do not start with a dot",
+        ),
+        (["FIRM", "firm"], "that differ as file names, got 'FIRM' and 'firm'; rename one."),
+        (["β, 1", "β 1"], "that differ as file names, got 'β, 1' and 'β 1'; rename one."),
         (["β" * 76], "settings need names of at most 150 bytes, got 152 in 'β"),
     ],
 )
@@ -50,7 +59,7 @@ def test_the_names_that_people_give_pass() -> None:
     "name", ["", ".", "..", "../a", "/a", "a/b", "a\\b", ".a", "a ", " a", "a\n", "\x1b[2J", "a\0"]
 )
 def test_a_name_that_leads_elsewhere_or_is_not_shown_is_no_folder(name) -> None:
-    with pytest.raises(ValueError, match="an algorithm's name must be the name of a folder") as no:
+    with pytest.raises(ValueError, match="an algorithm's name must be a valid folder name") as no:
         check_folder_name(name, "an algorithm's name")
     assert str(no.value).isprintable()
 

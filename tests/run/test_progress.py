@@ -116,7 +116,7 @@ def test_clients_that_train_at_a_time_are_told_apart_by_name() -> None:
 
 
 def test_an_unknown_event_is_refused() -> None:
-    with pytest.raises(ValueError, match="progress knows no event 'client_lost'; it knows"):
+    with pytest.raises(ValueError, match="event must be loading"):
         Progress(1, CLIENTS, OBJECTIVES).event("client_lost")
 
 

@@ -18,7 +18,7 @@ def test_a_run_that_is_to_continue_must_be_there(tmp_path):
     for path, remedy in {
         "runs/frist": rf"did you mean {tmp_path}/runs/first\?",
         "runs/firsts": rf"did you mean {tmp_path}/runs/first\?",
-        "nowhere/at/all": "name the folder of a run, or leave --resume out",
+        "nowhere/at/all": "pass the folder of a run, or remove --resume",
     }.items():
         for call in (Run.open, Run.check):
             with pytest.raises(
@@ -46,7 +46,7 @@ def test_a_study_continues_by_its_own_configuration(tmp_path):
 def test_a_folder_must_be_named():
     check_out(False, None)
     for resume in (True, "auto"):
-        with pytest.raises(ValueError, match="resume must come with the run's folder"):
+        with pytest.raises(ValueError, match="resume needs the run's folder"):
             check_out(resume, None)
 
 

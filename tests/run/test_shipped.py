@@ -35,7 +35,9 @@ def test_a_name_that_nothing_has_is_told_with_the_nearest(tmp_path, monkeypatch)
         find_config("minature")
     with pytest.raises(UserError, match=r"did you mean .*hh_tinyllama"):
         find_config("hh")
-    with pytest.raises(UserError, match=r"no such file; shipped ones are .*, miniature, "):
+    with pytest.raises(
+        UserError, match=r"no such file; shipped configurations are .*, miniature, "
+    ):
         find_config("nope")
     (tmp_path / "zebra.yml").touch()
     (tmp_path / "zebras.md").touch()

@@ -280,8 +280,8 @@ def test_online_without_key_or_network_goes_on_offline(tmp_path: Path) -> None:
     status, output = on_a_terminal(command, environment)
     assert status == 0, output
     without_key, without_network = output.strip().splitlines()
-    assert without_key.startswith("W&B is off line (No API key configured")
-    assert without_network.startswith("W&B is off line (Timed out while retrying")
+    assert without_key.startswith("W&B is offline (No API key configured")
+    assert without_network.startswith("W&B is offline (Timed out while retrying")
     for line, name in ((without_key, "None"), (without_network, "k" * 40)):
         assert f"upload with: wandb sync {tmp_path}/{name}/wandb/offline-run-" in line
         [history] = items(records_of(tmp_path / name), "history")

@@ -1,4 +1,4 @@
-"""Plans a run from its configuration and the models' `config.json` alone.
+"""Plans a run from its configuration and the models' `config.json`, without weights.
 
 Models are built without storage, so their sizes are exact. Message sizes are counted in a simulated
 round of the strategy, and memory in simulated passes, on tensors without content. Memory is an

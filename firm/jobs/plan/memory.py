@@ -30,14 +30,14 @@ from firm.jobs.plan.record import Memory, PolicyFigures
 from firm.jobs.plan.traffic import Traffic
 
 EVALUATION_BATCH = 64
-"""Replies that `firm.alignment.evaluate` samples at once."""
+"""Number of replies in a batch of `firm.alignment.evaluate`."""
 
 STATES_PER_CLIENT = 3
-"""A client's learner: live, after the last accepted round, and after the pending one."""
+"""Copies of a client's learner: live, after the last accepted round, and after the pending one."""
 
 
 class LiveBytes(TorchDispatchMode):
-    """Counts the bytes of live tensors created in the context: ``now``, and the maximum, ``peak``.
+    """Counts the bytes of live tensors created in the context; ``now`` and at most, ``peak``.
 
     Excludes the model's parameters and buffers, and views of them.
     """
@@ -76,9 +76,9 @@ class _Rehearsal(Policy):
 
     live: LiveBytes = field(kw_only=True)
     rows: torch.Tensor = field(kw_only=True)
-    """Room for the Jacobian, [M, d]."""
+    """Preallocated Jacobian, [M, d]."""
     kept: list[int] = field(default_factory=list, kw_only=True)
-    """Bytes that lived before each backward pass."""
+    """Live bytes before each backward pass."""
 
     def jacobian(self, losses: torch.Tensor) -> torch.Tensor:
         """Runs the backward passes and returns a Jacobian without columns, shape [M, 0]."""
@@ -171,7 +171,7 @@ def _full_length(num_rows: int, rollout: RolloutConfig) -> Rollouts:
 
 
 def with_fake_parameters(model: Any) -> Any:
-    """Replaces the model's meta tensors by those of the active fake mode, and returns it."""
+    """Replaces the model's meta tensors by fake tensors of the active mode, and returns it."""
     for module in model.modules():
         for tensors in (module._parameters, module._buffers):
             for name, tensor in tensors.items():

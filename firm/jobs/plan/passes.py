@@ -29,7 +29,7 @@ def updates(cfg: AlignmentConfig, traffic: Traffic, num_clients: int) -> Passes:
 
 
 def minibatch_share(cfg: AlignmentConfig, traffic: Traffic) -> int:
-    """Returns the most rows of a client's minibatch that one process computes gradients for."""
+    """Returns the maximum rows of a client's minibatch that one process computes gradients for."""
     estimator, is_whole = cfg.estimator, traffic.takes_whole_batches
     rows = estimator.batch_size if is_whole else estimator.minibatch_size
     return math.ceil(rows / cfg.processes_per_client)

@@ -28,9 +28,9 @@ from firm.jobs.plan.traffic import Traffic, num_passes, round_traffic
 from reward_models.registry import RewardModelConfig
 
 LEFT_OUT = (
-    "Memory is an estimate, for prompts and replies of full length. Left out: the reward models' "
-    "activations, the libraries and drivers themselves (0.5 to 1 GB), workspaces, what the "
-    "allocator holds back (on a CPU up to one and a half times as much again), and texts."
+    "Memory is an estimate, for prompts and replies of maximum length. It excludes the reward "
+    "models' activations, libraries and drivers (0.5 to 1 GB), workspaces, the allocator's cache "
+    "(on a CPU up to 1.5 times the estimate), and texts."
 )
 
 
@@ -69,7 +69,7 @@ def make_plan(cfg: AlignmentConfig, clients: Sequence[str], processes: Processes
             cfg.rollout,
             cfg.policy.prompt,
             on_note=lambda reason: notes.append(
-                f"how prompts reach the policy and where replies end is not shown: {reason}"
+                f"the format of prompts and the ends of replies are unknown: {reason}"
             ),
         )
     rewards = {
@@ -78,14 +78,14 @@ def make_plan(cfg: AlignmentConfig, clients: Sequence[str], processes: Processes
     }
     if cfg.strategy.num_local_epochs is not None:
         notes.append(
-            "strategy.num_local_epochs: how many local steps an epoch has follows from each "
-            "client's prompts; steps, replies and uploaded metrics are those of one step."
+            "strategy.num_local_epochs: the local steps of an epoch depend on each client's "
+            "prompts; steps, replies and uploaded metrics are given for one step."
         )
     shares = _prompts_per_client(cfg, has_tokenizer=inspection is not None)
     if shares is None:
         notes.append(
-            "data.train: the prompts are not on this machine, or the tokenizer that limits on "
-            "tokens need is not, so that those of each client are not counted."
+            "data.train: the prompts per client are unknown, since the prompts, or the tokenizer "
+            "needed for limits on tokens, are not on this machine."
         )
     return RunPlan(
         policy_path=cfg.policy.path,
@@ -146,9 +146,9 @@ def _architecture(path: str, key: str, notes: list[str]) -> PretrainedConfig | N
         return AutoConfig.from_pretrained(path)
     except (OSError, ValueError) as error:
         notes.append(
-            f"{path}: no config.json could be read, so what depends on this model is not shown "
-            f"({first_line(error)}). That file alone is needed: put it into a folder and give "
-            f"{key} FOLDER."
+            f"{path}: config.json could not be read, so figures that depend on this model are "
+            f"omitted ({first_line(error)}). Only this file is needed: put it into a folder and "
+            f"pass {key} FOLDER."
         )
         return None
 

@@ -25,8 +25,8 @@ def print_plan(cfg: AlignmentConfig) -> None:
         print(printable(note, max_length=5_000))
 
 
-def print_plans(runs: Mapping[str, AlignmentConfig], what: str) -> None:
+def print_plans(runs: Mapping[str, AlignmentConfig], noun: str) -> None:
     """Prints the names and sizes of several runs, and the plan of the first that trains."""
     rows = [[name, str(run.rounds), str(run.num_clients)] for name, run in runs.items()]
-    print_table(f"{len(rows)} {what}s", [what, "rounds", "clients"], rows)
+    print_table(f"{len(rows)} {noun}s", [noun, "rounds", "clients"], rows)
     print_plan(max(runs.values(), key=lambda run: run.rounds > 0))

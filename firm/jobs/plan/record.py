@@ -21,21 +21,21 @@ class PolicyFigures:
     """Sizes of the policy and of its adapter."""
 
     num_parameters: int
-    """Frozen ones."""
+    """Number of frozen parameters."""
     bytes_by_dtype: dict[str, int]
-    """Of the frozen parameters; "buffers" are an entry of their own."""
+    """Bytes of the frozen parameters by dtype, and of "buffers"."""
     num_trainable: int
     trainable_by_module: dict[str, int]
-    """By the last part of a module's name, such as "q_proj"."""
+    """Trainable parameters by the last part of a module's name, such as "q_proj"."""
     layers_by_module: dict[str, int]
-    """Layers that have an adapter, by the same names."""
+    """Number of layers with an adapter, by the same names."""
     adapter_bytes: int
     bytes_down: int
-    """To a client in a round, as the engine counts, over all that the strategy asks it."""
+    """Bytes to a client per round, over all requests of the strategy, as counted by engines."""
     bytes_up: int
-    """From a client in a round, if it serves all objectives."""
+    """Bytes from a client per round, if it trains all objectives."""
     uploads: int
-    """What the server holds at once of what came up in a round."""
+    """Bytes of a round's uploads that the server holds at a time."""
 
 
 @dataclass(frozen=True)
@@ -43,21 +43,20 @@ class Memory:
     """Estimated bytes in one process."""
 
     learner: int
-    """Of one client: critic and optimizer moments, live and saved, and its adapter if stacked."""
+    """Critic and optimizer moments of one client, live and saved, and its adapter if stacked."""
     jacobian: int
-    """The M gradients of the clients at work, and their running sums where a minibatch is taken in
-    parts."""
+    """The M gradients of the clients in training, and running sums over micro-batches, if any."""
     update: dict[bool, int]
-    """Peak of a forward and backward pass beyond parameters and Jacobian, by gradient
+    """Peak of forward and backward pass in addition to parameters and Jacobian, by gradient
     checkpointing."""
     saved: dict[bool, int]
-    """What of that the forward pass leaves for the backward pass."""
+    """The part of `update` saved for the backward pass."""
     cache: int
     """Keys and values of a rollout."""
     scores: int
-    """Logits that a rollout keeps, and the tensor [B, T, V] that they are stacked to."""
+    """Logits kept by a rollout, and the tensor [B, T, V] that they are stacked to."""
     scoring: int
-    """Peak of a pass that gives a whole rollout's log-probabilities."""
+    """Peak of a pass that computes the log-probabilities of a whole rollout."""
 
 
 @dataclass(frozen=True)
@@ -66,10 +65,10 @@ class RewardFigures:
 
     source: str
     num_parameters: int | None
-    """None where it is no local classifier."""
+    """None unless it is a classifier whose config.json can be read."""
     num_bytes: int
     device: str
-    """As configured."""
+    """Device as configured."""
 
 
 @dataclass(frozen=True)
@@ -77,11 +76,11 @@ class Passes:
     """Passes of one kind in the process with the most clients, if all of them participate."""
 
     clients: int
-    """Whose rows are in a pass."""
+    """Number of clients whose rows share a pass."""
     rows: int
-    """In a pass, at most."""
+    """Maximum rows of a pass."""
     count: int
-    """Passes of a round."""
+    """Number of passes per round."""
 
 
 @dataclass(frozen=True)
@@ -89,28 +88,28 @@ class Work:
     """Amount of work in a run."""
 
     optimizer_steps: int
-    """Per client and round, if it serves all objectives."""
+    """Optimizer steps per client and round, if it trains all objectives."""
     solves: int
-    """Systems of weights, per client and round; 0 where clients find none themselves."""
+    """Solves for weights per client and round; 0 if clients do not solve."""
     server_solves: int
-    """Systems of weights that the server solves, per round."""
+    """Solves for weights by the server per round."""
     clients_per_round: int
     rounds: int
     prompts_per_client: tuple[int, int] | None
-    """Training prompts of the client that has fewest and of the one that has most; None where the
-    data are not on this machine."""
+    """Minimum and maximum training prompts of a client; None if the data are not on this
+    machine."""
     training_replies: int
-    """Sampled in all, without the batches of FedCMOO's communication two_sample."""
+    """Replies sampled in training, excluding the batches of FedCMOO's communication two_sample."""
     evaluation_replies: int
-    """The same, at most: the data may hold fewer prompts."""
+    """Maximum number of replies sampled in evaluations; the data may have fewer prompts."""
     calibration_replies: int
-    """The same, at most."""
+    """Maximum number of replies sampled for calibration."""
     scored_replies: int
-    """Replies times scores, at most."""
+    """Maximum number of scores computed."""
     updates: Passes
-    """Forward passes with gradients, in a process and round."""
+    """Forward passes with gradients, per process and round."""
     rollouts: Passes
-    """Chunks of replies that are sampled, in a process and round."""
+    """Batches of sampled replies, per process and round."""
 
 
 @dataclass(frozen=True)
@@ -125,7 +124,7 @@ class Placement:
 
 @dataclass(frozen=True)
 class RunPlan:
-    """Plan of a run; figures that require an unknown model are None."""
+    """Plan of a run; figures that depend on an unknown model are None."""
 
     policy_path: str
     dtype: str
@@ -138,7 +137,7 @@ class RunPlan:
     places: list[Placement]
     hyperparameters: list[Hyperparameter]
     notes: list[str]
-    """What is left out, and how to have it included."""
+    """Figures that are omitted, and how to include them."""
 
     def memory_by_device(self) -> dict[str, int]:
         """Returns the peak bytes by device, summed over its processes."""

@@ -29,13 +29,13 @@ def _model_table(plan: RunPlan) -> PlanTable:
             ("adapter", f"{formats.size(figures.adapter_bytes)} ({figures.adapter_bytes:,} bytes)"),
             ("down, per client and round", formats.size(figures.bytes_down)),
             ("up, per client and round", formats.size(figures.bytes_up)),
-            ("both, in all", formats.size(both)),
+            ("up and down, in total", formats.size(both)),
         ]
     for name, reward in plan.rewards.items():
         count = reward.num_parameters
         size = "" if count is None else f", {count:,} parameters, {formats.size(reward.num_bytes)}"
         rows.append((f"reward {name}", reward.source + size))
-    return PlanTable("What would run", ("", ""), rows)
+    return PlanTable("Models", ("", ""), rows)
 
 
 def _module_rows(figures: PolicyFigures) -> Iterator[tuple[str, str]]:
@@ -51,13 +51,13 @@ def _inspection_rows(plan: RunPlan) -> list[tuple[str, str]]:
         return []
     formats_in_words = {
         "chat": "messages in its chat template",
-        "hh": "in the form of HH-RLHF, for it has no chat template or is not to use it",
+        "hh": "in the format of HH-RLHF, without a chat template",
         "plain": "the last user message in policy.prompt.template",
     }
-    context = f"{found.context:,} tokens" if found.context else "without a limit"
+    context = f"{found.context:,} tokens" if found.context else "unlimited"
     return [
         ("prompts", formats_in_words[found.prompt_format]),
-        ("replies end at", " ".join(found.ends) or "no token, but at the greatest length"),
+        ("replies end at", " ".join(found.ends) or "the maximum length, as there is no end token"),
         *(
             [("replies end before", " ".join(map(repr, stops)))]
             if (stops := found.stop_strings)
@@ -76,8 +76,11 @@ def _work_table(plan: RunPlan) -> PlanTable:
         *_share_rows(work),
         ("optimizer steps per client and round", f"{work.optimizer_steps:,}"),
         ("optimizer steps per round", f"{visits * work.optimizer_steps:,}"),
-        ("optimizer steps in all", f"{work.rounds * visits * work.optimizer_steps:,}"),
-        ("weights solved in all", f"{work.rounds * (visits * work.solves + work.server_solves):,}"),
+        ("optimizer steps in total", f"{work.rounds * visits * work.optimizer_steps:,}"),
+        (
+            "solves for weights in total",
+            f"{work.rounds * (visits * work.solves + work.server_solves):,}",
+        ),
         ("replies sampled in training", f"{work.training_replies:,}"),
         ("replies sampled in evaluations", f"at most {work.evaluation_replies:,}"),
         ("replies sampled for calibration", f"at most {work.calibration_replies:,}"),
@@ -122,10 +125,10 @@ def _memory_tables(plan: RunPlan) -> Iterator[PlanTable]:
             ("Jacobian [M, d]", formats.size(memory.jacobian)),
         ]
         for is_on, peak in memory.update.items():
-            how = f"{'with' if is_on else 'without'} gradient checkpointing"
+            mode = f"{'with' if is_on else 'without'} gradient checkpointing"
             rows += [
-                (f"update {how}{used.get(is_on, '')}", formats.size(peak)),
-                ("  of which kept for the backward pass", formats.size(memory.saved[is_on])),
+                (f"update {mode}{used.get(is_on, '')}", formats.size(peak)),
+                ("  saved for the backward pass", formats.size(memory.saved[is_on])),
             ]
         rows += [
             ("rollout: keys and values", formats.size(memory.cache)),
@@ -135,7 +138,7 @@ def _memory_tables(plan: RunPlan) -> Iterator[PlanTable]:
         yield PlanTable("Memory of a process", ("", "bytes"), rows)
     by_device = sorted(plan.memory_by_device().items())
     if rows := [(name, formats.size(size)) for name, size in by_device if size]:
-        yield PlanTable("Memory by device, at the worst moment", ("", "bytes"), rows)
+        yield PlanTable("Peak memory by device", ("", "bytes"), rows)
 
 
 def _hyperparameter_tables(plan: RunPlan) -> Iterator[PlanTable]:
@@ -150,7 +153,7 @@ def _hyperparameter_tables(plan: RunPlan) -> Iterator[PlanTable]:
         for h in plan.hyperparameters
         if h.paper
     ]
-    yield PlanTable("Given by the paper", ("key", "value", "paper", "where", "equal"), rows)
+    yield PlanTable("Given in the paper", ("key", "value", "paper", "section", "equal"), rows)
     rows = [(h.path, _text(h.value)) for h in plan.hyperparameters if not h.paper]
     yield PlanTable("Not in the paper", ("key", "value"), rows)
 

@@ -15,15 +15,15 @@ from firm.federation.strategies import STRATEGIES
 from firm.jobs.alignment_config import AlignmentConfig
 
 SAMPLED_PARAMETERS = 1_000_000
-"""Columns of the Jacobian that a planned client compresses; the others' bytes follow by proportion,
-which holds but for the rounding of ranks."""
+"""Maximum columns of the Jacobian that a planned client compresses; the bytes of the others are
+proportional, up to the rounding of ranks."""
 
 
 class Traffic:
     """An engine that counts messages sent and received; its clients fail to train.
 
-    Messages hold empty adapters and Jacobians with few columns. The bytes that are missing compared
-    to real messages are added to the counts.
+    Messages contain empty adapters and Jacobians with few columns; the counts include the bytes
+    that real messages would have in addition.
     """
 
     def __init__(self, cfg: AlignmentConfig, adapter: Mapping[str, torch.Tensor]) -> None:
@@ -36,9 +36,9 @@ class Traffic:
         self._sizes = Sizes(num_columns, num_passes(cfg), _metrics(list(cfg.rewards)))
         self.bytes_down = self.bytes_up = self.uploads = 0
         self.num_clients = 0
-        """Clients that train."""
+        """Number of clients that train."""
         self.num_trainings = self.num_solves = 0
-        """Trainings of each in a round, and solves of each training."""
+        """Trainings per client and round, and solves per training."""
         self.takes_whole_batches = False
 
     def map(self, request: Request, clients: Sequence[str]) -> tuple[list[Reply], list[Failure]]:
@@ -99,8 +99,8 @@ def num_passes(cfg: AlignmentConfig) -> int:
 
 
 def _metrics(objectives: Sequence[str]) -> dict[str, Any]:
-    """Returns 7 values per objective and 30 others, close enough next to solves and adapters."""
-    digits = 1 / 3
+    """Returns 7 values per objective and 30 others, a close approximation of a client's metrics."""
+    digits = 1 / 3  # as many digits as a measured value
     by_objective = dict.fromkeys(objectives, digits)
     return {
         **{f"figure of objectives {i}": by_objective for i in range(7)},
