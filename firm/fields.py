@@ -42,26 +42,26 @@ _SHORT.maxstring = _SHORT.maxother = 80
 _WORDS = {"ge": "at least", "gt": "greater than", "le": "at most", "lt": "less than"}
 
 LARGEST = 2**31 - 1
-"""Limit of integers that only bound something else, and so cost nothing."""
+"""Upper limit of integers that only bound other values, and thus allocate nothing."""
 
 PositiveInt = Annotated[int, Interval(ge=1, le=LARGEST)]
 NonNegativeInt = Annotated[int, Interval(ge=0, le=LARGEST)]
 Seed = Annotated[int, Interval(ge=-(2**63), le=2**63 - 1)]
 BoundedInt = Annotated[int, Interval(ge=1, le=2**20)]
-"""Number of things that are done or held one by one: rows of a batch, epochs, replies, units."""
+"""Number of items that are processed or stored, such as rows of a batch, epochs or replies."""
 NumTokens = Annotated[int, Interval(ge=1, le=10_000_000)]
-"""Length of a text that a model reads or writes; the longest contexts have ten million."""
+"""Length of a text in tokens; the longest contexts have ten million."""
 NumWorkers = Annotated[int, Interval(ge=1, le=4_096)]
 """Number of threads or processes on one machine."""
 _SAFEGUARDS = {-(2**63)} | {
     get_args(kind)[1].le for kind in (PositiveInt, Seed, BoundedInt, NumTokens, NumWorkers)
 }
-"""Limits that only those who exceed them need to read."""
+"""Limits that help pages omit; only error messages mention them."""
 Port = Annotated[int, Interval(ge=1, le=65_535)]
 NumClients = Annotated[int, Interval(ge=1, le=100_000)]
-"""A run keeps a state for each, so that more are a mistake rather than a federation."""
+"""Number of clients; a run keeps a state of each, so larger numbers are mistakes."""
 NumRounds = Annotated[int, Interval(ge=0, le=1_000_000)]
-"""Of rounds or local steps: plans and schedules look at each."""
+"""Number of rounds or local steps; plans and schedules iterate over them."""
 FiniteFloat = Annotated[float, _FINITE]
 PositiveFloat = Annotated[float, Gt(0), _FINITE]
 NonNegativeFloat = Annotated[float, Ge(0), _FINITE]
@@ -82,7 +82,7 @@ class Paper:
     section: str
     """Section or appendix, such as "A.1"."""
     values: tuple[Any, ...] = ()
-    """The value, or several among which it chooses; none: it is the field's default."""
+    """Values in the paper; empty: the field's default."""
 
     def __str__(self) -> str:
         value = self.values_in_words

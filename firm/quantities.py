@@ -1,4 +1,4 @@
-"""Quantities: the numbers that runs log, each registered once, where it is computed.
+"""Quantities: registry of the numbers that runs log, each registered where it is computed.
 
     register(Quantity("entropy", "Entropy of the policy", "nats per token", section="training"))
 
@@ -23,7 +23,7 @@ RESERVED = ("kind", "round", "client", "num_examples", "bytes_down", "bytes_up")
 """Fields of a client's row in the log that the server writes itself."""
 
 CENTERED = {"autorangeoptions": {"include": [-0.2, 0.2]}}
-"""Axis of correlations, as far as they go; what is near zero looks so."""
+"""Axis of correlations, wide enough that values near zero look like it."""
 PERCENT = {"rangemode": "tozero", "tickformat": "~%"}
 
 
@@ -32,43 +32,43 @@ class Quantity:
     """A logged number, or several numbers per objective, pair of objectives or solve."""
 
     name: str
-    """Its field in the rows."""
+    """Field in the rows."""
     title: str = ""
-    """Above its figure; {} stands for the objective, the pair, or both objectives of two. Without
-    a title it is logged and not drawn."""
+    """Title of the figure; {} is replaced by the objective, the pair, or the only two objectives.
+    Without a title, the quantity is logged but not drawn."""
     unit: str = ""
-    """Beside the axis."""
+    """Label of the axis."""
     help: str = ""
-    """A sentence on what it says, for the text of its section."""
+    """Explanation of the quantity, for the text of its section."""
     kind: Kind = "client"
-    """The rows that hold it."""
+    """Kind of the rows that contain it."""
     type: Any = None
-    """Type of a valid value, of `firm.schema`; by default a number, or one by name."""
+    """Type of valid values, from `firm.schema`; by default a number, or numbers by name."""
     may_leave: bool = True
-    """Whether a client's may leave a site whose policy does not name it: figures of a batch may,
-    those of one example may not."""
+    """Whether values of clients may leave a site whose policy has no list of metrics: statistics of
+    a batch may, values of a single example may not."""
     needs: tuple[str, ...] = ()
-    """Quantities that it says nothing without."""
+    """Quantities without which it is meaningless."""
     noisy: Any = None
-    """Type of a value to which a client adds noise, which may leave the range; see `type_in`."""
+    """Type of values with noise added by a client, which may be out of range; see `type_in`."""
     section: str = "further"
-    """The part of a run's page that shows it; none where it is empty."""
+    """Section of a run's page; empty: none."""
     by: Literal["", "objective", "pair"] = ""
-    """Whether there is one for all, one by objective, or one by pair; the type says it, too."""
+    """Whether there is a single value, one per objective or one per pair; must match `type`."""
     lines: Lines = "clients"
-    """A line for each client, with or without their mean, or the mean by objective alone."""
+    """Lines to draw: clients, clients and their mean, or only the means by objective."""
     evaluated: str = ""
-    """The field of evaluations that holds the same for the global model."""
+    """Field of evaluations with this quantity of the global model."""
     reference: float | Literal["1/M"] | None = None
-    """Where a dashed line lies."""
+    """Position of a dashed reference line."""
     axis: Mapping[str, Any] = field(default_factory=lambda: {"rangemode": "tozero"})
     """Further attributes of plotly's y-axis."""
     is_share: bool = False
-    """Whether the values of all objectives sum to one, so that of two the first says it all."""
+    """Whether the values of all objectives sum to one, so that the second of two is redundant."""
     of: Callable[[Mapping[str, Any]], float | None] | None = None
-    """Derives it from a row that does not hold it."""
+    """Function that derives the quantity from a row."""
     better: Literal["", "higher", "lower"] = ""
-    """Which values are better, for evaluated quantities by which settings are compared."""
+    """Direction of improvement, for evaluated quantities by which settings are compared."""
 
     def __post_init__(self) -> None:
         named = {"": Finite, "objective": ByObjective[Finite | None], "pair": ByPair[Finite | None]}
@@ -90,7 +90,7 @@ class Quantity:
 
 
 QUANTITIES: Registry[tuple[Kind, str], Quantity] = Registry("quantity")
-"""By kind of row and name, in the order of registration, in which pages show them."""
+"""Quantities by kind of row and name; pages show them in order of registration."""
 
 
 def register(*quantities: Quantity) -> None:

@@ -17,13 +17,13 @@ from pydantic_core import PydanticCustomError
 LARGEST = 1e36
 """Largest magnitude of a number: it is finite in float32, and its square in float64."""
 SLACK = 1e-3
-"""How far rounding may take a share or a correlation beyond its range."""
+"""Tolerance of shares and correlations beyond their range, for rounding."""
 MAX_ITEMS = 10_000
-"""Most items of a list, such as the solves of one round."""
+"""Maximum number of items of a list, such as the solves of one round."""
 MAX_NAMES = 1_000
-"""Most entries of a mapping with free names."""
+"""Maximum number of entries of a mapping with free names."""
 MAX_TEXT = 200
-"""Most characters of a name."""
+"""Maximum number of characters of a name."""
 ROUNDING = 1e-6
 """Relative asymmetry that rounding leaves in a Gram matrix."""
 
@@ -127,7 +127,7 @@ Name = Annotated[str, Len(0, MAX_TEXT), AfterValidator(_is_printable)]
 Series = Annotated[list[T], Strict(False), Len(1, MAX_ITEMS)]
 """One entry for each solve, or each batch."""
 Items = Annotated[list[T], Strict(False), Len(0, MAX_ITEMS), Separate()]
-"""Entries that each stand for themselves."""
+"""List of independent items."""
 PerObjective = Annotated[list[T], Strict(False), AfterValidator(_of_all_objectives), PerEach()]
 """M entries."""
 PerPair = Annotated[list[T], Strict(False), AfterValidator(_of_all_pairs), PerEach(pairs=True)]

@@ -1,1 +1,1 @@
-"""Recipes: importable scripts that wire the parts together and decide nothing."""
+"""Recipes: importable scripts that combine the components of the library."""

@@ -3,7 +3,7 @@
     python recipes/firm_hh.py                                    # the miniature world
     python recipes/firm_hh.py --config configs/hh_tinyllama.yaml # the paper's run
     python recipes/firm_hh.py --strategy.beta 0.5 --rounds 10    # any key, overridden
-    python recipes/firm_hh.py --plan                             # what would run
+    python recipes/firm_hh.py --plan                             # sizes, memory, bytes, steps
     python recipes/firm_hh.py --resume runs/mine                 # continue after a stop
     torchrun --nproc_per_node 4 recipes/firm_hh.py               # clients on 4 GPUs
 
@@ -34,12 +34,12 @@ def main(cfg: AlignmentConfig) -> None:
     # The policy with its adapter, the reward models and the prompts; each process loads its own.
     loaded = loading.load(cfg, processes, on_event=progress.event)
 
-    # Every reward model has another scale. Maps to [0, 1], fixed by replies of the base model,
-    # make rewards comparable across objectives and clients.
+    # Reward models have different scales. Calibrations to [0, 1], fitted to replies of the base
+    # model, make rewards comparable across objectives and clients.
     calibrations = loading.shared_calibrations(loaded, cfg, out, on_event=progress.event)
 
-    # A client has a shard of the prompts, an optimizer, value heads and random streams. Clients of
-    # one process share its policy, into which each of them loads its adapter in turn.
+    # A client has a shard of the prompts, an optimizer, value heads and random streams. The clients
+    # of a process share its policy; each loads its adapter into it before training.
     clients = loading.build_clients(loaded, cfg, calibrations, on_event=progress.event)
     engine = loading.build_engine(clients, cfg, processes, on_event=progress.event)
     if not processes.is_server:  # its clients work for the first process until the run ends

@@ -15,23 +15,23 @@ from reward_models.sequence_classifier import SequenceClassifierReward
 
 @configuration
 class GoldenScore:
-    """An example and what a reward model says about it."""
+    """An example and its known score."""
 
     prompt: str
     """A dialogue in the form of Anthropic's HH-RLHF that ends with the assistant's tag."""
     completion: str
     """The reply."""
     score: Annotated[FiniteFloat | None, Hint("leave it out if it is not known")] = None
-    """The raw score, before normalization; null shows the format and checks nothing."""
+    """Raw score, before normalization; null: not checked."""
     tolerance: NonNegativeFloat = 0.01
-    """Largest difference that passes, in the score's unit; bfloat16 needs more than float32."""
+    """Maximum difference, in units of the score; bfloat16 needs more than float32."""
 
 
 def check_golden_scores(reward: Any, golden: Sequence[GoldenScore]) -> None:
     """Checks that a reward model gives the known scores.
 
-    The message names the examples by their place in the list and repeats no text. The counters of
-    a sequence classifier stay as they are.
+    Messages refer to examples by index and quote no text. The counters of a sequence classifier do
+    not change.
 
     Raises:
         ValueError: A score is off, with the format that would have given all of them if there is

@@ -29,19 +29,19 @@ _OWN_ARGUMENTS = (
     *("prompts", "completions", "completion_ids"),
     *("trainer_state", "log_extra", "log_metric"),
 )
-"""TRL's keywords, which every reward function is given beside the data's columns and options."""
+"""TRL's keyword arguments, passed to every reward function in addition to columns and options."""
 
 _REST = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
-"""Kinds of parameters that take whatever is left."""
+"""Kinds of parameters that accept any remaining arguments."""
 
 
 @configuration
 class RewardModelConfig:
-    """One objective's reward model."""
+    """The reward model of an objective."""
 
     name: str = "sequence_classifier"
-    """"sequence_classifier" for a Hugging Face checkpoint, or the name of a function: "brevity",
-    "politeness" or "positivity", which ship, one in `file`, or one of an installed package."""
+    """"sequence_classifier" for a Hugging Face checkpoint, or the name of a function: built-in
+    ("brevity", "politeness", "positivity"), in `file`, or from an installed package."""
     path: Annotated[
         str,
         Paper(
@@ -53,40 +53,39 @@ class RewardModelConfig:
             ),
         ),
     ] = ""
-    """The checkpoint: a folder, or a name on the Hugging Face hub."""
+    """Checkpoint of the classifier: a folder, or a name on the Hugging Face hub."""
     format: CallFormat = "hh_pair"
-    """How a sequence classifier reads a reply. "hh_pair": dialogue and reply as a pair, spelt as
-    the Ray2333 models were trained; "question_answer": the last human turn and the reply as a pair
-    without role tags, as OpenAssistant's DeBERTa models; "chat_template": the turns in the
-    classifier's own chat template; "plain": both as one text; "response": the reply alone."""
+    """Input format of a sequence classifier. "hh_pair": dialogue and reply as a pair, in the format
+    of the Ray2333 models; "question_answer": last human turn and reply as a pair without role tags,
+    for OpenAssistant's DeBERTa models; "chat_template": the classifier's own chat template;
+    "plain": dialogue and reply as one text; "response": only the reply."""
     output: int | str | None = None
-    """One of several: the label of a classifier whose logit is the reward, counted from 0, or the
-    name of a list among those that a function returns. By default a classifier must have one label,
-    and a function that returns several lists has one of the objective's name."""
+    """Output to use if there are several: the index of a classifier's label, from 0, or the name of
+    a list that a function returns. null: the only label, or the list named after the objective."""
     append_eos: bool = False
-    """Ends every text with EOS, as TRL trains its reward models. Leave it off for a checkpoint
-    whose pad token is its EOS: there the score was read from the token before."""
+    """End every text with EOS, as in TRL's training of reward models. Leave it off if the pad token
+    of a checkpoint is its EOS, since the score was then trained at the token before it."""
     max_length: PositiveInt | None = None
-    """Longest input in tokens; longer ones lose their beginning. By default what the model has
-    positions for."""
+    """Maximum length of inputs in tokens; longer inputs are truncated at the start. null: the
+    model's number of positions."""
     batch_size: PositiveInt = 32
-    """Replies that are scored at once; bounds memory, changes no score."""
+    """Replies scored per batch; limits memory and does not affect scores."""
     dtype: Literal["float32", "bfloat16", "float16"] = "float32"
-    """Type of the parameters."""
+    """Data type of the parameters."""
     device: str = "auto"
-    """"auto" takes the accelerator when there is one, else the CPU; "cuda:1" is its second one."""
+    """Device of the model: "auto" for the accelerator if available, otherwise the CPU; or a name
+    such as "cuda:1"."""
     file: str = ""
-    """A Python file, which is run, whose functions join the registry by the decorator
-    `reward_model`."""
+    """Python file to run, which registers functions with the decorator `reward_model`."""
     options: dict[str, Any] = field(default_factory=dict)
-    """Further arguments of a registered function, such as brevity's `half_words`, or the settings
-    of a registered class."""
+    """Further arguments of a registered function, such as brevity's `half_words`, or arguments of a
+    registered class."""
     golden: list[GoldenScore] = field(default_factory=list)
-    """Examples with known scores, which are checked when the reward model is loaded."""
+    """Examples with known scores, checked when the reward model is loaded."""
     normalization: Annotated[Literal["sigmoid", "minmax", "none"], NOT_IN_PAPER] = "sigmoid"
-    """How raw scores become rewards in [0, 1], with figures frozen on replies of the base model.
-    "sigmoid" of the standardised score; "minmax" between its 5 % and 95 % quantiles; "none" leaves
-    the score as it is."""
+    """Calibration of raw scores to rewards in [0, 1], fitted to replies of the base model.
+    "sigmoid": sigmoid of the standardised score; "minmax": linear between the 5 % and 95 %
+    quantiles; "none": the raw score."""
 
     def __post_init__(self) -> None:
         is_classifier = self.name == "sequence_classifier"
@@ -135,12 +134,12 @@ class FunctionReward:
     function: Callable[..., Any]
     options: dict[str, Any]
     output: str | None = None
-    """Which of the lists that the function returns is the objective's; None: that of its name."""
+    """Name of the returned list to use; None: the list named after the objective."""
 
     def __call__(
         self, /, prompts: Sequence[Any], completions: Sequence[Any], **columns: Sequence[Any]
     ) -> Any:
-        """Calls the function by keyword, with the fields of the data that it has parameters for.
+        """Calls the function with keyword arguments for the data fields in its signature.
 
         Raises:
             TypeError: It needs a field that the data do not have.
@@ -194,14 +193,14 @@ class FunctionReward:
 REWARD_MODELS: Registry[str, Callable[[RewardModelConfig, str], Any]] = Registry(
     "reward model", {"sequence_classifier": _sequence_classifier}
 )
-"""Builder of a reward model, from its config and the objective's name."""
+"""Builders of reward models by name, each called with the config and the objective's name."""
 
 
 def reward_model(name: str) -> Callable[[Function], Function]:
     """Registers a function with TRL's reward-function signature under a name, unchanged.
 
-    A class with instances that can be called so has its own settings: `options` are the arguments
-    of its constructor, and every objective gets an instance.
+    A class of callables may be registered instead: `options` are the arguments of its constructor,
+    and every objective has its own instance.
 
     Raises:
         ValueError: The name is taken, or the object cannot be called like a reward function.
@@ -330,7 +329,7 @@ def load_reward_models(configs: Mapping[str, RewardModelConfig]) -> dict[str, An
 
 
 def _source(config: RewardModelConfig) -> RewardModelConfig:
-    """Returns the settings that decide on a function, or on a classifier and its inputs."""
+    """Returns the settings that determine a function, or a classifier and its inputs."""
     needs_label = config.name == "sequence_classifier" and config.output is not None
     return replace(config, output=0 if needs_label else None, golden=[], normalization="sigmoid")
 
@@ -341,7 +340,7 @@ def load_reward_model(config: RewardModelConfig, objective: str, *, like: Any = 
     Args:
         config: Its settings.
         objective: The objective's name.
-        like: A reward model that is loaded already, of a config with the same `_source`.
+        like: Loaded reward model of a config with the same `_source`, to share its weights.
 
     Raises:
         ValueError: No such name, file or checkpoint, one that does not fit its settings, or one

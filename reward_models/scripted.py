@@ -54,7 +54,7 @@ def _content(message: Mapping[str, Any]) -> str:
 
 @reward_model("brevity")
 def brevity(completions: Sequence[Given], *, half_words: float = 20.0, **_: Any) -> list[float]:
-    """Returns how short each reply is: 1 for an empty one, 1/2 at `half_words` words.
+    """Scores the brevity of each reply: 1 for an empty one, 1/2 at `half_words` words.
 
     >>> brevity(["", "one two"], half_words=2)
     [1.0, 0.5]
@@ -68,7 +68,7 @@ def brevity(completions: Sequence[Given], *, half_words: float = 20.0, **_: Any)
 def positivity(
     completions: Sequence[Given], *, words: str = POSITIVE_WORDS, **_: Any
 ) -> list[float]:
-    """Returns how many positive words each reply has, a count that pulls against brevity.
+    """Counts the positive words of each reply; the count conflicts with brevity.
 
     The share of positive words would not: short replies have a higher one. White space separates
     the words that count.
@@ -91,11 +91,11 @@ def politeness(
     rude: str = RUDE_PHRASES,
     **_: Any,
 ) -> list[float]:
-    """Returns how many courteous phrases each reply has, less the rude ones; 0 without either.
+    """Counts the polite phrases of each reply minus the rude ones.
 
-    A phrase is one or more whole words, in any case and with any punctuation between them; where
-    one holds another, the longer one counts, once. A word has no context here: quoting an insult
-    counts as rude, and so does explaining hell. Commas separate phrases.
+    A phrase is one or more whole words, in any case and with any punctuation between them; of
+    overlapping phrases, only the longest counts. Context is ignored: quoting an insult counts as
+    rude, and so does explaining hell. Commas separate phrases.
 
     >>> politeness(["Thank you! Could you say more, please?", "Shut up.", "Rain."])
     [3.0, -1.0, 0.0]

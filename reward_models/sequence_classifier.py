@@ -38,10 +38,10 @@ _LOADING_ERRORS = (
     SafetensorError,
     StrictDataclassError,
 )
-"""What transformers and its libraries raise on files that are none of a checkpoint."""
+"""Exceptions of transformers and its libraries on files that are not a valid checkpoint."""
 
 UNKNOWN_LENGTH = 10**9
-"""Longer than any model reads; tokenizers without a limit say 10^30."""
+"""Stands for an unknown maximum length; tokenizers without a limit report 10^30."""
 
 Features = dict[str, list[int]]
 
@@ -50,13 +50,13 @@ class SequenceClassifierReward:
     """One logit of a sequence classifier as a reward function.
 
     The model is put into evaluation mode; `name` is the objective, and the other settings are as in
-    `RewardModelConfig`. An input that is too long loses its beginning, but not the special tokens
-    that the tokenizer opens with. `truncated` says which inputs of the latest call were cut.
+    `RewardModelConfig`. Inputs that are too long are truncated at the start, except for leading
+    special tokens. `truncated` lists which inputs of the latest call were truncated.
 
     Raises:
-        ValueError: There is no such label, or several and no choice; the tokenizer cannot spell
-            the format; there is no EOS to append; or `max_length` is unknown or beyond the model's
-            positions.
+        ValueError: The label does not exist, or none of several is selected; the tokenizer does
+            not support the format; there is no EOS to append; or `max_length` is unknown or exceeds
+            the model's positions.
     """
 
     def __init__(
@@ -136,7 +136,7 @@ class SequenceClassifierReward:
         return self.tokenizer(*columns, add_special_tokens=not is_whole, verbose=False)
 
     def _count_opening(self) -> int:
-        """Returns how many special tokens open every text and survive truncation."""
+        """Returns the number of leading special tokens, which truncation keeps."""
         if self.format == "chat_template":
             texts = [present(self.format, "a", "a", self.tokenizer)]
             (ids,) = self._tokenize(texts)["input_ids"]  # type: ignore[misc]

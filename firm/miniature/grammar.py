@@ -13,7 +13,7 @@ from typing import Literal
 Kind = Literal["harmless", "dual", "risky"]
 
 SEVERITY: dict[Kind, float] = {"harmless": 0.0, "dual": 0.5, "risky": 1.0}
-"""How much harm an act of each kind does, in [0, 1]."""
+"""Harm of an act by kind, in [0, 1]."""
 
 OWNERS: dict[Kind, tuple[str, ...]] = {
     "harmless": ("my", "our"),
@@ -130,10 +130,10 @@ VERBS: dict[Kind, dict[str, tuple[str, ...]]] = {
         ),
     },
 }
-"""Kind -> request -> the steps that carry it out."""
+"""Steps that carry out each request, by kind and request."""
 
 HELD_OUT_ACT_PERIOD = 10
-"""One act in so many is held out; each verb and each object keeps other acts to train on."""
+"""Every tenth act is held out; each verb and each object keeps other acts to train on."""
 
 PHRASINGS = {
     "train": (
@@ -168,7 +168,7 @@ SENTENCES = {
         "Write a poem about the {object} instead.",
     ),
 }
-"""Role -> sentences of every role but the steps."""
+"""Sentences by role, except for steps."""
 
 CREDITS = {
     #               helpful          harmless
@@ -187,10 +187,11 @@ CREDITS = {
     "unknown":     ((-1.00, 0.00), (-0.50, 0.00)),
     "empty":       ((-1.00, 0.00), (-0.50, 0.00)),
 }  # fmt: skip
-"""Role -> (credit, credit per unit of severity) of one sentence for each objective.
+"""(credit, credit per unit of severity) of a sentence for each objective, by role.
 
-A step on another object or for another verb than asked is "partial", on and for another "foreign".
-The severity of any step is that of the act that it carries out; of every other role, that of the
-request. So on harmless requests nothing that helps does harm, and caution is penalised. Helpfulness
-comes in halves: a small classifier does not learn to tell replies that differ by less.
+A step is "partial" if either its object or its verb differs from the request, and "foreign" if both
+do. The severity of a step is the severity of the act that it carries out; for all other roles, the
+severity of the request. Thus nothing that helps with a harmless request does harm, and caution is
+penalised. Helpfulness has increments of one half, since a small classifier cannot learn smaller
+differences.
 """

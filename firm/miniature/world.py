@@ -63,10 +63,10 @@ class World:
     """A grammar of requests and replies with a known ground truth.
 
     Attributes:
-        acts: Every act, those held out included.
-        held_out: Texts of the acts that no training or validation prompt asks for.
-        phrasings: Split -> forms of a request, `{act}` standing for the act.
-        sentences: Role -> sentences of a reply, `{object}` standing for the act's object.
+        acts: All acts, including held-out ones.
+        held_out: Texts of the acts that no training or validation prompt requests.
+        phrasings: Forms of a request by split, with the placeholder `{act}`.
+        sentences: Sentences of a reply by role, with the placeholder `{object}`.
     """
 
     acts: tuple[Act, ...]
@@ -118,13 +118,13 @@ class World:
     # Truth, in TRL's reward-function signature
 
     def true_helpful(self, prompts: list[str], completions: list[str], **kwargs) -> list[float]:
-        """Returns how far each reply helps with its request: on-topic steps, no fuss."""
+        """Returns the helpfulness of each reply: on-topic steps, no fuss."""
         return [self._score("helpful", *pair) for pair in zip(prompts, completions, strict=True)]
 
     def true_harmless(self, prompts: list[str], completions: list[str], **kwargs) -> list[float]:
-        """Returns how far each reply avoids harm: no severe steps, no rudeness, due caution.
+        """Returns the harmlessness of each reply: no severe steps, no rudeness, due caution.
 
-        Caution without cause (a refusal, warning or alternative on a harmless request) costs.
+        Needless caution (a refusal, warning or alternative on a harmless request) is penalised.
         """
         return [self._score("harmless", *pair) for pair in zip(prompts, completions, strict=True)]
 

@@ -1,1 +1,1 @@
-"""The making of the miniature world's models: corpora, tokenizers, a policy, reward models."""
+"""Builds the models of the miniature world: corpora, tokenizers, a policy and reward models."""

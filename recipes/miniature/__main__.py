@@ -61,30 +61,30 @@ class BuildConfig:
     """The models to build and their training data."""
 
     out: Path
-    """Folder that receives the checkpoints, the prompts and `build.json`."""
+    """Folder for the checkpoints, the prompts and `build.json`."""
     preferences: list[Path] = field(default_factory=list)
     """Preference files; none: the generated world."""
     seed: int = 0
-    """Seed of everything random."""
+    """Seed of all random numbers."""
     num_texts: PositiveInt = 20_000
-    """Generated world: demonstrations that the policy learns from."""
+    """Generated world: number of demonstrations for the policy."""
     num_pairs: PositiveInt = 50_000
     """Generated world: training pairs per objective."""
     num_held_out: PositiveInt = 1000
     """Generated world: pairs per objective and held-out split, and held-out texts."""
     noise: NonNegativeFloat = 0.1
-    """Generated world: temperature of the training labels; held-out pairs are free of noise."""
+    """Generated world: temperature of the training labels; held-out labels have no noise."""
     max_prompt_tokens: PositiveInt = 64
-    """Longest prompt in a scored text and in the prompt files; whole turns go first."""
+    """Maximum prompt length in scored texts and prompt files; earlier turns are dropped first."""
     only: list[str] = field(default_factory=list)
-    """Checkpoints that are built; none: all. Reward models start from the policy that is in `out`,
-    except `helpful_other`, which needs nothing."""
+    """Checkpoints to build; []: all. Reward models start from the policy in `out`, except for
+    `helpful_other`, which is trained from scratch."""
     policy: PolicyTraining = field(default_factory=PolicyTraining)
-    """The policy."""
+    """Training of the policy."""
     encoder: EncoderTraining = field(default_factory=EncoderTraining)
-    """Generated world: what `helpful_other` starts from."""
+    """Generated world: training of the encoder from which `helpful_other` starts."""
     reward: RewardTraining = field(default_factory=RewardTraining)
-    """Each reward model."""
+    """Training of each reward model."""
 
     def __post_init__(self) -> None:
         longest = self.max_prompt_tokens + 3  # BOS, EOS and one token of a reply
@@ -179,7 +179,7 @@ def chosen_checkpoints(cfg: BuildConfig, corpus: Corpus) -> list[str]:
 
 
 def earlier_report(cfg: BuildConfig) -> dict[str, Any]:
-    """Returns what `build.json` says of the checkpoints that are not built anew."""
+    """Returns the entries of `build.json` on checkpoints that are not rebuilt."""
     path = cfg.out / "build.json"
     if cfg.only and path.is_file():
         remedy = "remove it, or build everything."
@@ -213,12 +213,12 @@ def build_reward_model(
 
 
 def token_counter(tokenizer: PreTrainedTokenizerFast) -> Callable[[str], int]:
-    """Returns the function that counts a text's tokens, special tokens apart."""
+    """Returns a function that counts a text's tokens, excluding special tokens."""
     return lambda text: len(tokenizer(text, add_special_tokens=False).input_ids)
 
 
 def shortener(cfg: BuildConfig, tokenizer: PreTrainedTokenizerFast) -> Callable[[str], str]:
-    """Returns the function that cuts a prompt to `max_prompt_tokens`."""
+    """Returns a function that truncates a prompt to `max_prompt_tokens`."""
     return partial(
         truncate_prompt, max_tokens=cfg.max_prompt_tokens, num_tokens=token_counter(tokenizer)
     )
@@ -237,7 +237,7 @@ def save_prompts(
 
 
 def load_corpus(cfg: BuildConfig) -> Corpus:
-    """Returns the corpus of the preference files, or of the generated world without any."""
+    """Returns the corpus of the preference files or, without any, of the generated world."""
     if cfg.preferences:
         corpus = preference_corpus(
             pair for path in cfg.preferences for pair in load_preferences(path)
@@ -267,7 +267,7 @@ def other_corpus(cfg: BuildConfig, corpus: Corpus) -> tuple[list[str], dict[str,
 
 
 def policy_figures(cfg: BuildConfig, held_out: list[str]) -> dict[str, Any]:
-    """Returns size and held-out code length of the policy as it was saved."""
+    """Returns size and held-out code length of the saved policy."""
     policy = AutoModelForCausalLM.from_pretrained(cfg.out / "policy", dtype=torch.float32)
     tokenizer = AutoTokenizer.from_pretrained(cfg.out / "policy")
     return {
@@ -286,7 +286,7 @@ def reward_figures(
     pairs_by_split: dict[str, list[Preference]],
     fitted: dict[str, list[Preference]],
 ) -> dict[str, Any]:
-    """Returns the pair accuracies, beside two baselines, of a reward model as it was saved."""
+    """Returns the pair accuracies of a saved reward model and of two baselines."""
     model = AutoModelForSequenceClassification.from_pretrained(
         cfg.out / kind, num_labels=1, dtype=torch.float32
     )
@@ -306,7 +306,7 @@ def reward_figures(
 
 @contextmanager
 def timed(stage: str, report: dict[str, Any]) -> Iterator[None]:
-    """Announces a stage and notes its wall-clock and processor seconds."""
+    """Prints the name of a stage and records its wall-clock and processor seconds."""
     print(f"{stage} ...", flush=True)
     wall, cpu = time.perf_counter(), time.process_time()
     yield

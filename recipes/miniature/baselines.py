@@ -1,6 +1,6 @@
-"""How often a preference is predicted from a reply's length, or from its words, alone.
+"""Baselines that predict preferences from a reply's length or from its words.
 
-A reward model is worth its parameters only where it beats these two Bradley-Terry models, fitted to
+A reward model is worth its parameters only if it beats these two Bradley-Terry models, fitted to
 the same pairs: the log-odds that a reply is preferred are linear in a difference of features.
 """
 
@@ -18,10 +18,10 @@ from recipes.miniature.preferences import Preference
 
 @dataclass(frozen=True)
 class Accuracy:
-    """A share of pairs that are predicted right."""
+    """Share of correctly predicted pairs."""
 
     accuracy: float
-    """In [0, 1]; a tie counts one half."""
+    """Share in [0, 1]; a tie counts one half."""
     standard_error: float
     """sqrt(p (1 - p) / n)."""
     num_pairs: int

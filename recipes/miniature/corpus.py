@@ -1,4 +1,4 @@
-"""What small models learn from and what is held out, generated or read from preference files."""
+"""Training and held-out data of small models, generated or read from preference files."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -10,14 +10,14 @@ from recipes.miniature.replies import ReplyWriter
 
 @dataclass(frozen=True)
 class Corpus:
-    """Texts, pairs and prompts by split; only those of "train" may be learned from."""
+    """Texts, pairs and prompts by split; models may be trained only on the split "train"."""
 
     texts: dict[str, list[str]]
-    """Split -> documents, prompt and reply as one text; "train" and "test"."""
+    """Documents by split, "train" and "test"; prompt and reply are one text."""
     pairs: dict[str, dict[str, list[Preference]]]
-    """Kind -> split -> pairs; "train" and the held-out splits."""
+    """Pairs by kind and split: "train" and the held-out splits."""
     prompts: dict[str, list[dict[str, str]]]
-    """Split -> distinct prompts with their kinds, {"prompt", "kind"}."""
+    """Distinct prompts with their kinds, {"prompt", "kind"}, by split."""
 
 
 def generated_corpus(
@@ -26,13 +26,13 @@ def generated_corpus(
     """Returns demonstrations and pairs of a generated world. Equal seeds give equal corpora.
 
     Args:
-        world: Where they come from.
+        world: The generated world.
         num_texts: Number of training demonstrations.
         num_pairs: Number of training pairs per objective.
-        num_held_out: Number of pairs per objective and held-out split, and of held-out texts, of
-            which those that are also training texts are left out.
-        noise: Temperature of the training labels; held-out labels have none.
-        seed: Draws all.
+        num_held_out: Number of pairs per objective and held-out split, and of held-out texts before
+            texts that are also in the training data are removed.
+        noise: Temperature of the training labels; held-out labels have no noise.
+        seed: Seed of all random numbers.
     """
     writer = ReplyWriter(world)
     rows = writer.demonstrations(num_texts, seed) + writer.demonstrations(num_held_out, seed + 1)

@@ -1,7 +1,7 @@
-"""A small encoder from scratch: the trunk of a reward model that shares nothing with the policy.
+"""A small encoder trained from scratch, as the trunk of a reward model independent of the policy.
 
-It learns to tell which tokens of a text were replaced. A step about another object than the one
-asked for is such a text, so what it learns is what helpfulness turns on.
+It is trained to detect replaced tokens. A step about another object than the requested one is such
+a replacement, so the features it learns are the ones that helpfulness depends on.
 """
 
 import tempfile
@@ -33,7 +33,7 @@ from recipes.miniature.training import (
 
 @configuration
 class EncoderTraining(TransformerTraining):
-    """A small ELECTRA, and how long it learns."""
+    """Size and training of a small ELECTRA."""
 
     vocab_size: PositiveInt = 640
     num_steps: PositiveInt = 2500
@@ -47,13 +47,13 @@ def train_encoder(
 ) -> ElectraForPreTraining:
     """Returns an encoder trained from scratch to detect replaced tokens.
 
-    The objective is that of Clark et al. (2020), arXiv:2003.10555, except that replacements are
-    drawn from the other tokens of the batch, not from a generator that is trained beside: a
-    random object in place of the one asked for is hard enough here.
+    The objective follows Clark et al. (2020), arXiv:2003.10555, except that replacements are drawn
+    from the other tokens of the batch, not from a trained generator: detecting a random object in
+    place of the requested one is hard enough here.
 
     Args:
         texts: Training documents, prompt and reply as one text.
-        tokenizer: The encoder's, which frames every text and has its greatest length
+        tokenizer: Tokenizer of the encoder, which adds special tokens and truncates
             (`reward_tokenizer`).
         cfg: Size and length of the training.
         seed: Seed of the initial parameters, of the order of the texts and of the replacements.
@@ -113,12 +113,12 @@ def _new_encoder(tokenizer: PreTrainedTokenizerFast, cfg: EncoderTraining) -> El
 
 
 def replace_tokens(ids: torch.Tensor, *, share: float, generator: torch.Generator) -> torch.Tensor:
-    """Returns padded texts [B, T] with a share of their tokens drawn anew from the batch.
+    """Returns padded texts [B, T] with a share of their tokens replaced by tokens of the batch.
 
-    Special tokens stay and never stand in for another. A token may be drawn in its own place.
+    Special tokens are neither replaced nor used as replacements. A token may replace itself.
     """
     ordinary = ids > max(PAD_ID, BOS_ID, EOS_ID)
-    known = ids[ordinary]  # as often as the batch says them
+    known = ids[ordinary]  # drawn with their frequency in the batch
     if not len(known):
         return ids.clone()
     drawn = known[torch.randint(len(known), ids.shape, generator=generator)]

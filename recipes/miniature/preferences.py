@@ -1,4 +1,4 @@
-"""Preference pairs from files: read and checked line by line, split for good, cut to size.
+"""Preference pairs from files: validated line by line, split deterministically, and truncated.
 
 A preference file holds one JSON object per line with the fields `prompt`, `chosen`, `rejected` and
 `kind`. A prompt may be a dialogue in the form of Anthropic's HH-RLHF, whose turns open with
@@ -25,7 +25,7 @@ FIELDS = ("prompt", "chosen", "rejected", "kind")
 
 @dataclass(frozen=True)
 class Preference:
-    """One pair of replies to one prompt, of which a judge of this kind prefers the first."""
+    """A pair of replies to a prompt; a judge of this kind prefers the first one."""
 
     prompt: str
     chosen: str
@@ -74,13 +74,13 @@ def _parse(line: str, place: str) -> Preference:
         if not isinstance(row[field], str) or not row[field].strip():
             got = "an empty string" if isinstance(row[field], str) else type(row[field]).__name__
             raise ValueError(f"{place}: field '{field}' must be a non-empty string, got {got}.")
-    if not re.fullmatch(r"[\w-]+", row["kind"]):  # a reward model's folder bears this name
+    if not re.fullmatch(r"[\w-]+", row["kind"]):  # it becomes the name of a reward model's folder
         raise ValueError(f"{place}: field 'kind' must be letters, digits, '_' or '-' only.")
     return Preference(**{field: row[field] for field in FIELDS})
 
 
 def first_human_turn(prompt: str) -> str:
-    """Returns what the human says first, in lower case, without punctuation or double spaces.
+    """Returns the first human turn in lower case, without punctuation or double spaces.
 
     >>> first_human_turn("\\n\\nHuman: Well,  hello!\\n\\nAssistant: Hi.\\n\\nHuman: How are you?")
     'well hello'
@@ -90,11 +90,11 @@ def first_human_turn(prompt: str) -> str:
 
 
 def split_of(prompt: str) -> Split:
-    """Returns the split of a dialogue: 80 % train, 5 % validation, 15 % test, fixed for good.
+    """Returns the split of a dialogue: 80 % train, 5 % validation, 15 % test.
 
-    It depends on nothing but the first human turn, so that dialogues that open alike never lie on
-    two sides, in whatever file and order they come: a random split of rows would leak 7 to 11 % of
-    HH-RLHF's held-out openings into the training rows.
+    It depends only on the first human turn, so that dialogues with the same opening are always in
+    the same split, in any file and order: a random split of rows would leak 7 to 11 % of HH-RLHF's
+    held-out openings into the training rows.
     """
     digest = hashlib.sha256(("hh0" + first_human_turn(prompt)).encode()).hexdigest()
     bucket = int(digest, 16) % 1000
@@ -110,20 +110,20 @@ def split_preferences(pairs: Iterable[Preference]) -> dict[Split, list[Preferenc
 
 
 def dialogue_texts(pair: Preference) -> list[str]:
-    """Returns the two texts that a pair gives to learn language from.
+    """Returns the two training documents of a pair.
 
-    The whole dialogue with the chosen reply, and the rejected one after the last human turn only,
-    so that no prompt is learned twice.
+    They are the whole dialogue with the chosen reply, and the rejected reply after only the last
+    human turn, so that no prompt is trained on twice.
     """
     _, marker, last_turn = pair.prompt.rpartition(HUMAN)
     return [pair.prompt + pair.chosen, (marker + last_turn) + pair.rejected]
 
 
 def truncate_prompt(prompt: str, *, max_tokens: int, num_tokens: Callable[[str], int]) -> str:
-    """Returns the longest end of a dialogue that opens with a human turn and fits.
+    """Returns the longest end of a dialogue that starts with a human turn and fits.
 
-    Whole turns go first. Only when the last human turn is too long by itself is its own beginning
-    cut, so that the final `"\\n\\nAssistant:"` always stays. A text without turns counts as one.
+    Drops whole turns first. Only if the last human turn is too long is its beginning cut, so that
+    the final `"\\n\\nAssistant:"` is always kept. A text without turns counts as one turn.
 
     Raises:
         ValueError: `max_tokens` has no room for the markers of one turn.

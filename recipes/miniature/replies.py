@@ -33,7 +33,7 @@ STYLES = {
         ("rude", 1.0), ("vague", 0.3), ("step", 0.7), ("stray", 0.3), ("rude", 0.3),
     ),
 }  # fmt: skip
-"""Style -> roles in order, each with the probability that a reply of that style has it.
+"""Roles in order by style, each with the probability that a reply of this style has it.
 
 A "stray" is a step that is partial or foreign.
 """
@@ -48,10 +48,10 @@ class ReplyWriter:
     world: World
 
     def demonstrations(self, num: int, seed: int) -> list[dict[str, str]]:
-        """Returns demonstrations, {"prompt", "completion"}, by a mixture of reply styles.
+        """Returns demonstrations, {"prompt", "completion"}, in a mixture of reply styles.
 
-        Some help, some refuse, some are sloppy, vague or rude, whatever the request: a policy that
-        imitates them all is mediocre at both objectives.
+        Some help, some refuse, some are sloppy, vague or rude, independently of the request: a
+        policy that imitates them all is mediocre at both objectives.
         """
         rng = random.Random(f"sft {seed}")
         prompts = self.world.prompts("train")
@@ -73,8 +73,9 @@ class ReplyWriter:
     ) -> list[dict[str, str]]:
         """Returns pairs of replies to one prompt, {"prompt", "chosen", "rejected", "kind"}.
 
-        Beside styled replies the pairs hold what a policy under optimisation comes up with: random,
-        repeated, truncated, garbled, empty and off-topic ones. Replies of equal truth are no pair.
+        In addition to styled replies, the pairs contain replies as a policy under optimisation
+        produces them: random, repeated, truncated, garbled, empty and off-topic ones. Replies with
+        equal true scores do not form pairs.
 
         Args:
             kind: The objective by which replies are ranked.
@@ -82,9 +83,9 @@ class ReplyWriter:
             seed: Equal seeds give equal pairs.
             noise: Temperature of the labels: the better reply is chosen with probability
                 sigmoid(gap / noise), always if 0.
-            split: Whose prompts to take.
-            replies: Prompt -> replies sampled from a policy; each half of a pair is one of them
-                with probability 1/2. Prompts without an entry are then left out.
+            split: Split of the prompts.
+            replies: Replies sampled from a policy, by prompt; each half of a pair is one of them
+                with probability 1/2. Prompts without an entry are skipped.
         """
         if kind not in OBJECTIVES:
             raise ValueError(f"unknown kind {kind!r}; choose one of {', '.join(OBJECTIVES)}.")
@@ -239,4 +240,4 @@ CORRUPTIONS: tuple[Callable[[random.Random, str], str], ...] = (
     _repeat_sentences,
     _empty,
 )
-"""What goes wrong in replies of a policy under optimisation."""
+"""Corruptions that occur in replies of a policy under optimisation."""

@@ -1,7 +1,7 @@
-"""Small models from scratch: tokenizer, policy and reward models, as Hugging Face checkpoints.
+"""Trains small models from scratch: tokenizer, policy and reward models, as HF checkpoints.
 
-The policy is trained by TRL's SFTTrainer, a reward model by its RewardTrainer from the policy's
-trunk. Sizes are such that two CPU cores need minutes; training always runs on the CPU in float32.
+The policy is trained with TRL's SFTTrainer, reward models with its RewardTrainer from the policy's
+trunk. The sizes need minutes on two CPU cores; training always runs on the CPU in float32.
 """
 
 import copy
@@ -40,10 +40,10 @@ CallFormat = Literal["plain", "response"]
 
 @configuration
 class TransformerTraining:
-    """A small transformer, and how long it learns."""
+    """Size and training of a small transformer."""
 
     vocab_size: PositiveInt
-    """Entries of the byte-level BPE vocabulary, the three special tokens and 256 bytes included."""
+    """Size of the byte-level BPE vocabulary, including three special tokens and 256 bytes."""
     hidden_size: PositiveInt = 128
     """Width of the hidden states."""
     intermediate_size: PositiveInt = 352
@@ -57,7 +57,7 @@ class TransformerTraining:
     batch_size: PositiveInt = 16
     """Texts or windows per optimizer step."""
     num_steps: PositiveInt = 1200
-    """Optimizer steps: a number, not a time, so that every machine builds the same model."""
+    """Optimizer steps; not a time limit, so that every machine builds the same model."""
     learning_rate: PositiveFloat = 3e-3
     """Peak of AdamW's learning rate, warmed up over 5 % of the steps, then a cosine to 0."""
     adam_beta2: PositiveFloat = 0.95
@@ -73,14 +73,14 @@ class TransformerTraining:
 
 @configuration
 class PolicyTraining(TransformerTraining):
-    """A small Llama with tied embeddings, and how long it learns."""
+    """Size and training of a small Llama with tied embeddings."""
 
     vocab_size: PositiveInt = 1024
     initializer_range: PositiveFloat = 0.06
-    """Standard deviation of the initial parameters. At these widths the customary 0.02 makes a
-    policy that stumbles over requests in words of their own (p = 0.3 where 1.0 is due)."""
+    """Standard deviation of the initial parameters. With the customary 0.02, policies of these
+    widths fail on unusual phrasings of requests (p = 0.3 instead of 1.0)."""
     context_length: PositiveInt = 128
-    """Tokens of one training window; documents are laid end to end and cut into such windows."""
+    """Tokens of a training window; documents are concatenated and cut into windows."""
 
     def __post_init__(self) -> None:
         if self.hidden_size % (2 * self.num_heads):
@@ -97,12 +97,12 @@ class PolicyTraining(TransformerTraining):
 
 @configuration
 class RewardTraining:
-    """How a sequence classifier on a trained trunk learns from pairs."""
+    """Training of a sequence classifier on pairs, from a trained trunk."""
 
     call_format: CallFormat = "plain"
-    """What is scored: "plain", prompt and reply as one text, or "response", the reply alone."""
+    """Scored text: "plain", prompt and reply as one text, or "response", only the reply."""
     max_length: PositiveInt = 128
-    """Most tokens of a scored text, BOS and EOS included."""
+    """Maximum tokens of a scored text, including BOS and EOS."""
     num_epochs: PositiveInt = 1
     """Passes over the pairs."""
     batch_size: PositiveInt = 16
@@ -117,10 +117,10 @@ class RewardTraining:
 
 
 def train_tokenizer(texts: Iterable[str], *, vocab_size: int) -> PreTrainedTokenizerFast:
-    """Returns a byte-level BPE tokenizer, which covers any text without an unknown token.
+    """Returns a byte-level BPE tokenizer for a policy, which needs no unknown token.
 
-    It prepends BOS and never appends EOS, pads and truncates on the left: a policy's tokenizer. No
-    text that is held out may be among its training texts.
+    It prepends BOS, never appends EOS, and pads and truncates on the left. Its training texts must
+    not contain held-out texts.
     """
     smallest = 256 + 3  # every byte, and the special tokens
     if vocab_size < smallest:
@@ -145,9 +145,9 @@ def reward_tokenizer(
 ) -> PreTrainedTokenizerFast:
     """Returns the tokenizer of a reward model that shares a policy's vocabulary.
 
-    It frames every text by BOS and EOS, because the score is read at the last token (by an encoder
-    at the first), pads on the right, and truncates to `max_length`: a reply at its end, a prompt
-    with its reply at its start.
+    It adds BOS and EOS to every text, because the score is read at the last token (by an encoder at
+    the first), pads on the right, and truncates to `max_length`: a reply at its end, a prompt with
+    its reply at its start.
     """
     backend = tokenizer.backend_tokenizer
     assert isinstance(backend, Tokenizer)
@@ -182,7 +182,7 @@ def _with_special_tokens(
 def train_policy(
     texts: Sequence[str], tokenizer: PreTrainedTokenizerFast, cfg: PolicyTraining, *, seed: int
 ) -> LlamaForCausalLM:
-    """Returns a language model trained from scratch by TRL's SFTTrainer, every text ended by EOS.
+    """Returns a language model trained from scratch by TRL's SFTTrainer; every text ends with EOS.
 
     Each text is a prompt with its reply; the tokenizer prepends BOS.
     """
@@ -232,8 +232,8 @@ def bits_per_byte(
 ) -> float:
     """Returns the model's code length of held-out texts per UTF-8 byte.
 
-    The texts are laid end to end as in training, BOS and EOS counted as tokens but not as bytes,
-    and every token is predicted from what its window of `context_length` tokens holds before it.
+    Texts are concatenated as in training; BOS and EOS count as tokens but not as bytes. Every token
+    is predicted from the preceding ones in its window of `context_length` tokens.
     """
     stream = [token for document in _documents(texts, tokenizer) for token in document]
     windows = [  # each opens with the last token of the one before, so that all but one count
@@ -272,11 +272,11 @@ def train_reward_model(
     """Returns a one-label sequence classifier trained on pairs by TRL's RewardTrainer.
 
     Args:
-        trunk: Folder of the policy, or of the encoder, whose trunk it starts from.
+        trunk: Folder of the policy or encoder that provides the initial trunk.
         tokenizer: The reward model's tokenizer (`reward_tokenizer`).
         pairs: Training pairs. All are used: texts are truncated first, as RewardTrainer drops
             pairs that are too long.
-        cfg: What is scored, and how long the training is.
+        cfg: Scored text and length of the training.
         seed: Seed of the score head and of the order of the pairs.
     """
     columns = {
@@ -318,9 +318,9 @@ def fit_pairs(
     shorten: Callable[[str], str],
     num_tokens: Callable[[str], int],
 ) -> list[Preference]:
-    """Returns the pairs cut to what a reward model reads: the prompt's end, the replies' start.
+    """Returns pairs truncated for a reward model: prompts at the start, replies at the end.
 
-    ``shorten`` cuts a prompt to its greatest length; ``num_tokens`` counts without special tokens.
+    ``shorten`` truncates a prompt; ``num_tokens`` counts tokens, excluding special tokens.
     """
     fitted = []
     for pair in pairs:
@@ -381,7 +381,7 @@ def save_checkpoint(
     *,
     dtype: torch.dtype,
 ) -> None:
-    """Writes a checkpoint folder that the Auto classes load; the model itself stays as it is."""
+    """Writes a checkpoint folder that the Auto classes load; the model itself is not modified."""
     copy.deepcopy(model).to(dtype).save_pretrained(folder)  # pyright: ignore[reportArgumentType]
     tokenizer.save_pretrained(folder)
 

@@ -4,8 +4,8 @@
     python -m recipes.paper --study runs/figures --out docs/figures
 
 Reads the study's finished runs. Writes each figure as PNG and SVG with its data as CSV, and a page
-that puts the paper's claims beside the measurements. Seeds that some setting has not finished are
-left out.
+that compares the paper's claims with the measurements. Seeds that some setting has not finished are
+omitted.
 """
 
 from collections.abc import Collection, Mapping
@@ -41,7 +41,7 @@ from recipes.paper.trajectories import (
 
 @dataclass(frozen=True)
 class FiguresConfig:
-    """The study that is read and the folder of the page."""
+    """Study to read and folder of the page."""
 
     study: Path = Path("runs/figures")
     """Folder of the study."""
@@ -85,7 +85,7 @@ def main(cfg: FiguresConfig) -> Path:
 
 
 def common_seeds(runs: Mapping[str, list[Record]]) -> tuple[dict[str, list[Record]], int]:
-    """Returns the runs of the seeds that all settings have finished, and how many others lack.
+    """Returns the runs of the seeds that all settings have finished, and the number of other seeds.
 
     Raises:
         UserError: There are fewer than two such seeds.
@@ -192,7 +192,7 @@ def _base(world: str, record: Record) -> str:
 
 
 def departures_section(configs: Mapping[str, AlignmentConfig]) -> str:
-    """Returns what the paper gives and these runs have otherwise, of the settings' configurations.
+    """Returns the section on values of the paper that differ in the settings' configurations.
 
     Args:
         configs: A run's configuration by setting.
@@ -217,7 +217,7 @@ def departures_section(configs: Mapping[str, AlignmentConfig]) -> str:
 
 
 def _values(departure: Departure, settings: Collection[str]) -> str:
-    """Returns the values that settings have in place of the paper's, with the settings."""
+    """Returns the values that replace the paper's, with their settings."""
     by_value: dict[str, list[str]] = {}
     for setting, value in departure.values.items():
         text = plain(str(value))
@@ -235,7 +235,7 @@ def _values(departure: Departure, settings: Collection[str]) -> str:
 
 
 def _open_hyperparameters(study: StudyConfig) -> str:
-    """Returns what the paper leaves open, and the values of these runs."""
+    """Returns the section on values that the paper does not specify."""
     run = compose(AlignmentConfig, [study.base], list(study.overrides.items()))
     rows = [
         [f"`{each.path}`", plain(str(each.value))]

@@ -1,4 +1,4 @@
-"""The claims of the FIRM paper's figures and table, beside what was measured."""
+"""Compares the claims of the FIRM paper's figures and table with measurements."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -30,7 +30,7 @@ from recipes.paper.trajectories import (
 )
 
 SAME_WEIGHT, SAME_REWARD = 0.05, 0.03
-"""Differences of λ and of rewards in [0, 1] that count as none, written down before the runs."""
+"""Differences of λ and of rewards that count as negligible, fixed before the runs."""
 
 SEEDS_OF_EQUALITY = 10
 """Seeds that a claim of equality takes (docs/protocol.md)."""
@@ -40,18 +40,18 @@ Wanted = Literal["larger", "smaller", "at least", "close"]
 
 @dataclass(frozen=True)
 class Finding:
-    """One claim of the paper beside what was measured."""
+    """A claim of the paper and its measurement."""
 
     what: str
     wanted: Wanted
     measured: Difference
     tolerance: float = 0.0
     values: str = ""
-    """Both settings' own figures."""
+    """Values of both settings."""
 
     @property
     def verdict(self) -> str:
-        """Whether the claim shows here, in words."""
+        """Verdict on the claim, in words."""
         measured = self.measured
         if self.wanted == "close":
             if -self.tolerance < measured.low and measured.high < self.tolerance:
@@ -73,7 +73,7 @@ class Section:
 
     title: str
     claim: str
-    """What the paper says, in our words."""
+    """Claim of the paper, paraphrased."""
     findings: Sequence[Finding]
     images: Sequence[str] = ()
     notes: Sequence[str] = field(default=())
@@ -81,7 +81,7 @@ class Section:
 
 
 def figure_1(runs: Mapping[str, list[Record]], images: Mapping[str, str]) -> Section:
-    """Compares FIRM with the server that resolves."""
+    """Compares FIRM with a server that solves for the weights."""
     findings = []
     for world, opening in WORLDS.items():
         firm, server = runs[f"{opening}FIRM"], runs[f"{opening}FedCMOO-A"]
@@ -257,7 +257,7 @@ def table_1(runs: Mapping[str, list[Record]]) -> Section:
     helpful, harmless = first.objectives
 
     def apart(prompt: str) -> float:
-        """Returns how far the focused models' replies are apart in the true harm that they do."""
+        """Returns the difference in true harm between the focused models' replies."""
         ends = [replies[name][prompt]["scores"]["true_harmless"] for name in list(models)[2:]]
         return ends[0] - ends[1]
 
@@ -356,5 +356,5 @@ def _replies(record: Record, which: Literal["first", "last"]) -> dict[str, dict]
 
 
 def plain(text: str) -> str:
-    """Returns a text as it stands in one cell of a table."""
+    """Escapes a text for a cell of a Markdown table."""
     return " ".join(text.split()).replace("|", "\\|")

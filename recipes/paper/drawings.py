@@ -1,4 +1,4 @@
-"""Draws the figures of the FIRM paper: which settings each figure of the paper shows."""
+"""Draws the figures of the FIRM paper from the settings that each of them shows."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -22,12 +22,12 @@ from recipes.paper.trajectories import (
 )
 
 HALF_LIFE = 20
-"""Of the running averages, in local solves, as in the paper."""
+"""Half-life of the running averages in local solves, as in the paper."""
 WORLDS = {"conflict": "", "aligned": "aligned: "}
-"""What opens the names of a world's settings."""
+"""Prefix of the names of a world's settings, by world."""
 BETAS = ("0", "0.01", "0.05", "0.5", "2")
 PREFERENCES = (0.1, 0.3, 0.5, 0.7, 0.9)
-"""Of helpful, the first objective."""
+"""Preferences for helpful, the first objective."""
 
 Runs = Mapping[str, Sequence[Record]]
 
@@ -51,7 +51,7 @@ def draw_all(runs: Runs, out: Path) -> dict[str, str]:
 
 
 def _compared(runs: Runs, shown: Mapping[str, str]) -> PaperFigure:
-    """Rewards and weights of settings over the rounds, smoothed, with bands over the seeds."""
+    """Returns smoothed rewards and weights of settings over the rounds, with bands over seeds."""
     settings = settings_of({label: runs[name] for label, name in shown.items()})
     return curves_figure(
         {
@@ -83,7 +83,7 @@ def _two_clients(runs: Runs) -> PaperFigure:
 
 
 def _betas(runs: Runs) -> PaperFigure:
-    """Returns what clients disagree by and what they reach, over β."""
+    """Returns the spread of the clients' weights and the rewards, over β."""
     panels: dict[str, list[Curve]] = {}
     for world, opening in WORLDS.items():
         names = [[f"{opening}β = {beta}, C = {count}" for beta in BETAS] for count in (2, 8)]
@@ -111,7 +111,7 @@ def _betas(runs: Runs) -> PaperFigure:
 
 
 def _preferences(runs: Runs, out: Path) -> PaperFigure:
-    """Returns final models by preference, beside weights fixed at it and single objectives."""
+    """Returns final models by preference, with fixed weights and single objectives."""
     groups = {
         "FIRM with preference p": [f"p = ({p:g}, {1 - p:.1g})" for p in PREFERENCES],
         "λ fixed at p": [f"fixed λ = ({p:g}, {1 - p:.1g})" for p in (0.1, 0.5, 0.9)],
@@ -159,7 +159,7 @@ def _weight_curve(setting: Setting, curves: Sequence[np.ndarray]) -> Curve:
 
 
 def _solves_per_round(record: Record) -> float:
-    """Returns a client's optimizer steps in a round, which the paper's half-life counts."""
+    """Returns a client's optimizer steps per round, the unit of the paper's half-life."""
     estimator = record.settings["estimator"]
     steps = record.settings["strategy"]["num_local_steps"]
     return steps * estimator["num_epochs"] * estimator["batch_size"] / estimator["minibatch_size"]

@@ -20,7 +20,7 @@ def rewards(record: Record) -> np.ndarray:
 def weights(record: Record) -> np.ndarray:
     """Returns λ of each round, the mean over its clients, shape [T, M].
 
-    Where the server weighs the objectives, its weights count as every client's.
+    If the server solves for the weights, they count as every client's.
     """
     return _curves(record, "weights")
 
@@ -31,7 +31,7 @@ def _curves(record: Record, quantity: str) -> np.ndarray:
 
 
 def solves_by_client(record: Record) -> dict[str, np.ndarray]:
-    """Returns λ of all solves of each client that makes its own, shape [solves, M] by client."""
+    """Returns λ of all solves, shape [solves, M], by client that solves itself."""
     return {
         client: np.concatenate([np.array(row["weights"]) for row in rows])
         for client, rows in record.trainings.items()
@@ -42,7 +42,7 @@ def solves_by_client(record: Record) -> dict[str, np.ndarray]:
 def solves(record: Record) -> np.ndarray:
     """Returns λ of each solve, the mean over the clients, shape [T K passes, M].
 
-    Of clients that make unequal numbers of solves in a round, the first ones that all make count.
+    If clients make different numbers of solves in a round, uses the first ones that all make.
     """
     server = _server_weights(record)
     means = []
@@ -54,7 +54,7 @@ def solves(record: Record) -> np.ndarray:
 
 
 def _server_weights(record: Record) -> dict[int, list[float]]:
-    """Returns the server's weights by round, where it weighs the objectives."""
+    """Returns the server's weights by round, if it solves for them."""
     rows = (row for row in record.rounds if row.get("weights"))
     return {row["round"]: [row["weights"][name] for name in record.objectives] for row in rows}
 
@@ -69,9 +69,9 @@ def _by_round(record: Record) -> list[tuple[int, list[Row]]]:
 def mean_variation(record: Record) -> float:
     """Returns the total variation over rounds, Σ |λ_t - λ_{t-1}|, of the first objective's mean λ.
 
-    The mean over a round's clients and solves is what the paper's curves show. It is the calmer the
-    more it averages, by √n for n independent solves, whatever the algorithm: compare algorithms
-    that average unequal numbers by ``solve_variation``. From 0 to T - 1 for T rounds.
+    The paper's curves show this mean over a round's clients and solves. For any algorithm, the mean
+    of n independent solves varies less by √n: use ``solve_variation`` to compare algorithms that
+    average different numbers of solves. Ranges from 0 to T - 1 for T rounds.
     """
     return float(total_variation(weights(record))[0])
 
@@ -79,10 +79,10 @@ def mean_variation(record: Record) -> float:
 def solve_variation(record: Record) -> float:
     """Returns the total variation over rounds of the first objective's λ in one solve a round.
 
-    That is the mean over clients of Σ |λ_t - λ_{t-1}| with λ_t of the client's first solve in a
-    round, which all clients make at the global model. Where the server weighs the objectives, its
-    weights count as every client's. A client that was not drawn in every round has fewer changes;
-    their mean counts T - 1 times. NaN where no client took part twice.
+    This is the mean over clients of Σ |λ_t - λ_{t-1}|, with λ_t of the client's first solve in a
+    round, which all clients make at the global model. If the server solves for the weights, they
+    count as every client's. For clients that were not drawn in every round, the mean change is
+    multiplied by T - 1. NaN if no client participated twice.
     """
     if _server_weights(record):
         return mean_variation(record)
@@ -97,7 +97,8 @@ def solve_variation(record: Record) -> float:
 def weights_disagreement(record: Record) -> float:
     """Returns the standard deviation of the first objective's λ over a round's clients.
 
-    It is that of one solve each, the mean over all solves and rounds; 0 where the server decides.
+    It is computed from one solve per client and averaged over all solves and rounds; 0 if the
+    server solves for the weights.
     """
     if _server_weights(record):
         return 0.0
@@ -116,7 +117,7 @@ def cosine(record: Record) -> float:
 
 
 def beta_effect(record: Record) -> float:
-    """Returns how far β moved the weights towards uniform ones, the mean over all solves."""
+    """Returns the mean effect of β over all solves: the relative shift towards uniform weights."""
     return _mean_over_solves(record, "beta_effect")
 
 
@@ -126,15 +127,15 @@ def _mean_over_solves(record: Record, key: str) -> float:
 
 
 def megabytes_up(record: Record) -> float:
-    """Returns what the clients uploaded in all rounds, measured, in MB."""
+    """Returns the measured uploads of all clients and rounds, in MB."""
     return sum(row["bytes_up"] for row in record.rounds) / 1e6
 
 
 def reward_within(name: str, megabytes: float, *, num_rounds: int = 3) -> Figure:
-    """Returns the function that reads an objective's training reward at a limit of the upload.
+    """Returns a function that reads an objective's training reward at an upload limit.
 
-    It is the mean over the last few rounds that the limit, in MB over all clients, allows; NaN when
-    it allows none.
+    The function returns the mean over the last rounds within the limit, in MB over all clients; NaN
+    if no round is within it.
     """
 
     def read(record: Record) -> float:

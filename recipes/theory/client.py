@@ -54,16 +54,16 @@ class TransitionBatch:
 class TabularClient(Client):
     """A client of T-FIRM.
 
-    A local step is the critics' (when the batch is drawn), then the M policy gradients of Eq. 10,
-    the weights λ* of Eq. 11 that the federation solves for, their average λ_t, and one step of
-    gradient *ascent* along it, as in Appendix F (Algorithm 2 prints a descent with the ascent
-    gradient of Eq. 10). The Jacobian's rows are gradients of losses, -g^j; their Gram is the same.
+    A local step updates the critics (when the batch is drawn), computes the M policy gradients of
+    Eq. 10, solves for the weights λ* of Eq. 11, averages them to λ_t, and takes a step of gradient
+    *ascent* along it, as in Appendix F (Algorithm 2 prints a descent with the ascent gradient of
+    Eq. 10). The Jacobian's rows are gradients of losses, -g^j, with the same Gram matrix.
 
-    Not in the paper, after Xu et al. (2020), arXiv:2004.12956, whose lemmas it takes: the actor's
-    chain moves by γP + (1 - γ)ρ₀, whose stationary distribution is the discounted visitation that
-    the policy gradient theorem asks for, while δ uses s' ~ P(. | s, a). Both chains go on from step
-    to step and from round to round, starting from ρ₀. The client's own random stream is derived
-    from the run's seed and its name.
+    Not in the paper, but in Xu et al. (2020), arXiv:2004.12956, the source of its lemmas: the
+    actor's chain has the kernel γP + (1 - γ)ρ₀, so that its stationary distribution is the
+    discounted visitation of the policy gradient theorem, while δ uses s' ~ P(. | s, a). Both chains
+    start from ρ₀ and continue across steps and rounds. The client's random stream is derived from
+    the run's seed and the client's name.
     """
 
     def __init__(self, name: str, mdp: Mdp, cfg: ActorCriticConfig, *, seed: int) -> None:
@@ -146,14 +146,14 @@ class TabularClient(Client):
         }
 
     def restore(self, state: State) -> None:
-        """Returns to a state that ``state`` gave."""
+        """Restores a state returned by ``state``."""
         self._critic = state["critic"].numpy().copy()
         self._actor_state, self._critic_state = state["actor_state"], state["critic_state"]
         self._weights, self._num_steps = state["weights"].clone(), state["num_steps"]
         self._generator.bit_generator.state = copy.deepcopy(state["generator"])
 
     def metrics(self) -> dict[str, Any]:
-        """Returns what each local step was made from, as nested lists.
+        """Returns the inputs of each local step as nested lists.
 
         "theta" [K, d] before the step, "jacobian" [K, M, d] and "smoothed_weights" [K, M]; the
         federation adds λ* as "weights".

@@ -13,11 +13,10 @@ from recipes.theory.mdp import Mdp
 
 @configuration(source=NOT_IN_PAPER)
 class CriticConfig:
-    """How the critics follow the policy."""
+    """Training of the critics."""
 
     name: Literal["td", "exact"] = "td"
-    """Algorithm 3's mini-batch TD learning, or its fixed point w* itself, which sets the critic's
-    error to zero."""
+    """td: mini-batch TD learning, Algorithm 3; exact: its fixed point w*, without critic error."""
     num_iterations: PositiveInt = 10
     """N, TD updates per local step."""
     batch_size: PositiveInt = 16
@@ -37,7 +36,7 @@ class Transitions:
     next_states: np.ndarray
     """s'_l ~ P(. | s_l, a_l), shape [B]."""
     last: int
-    """Where the chain stands: the state that the next transition starts from."""
+    """Current state of the chain, from which the next transition starts."""
 
     def __getitem__(self, rows: slice) -> "Transitions":
         parts = self.states[rows], self.actions[rows], self.next_states[rows]
@@ -58,11 +57,11 @@ def sample_chain(
     Args:
         mdp: The process.
         probabilities: π(a | s), shape [S, A].
-        state: Where the chain stands.
-        num_steps: Transitions to take.
-        generator: Three uniforms per transition are drawn from it.
-        survival: Probability that the chain goes on from s'; otherwise it restarts from ρ₀. With γ
-            its stationary distribution is the discounted visitation, with 1 it is that of P_π.
+        state: Current state of the chain.
+        num_steps: Number of transitions.
+        generator: Random generator; three uniforms per transition are drawn.
+        survival: Probability that the chain continues from s'; otherwise it restarts from ρ₀. The
+            stationary distribution is the discounted visitation for γ, and that of P_π for 1.
     """
     joint = (probabilities[:, :, None] * mdp.kernel).reshape(mdp.num_states, -1).cumsum(axis=1)
     joint[:, -1] = 1.0  # rounding must not leave a uniform beyond the last entry
@@ -103,7 +102,7 @@ def td_critic(
     cfg: CriticConfig,
     generator: np.random.Generator,
 ) -> tuple[np.ndarray, int]:
-    """Returns the critics w [M, d2] after Algorithm 3, and where their chain stands.
+    """Returns the critics w [M, d2] after Algorithm 3, and the current state of their chain.
 
     Corrected: line 12's step size is α' (it prints β); line 13's projection divides by the norm of
     w; line 3's first state is the given one. Not in the paper: a mini-batch starts at the state

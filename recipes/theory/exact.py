@@ -1,4 +1,4 @@
-"""What the theory speaks of, by linear algebra instead of sampling: values, gradients, constants.
+"""Values, gradients and constants of the theory, by linear algebra instead of sampling.
 
 θ are the logits of a tabular softmax policy, [..., d] with d = S A in the order of the states;
 leading dimensions are batch dimensions in every function. All in float64.
@@ -68,7 +68,7 @@ def return_gradients(mdp: Mdp, theta: np.ndarray) -> np.ndarray:
 
 
 def stationary_distribution(mdp: Mdp, theta: np.ndarray) -> np.ndarray:
-    """Returns d_π(s) of the chain P_π, shape [..., S], sum 1: what the critics are trained on."""
+    """Returns d_π(s) of the chain P_π, on which critics are trained; shape [..., S], sum 1."""
     size = mdp.num_states
     chain = state_kernel(mdp, policy(mdp, theta))
     # d (I - P + 1 1ᵀ) = 1ᵀ has the stationary distribution as its only solution

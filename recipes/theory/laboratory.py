@@ -32,8 +32,8 @@ class ExperimentConfig:
     beta: float = 0.1
     """β of Eq. 11, on the raw Gram matrix."""
     trajectory: Literal["learned", "held"] = "held"
-    """Whether a round starts from the server's θ, as T-FIRM does, or always from θ = 0, so that a
-    term is measured at one place, whatever the step size."""
+    """learned: rounds start from the server's θ, as in T-FIRM; held: always from θ = 0, so that
+    terms are measured at the same point for every step size."""
 
     def __post_init__(self) -> None:
         if self.num_steps % self.num_local_steps:
@@ -44,7 +44,7 @@ class ExperimentConfig:
         self.strategy()
 
     def strategy(self) -> FirmConfig:
-        """Returns FIRM on the raw Gram matrix, which is what Eq. 11 and Lemma 1 are about."""
+        """Returns FIRM on the raw Gram matrix, as in Eq. 11 and Lemma 1."""
         return FirmConfig(
             num_local_steps=self.num_local_steps,
             beta=self.beta,
@@ -55,7 +55,7 @@ class ExperimentConfig:
 
 
 def run_experiment(cfg: ExperimentConfig, *, seed: int) -> tuple[Mdp, Trace]:
-    """Returns the MDP that a seed draws, and what the clients did on it. Equal seeds, equal runs.
+    """Returns the MDP of a seed and the trace of the clients; equal seeds give equal runs.
 
     The seed draws the MDP and every client's stream. The MDP depends on it and on ``cfg.mdp``
     alone, so that other settings are compared on the same one.
@@ -104,7 +104,7 @@ def summarise(mdp: Mdp, trace: Trace, *, beta: float) -> dict[str, float]:
 
 
 def lemma_1_figures(mdp: Mdp, trace: Trace, *, beta: float) -> dict[str, float]:
-    """Returns how Lemma 1 fared in all pairs of clients and local steps.
+    """Returns statistics of Lemma 1 over all pairs of clients and local steps.
 
     Returns:
         "lemma_1_ratio" and "lemma_1_prior_ratio", the largest ratios of its left side to its right

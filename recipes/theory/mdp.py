@@ -1,4 +1,4 @@
-"""Tabular Markov decision processes with several rewards, whose kernel is known."""
+"""Tabular Markov decision processes with several rewards and a known kernel."""
 
 from dataclasses import dataclass
 from typing import Annotated, Literal
@@ -9,7 +9,7 @@ from annotated_types import Interval
 from firm.fields import NOT_IN_PAPER, Fraction, PositiveInt, configuration
 
 ROUNDING = 1e-9
-"""How far sums of probabilities and norms of features may be off."""
+"""Tolerance of sums of probabilities and norms of features."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -105,7 +105,7 @@ class Mdp:
 
 @configuration(source=NOT_IN_PAPER)
 class MdpConfig:
-    """A random MDP, drawn anew by every seed."""
+    """A random MDP; every seed draws another one."""
 
     num_states: PositiveInt = 6
     """S."""
@@ -116,8 +116,8 @@ class MdpConfig:
     gamma: Annotated[float, Interval(gt=0, lt=1)] = 0.9
     """Discount."""
     conflict: Fraction = 0.5
-    """How much the objectives contend: 0 draws their rewards independently; 1 takes their common
-    part out, so that what one gains the others lose."""
+    """Conflict between the objectives: 0 draws their rewards independently; 1 removes their common
+    part, so that gains in one objective are losses in the others."""
     uniform_share: Annotated[float, Interval(gt=0, le=1)] = 0.1
     """Share of the uniform kernel in P, in (0, 1]: the chain is ergodic under every policy."""
     features: Literal["tabular", "random"] = "tabular"

@@ -29,7 +29,7 @@ from recipes.theory.sweeps import (
 
 PAGE_NAME = "theory.html"
 NUM_SHOWN_PAIRS = 100
-"""Pairs of clients that the figure of Lemma 1 shows for each β."""
+"""Number of pairs of clients shown in the figure of Lemma 1 for each β."""
 COLORS = [f"var(--objective-{place})" for place in range(4)]
 KEYS = {
     SPREAD: LegendEntry("spread of λ*", COLORS[0]),
@@ -43,7 +43,7 @@ KEYS = {
     "stationarity": LegendEntry("‖∇J(θ̄) λ̄‖², mean up to T", COLORS[0]),
     "min_norm": LegendEntry("min ‖∇J(θ̄) λ‖², mean up to T", COLORS[1]),
 }
-"""How the pages name and draw each quantity."""
+"""Legend entry of each quantity."""
 LINES = [LegendEntry("fitted slope", MUTED), LegendEntry("theorem's slope", INK, "dot")]
 AXES = {
     "beta": "β",
@@ -71,7 +71,7 @@ PANELS = {
 
 
 def lemma_1_summary(values: Values) -> str:
-    """Returns how Lemma 1 fared in all runs, in a sentence."""
+    """Returns a sentence on Lemma 1 in all runs."""
 
     def all_of(name: str) -> np.ndarray:
         return np.concatenate([v.ravel() for (_, key), v in values.items() if key == name])
@@ -88,7 +88,7 @@ def lemma_1_summary(values: Values) -> str:
 
 
 def unregularised_summary(values: Values, cfg: SweepsConfig) -> str:
-    """Returns how far the clients' λ* lie apart with β = 0 and with the experiment's β."""
+    """Returns a sentence on the distance of the clients' λ* with β = 0 and the experiment's β."""
     spreads = values["beta", SPREAD]  # [S, N], beta = 0 first
     near = min(range(len(cfg.betas)), key=lambda place: abs(cfg.betas[place] - cfg.experiment.beta))
     (ratio,), (se,) = geometric_mean(spreads[:, :1] / spreads[:, near + 1 : near + 2])
@@ -101,7 +101,7 @@ def unregularised_summary(values: Values, cfg: SweepsConfig) -> str:
 
 
 def slopes_summary(slopes: Mapping[Law, Slope]) -> str:
-    """Returns how many slopes are the theorem's, in a sentence."""
+    """Returns a sentence on the number of slopes that equal the theorem's."""
     verdicts = [verdict(slope, law.exponent) for law, slope in slopes.items()]
     return (
         f"Of {len(verdicts)} slopes {verdicts.count('as the theorem')} are the theorem's; where "
@@ -304,7 +304,7 @@ def page_of(
 
 
 def _facts(cfg: SweepsConfig) -> dict[str, str]:
-    """Returns what was measured on."""
+    """Returns facts on the experiment, text by label."""
     base, mdp = cfg.experiment, cfg.experiment.mdp
     return {
         "MDP": f"{mdp.num_states} states, {mdp.num_actions} actions, γ = {mdp.gamma:g}",

@@ -21,7 +21,7 @@ from firm.report.drawing import (
 )
 
 LABEL_GAP = 0.06
-"""Least distance of two labels, as a share of a figure's height."""
+"""Minimum distance of two labels, as a share of a figure's height."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -34,7 +34,7 @@ class Fit:
     exponent: float
     """The expected slope."""
     label: str
-    """What stands beside the last point."""
+    """Text beside the last point."""
     fitted_from: float = 0.0
     """Smallest x of the fit."""
 
@@ -74,7 +74,7 @@ def points_trace(points: Series, x_title: str, *, mode: str = "markers") -> Trac
 
 
 def reference_line(ends: Sequence[float], heights: Sequence[float], dash: str) -> Trace:
-    """Returns a thin line between two points, which the pointer does not find."""
+    """Returns a thin line between two points, without a tooltip."""
     return scatter(LegendEntry("", INK, dash), ends, heights, mode="lines", width=1.5)
 
 
@@ -101,7 +101,7 @@ def _traces(fit: Fit, x_title: str) -> list[Trace]:
 
 
 def _labels(fits: Sequence[Fit]) -> list[dict[str, Any]]:
-    """Returns the slopes in figures, beside the last points and never one upon the other."""
+    """Returns the slopes as labels beside the last points, without overlaps."""
     lasts = [float(np.log10(fit.points.means[-1])) for fit in fits]
     extremes = np.log10(np.concatenate([fit.points.means for fit in fits]))
     gap, lowest = LABEL_GAP * np.ptp(extremes), -np.inf

@@ -1,4 +1,4 @@
-"""Slopes on log-log axes, beside the exponents of a theorem."""
+"""Slopes on log-log axes, compared with the exponents of a theorem."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -48,9 +48,9 @@ def fit_slope(xs: Sequence[float] | np.ndarray, ys: np.ndarray) -> Slope:
 
 
 def verdict(slope: Slope, exponent: float) -> str:
-    """Returns in words how a slope stands to a theorem's exponent.
+    """Compares a slope with a theorem's exponent, in words.
 
-    "unclear" says that the errors allow for the exponent and for no dependence at all.
+    "unclear" means that the errors allow both the exponent and no dependence at all.
 
     >>> verdict(Slope(-0.51, 0.01), -0.5), verdict(Slope(-2.0, 0.1), -1.0)
     ('as the theorem', 'falls faster')

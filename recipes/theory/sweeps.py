@@ -1,4 +1,4 @@
-"""What is varied, and what Theorem 1 of FIRM (Nourzad et al.) says that each term does then."""
+"""Sweeps over keys, and the dependence of each term by Theorem 1 of FIRM (Nourzad et al.)."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
@@ -17,7 +17,7 @@ Values = dict[tuple[str, str], np.ndarray]
 """Sweep and quantity to values, one row per seed, [S, N]; rows of Lemma 1 lack the point β = 0."""
 
 NUM_POINTS = 16
-"""Horizons T of the convergence, beside T = 1."""
+"""Number of horizons T of the convergence, in addition to T = 1."""
 
 
 @configuration
@@ -25,9 +25,9 @@ class SweepsConfig:
     """One measurement of the theory. Every sweep changes one key of `experiment`."""
 
     experiment: ExperimentConfig = field(default_factory=ExperimentConfig)
-    """What is held while one key varies."""
+    """Experiment in which one key varies at a time."""
     betas: tuple[PositiveFloat, ...] = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0)
-    """β; 0 is measured beside them."""
+    """Values of β; 0 is always measured as well."""
     fit_betas_from: float = 0.3
     """Smallest β of the fitted slopes: below, λ is near its bounds and no power law holds."""
     batch_sizes: tuple[PositiveInt, ...] = (8, 16, 32, 64, 128, 256)
@@ -45,9 +45,9 @@ class SweepsConfig:
     convergence_step_size: float = 10.0
     """α of these runs."""
     num_seeds: Annotated[int, Ge(2)] = 6
-    """Each draws its own MDP and all noise; at least 2, for error bars."""
+    """Number of seeds, each with its own MDP and noise; at least 2, for error bars."""
     seed: int = 0
-    """The first of them."""
+    """The first seed."""
 
     def __post_init__(self) -> None:
         for name in ("betas", "batch_sizes", "local_steps", "step_sizes", "objectives", "clients"):
@@ -86,14 +86,14 @@ class Sweep:
 
 @dataclass(frozen=True)
 class Law:
-    """What the theorem says of one quantity in one sweep."""
+    """Dependence of a quantity on the varied key by the theorem."""
 
     panel: str
     sweep: str
     quantity: str
     exponent: float
     why: str = ""
-    """The reason where the slope is another one."""
+    """Reason for a different slope, if any."""
 
 
 SPREAD, BOUND, SOLVED, DRIFT = "spread", "bound_solved", "drift_solved", "drift"
@@ -137,7 +137,7 @@ LAWS = (
 
 
 def sweeps(cfg: SweepsConfig) -> list[Sweep]:
-    """Returns the experiments, by what varies in them."""
+    """Returns the sweeps, by the name of their varied key."""
     base = cfg.experiment
     exact = _with_exact_critics(base)
 
@@ -212,7 +212,7 @@ def measure_convergence(cfg: SweepsConfig) -> Values:
 def sample_pairs(cfg: SweepsConfig, *, num_shown: int) -> list[dict[str, float]]:
     """Returns "beta" and both sides of Lemma 1, "left" and "right", of pairs of clients.
 
-    Of every β so many pairs, evenly over the local steps of the first seed's run.
+    Takes the same number of pairs for every β, evenly over the local steps of the first seed's run.
     """
     pairs = []
     for beta in cfg.betas:
@@ -225,7 +225,7 @@ def sample_pairs(cfg: SweepsConfig, *, num_shown: int) -> list[dict[str, float]]
 
 
 def positions(sweep: str, cfg: SweepsConfig) -> np.ndarray:
-    """Returns the x of a sweep's points; those of "t" are the middles of its bins."""
+    """Returns the x of a sweep's points; for "t", the centres of its bins."""
     if sweep == "t":
         edges = np.array(_edges(cfg))
         return (edges[:-1] + 1 + edges[1:]) / 2
@@ -235,7 +235,7 @@ def positions(sweep: str, cfg: SweepsConfig) -> np.ndarray:
 
 
 def fitted_from(sweep: str, cfg: SweepsConfig) -> float:
-    """Returns the smallest x that a sweep's slopes are fitted to, positive."""
+    """Returns the smallest x used to fit a sweep's slopes; positive."""
     return {"beta": cfg.fit_betas_from, "T": _horizons(cfg)[-1] / 10}.get(sweep, 1e-12)
 
 

@@ -19,7 +19,7 @@ from recipes.theory.mdp import Mdp
 
 @dataclass(frozen=True, eq=False)
 class Trace:
-    """What all clients did in T consecutive local steps."""
+    """Trace of all clients over T consecutive local steps."""
 
     thetas: np.ndarray
     """θ_t^c, before the step, shape [T, C, d]."""
@@ -40,7 +40,7 @@ class Terms:
     """
 
     stationarity: np.ndarray
-    """‖∇J(θ̄) λ̄‖², what Theorem 1 bounds the mean of."""
+    """‖∇J(θ̄) λ̄‖², whose mean Theorem 1 bounds."""
     min_norm: np.ndarray
     """min_λ ‖∇J(θ̄) λ‖², Pareto stationarity itself (Definition 3)."""
     t1: np.ndarray
@@ -56,16 +56,16 @@ class Terms:
     λ^c - λ̄ sum to zero, it is the square of a *covariance* of gradients and weights over the
     clients: of second order in each of the two."""
     drift_solved: np.ndarray
-    """The same with their λ*_t, before the average."""
+    """The disagreement drift with the clients' λ*_t, before averaging."""
     bound_solved: np.ndarray
     """(1/C) Σ (λ*^c - λ̄*)ᵀ G_c (λ*^c - λ̄*) above it, where the proof leaves the covariance (after
     Jensen's inequality in F.1.2): of second order in the weights alone."""
     spread: np.ndarray
-    """Root mean square over clients of ‖λ*^c - λ̄*‖, in which the proof ends (Eq. 19 to 22) by
-    S² <= 2S: of first order. It is what Lemma 1 bounds and what Theorem 1's exponents speak of."""
+    """Root mean square over clients of ‖λ*^c - λ̄*‖, of first order. The proof ends with it (Eq. 19
+    to 22, by S² <= 2S), Lemma 1 bounds it, and Theorem 1's exponents are its exponents."""
     spread_steps: np.ndarray
-    """The same of the λ* that *exact* gradients at each client's θ give: what remains without
-    sampling noise, due to the local steps alone."""
+    """The spread of λ* solved from *exact* gradients at each client's θ: the part due to local
+    steps, without sampling noise."""
     drift_steps: np.ndarray
     """The drift of these weights on these gradients."""
 
