@@ -169,7 +169,7 @@ def site_identities(kit: Path) -> KeyRing:
     except (OSError, ValueError) as error:
         raise UserError(
             f"{kit} lacks keys of secure aggregation ({error}); restore startup/client.key and the "
-            f"folder {certificates.SITES} from the original kit, or create new kits for all parties."
+            f"folder {certificates.SITES} from the original kit, or create new kits for all."
         ) from error
     return KeyRing(
         dict.fromkeys(clients[site], own),

@@ -167,7 +167,7 @@ def test_a_model_of_a_front_without_its_runs_is_picked_with_the_base_model_s_nam
         ("brevity=inf,positivity=1", "share of brevity must be a non-negative number, got 'inf"),
         ("brevity=nan,positivity=1", "share of brevity must be a non-negative number, got 'nan"),
         ("brevity=0,positivity=0", "must have a share above 0"),
-        ("brevity=1,positivity=0,brevity=1", "names brevity twice"),
+        ("brevity=1,positivity=0,brevity=1", "got brevity twice"),
         ("0.5,0.5", "name=share pairs of brevity, positivity, got '0.5'"),
         ("", "name=share pairs"),
     ],
