@@ -69,7 +69,7 @@ def test_groups_attack_by_their_updates_or_their_rewards_and_a_rule_tells(tmp_pa
             " attack: {kind: label_flip, objective: positivity}}}",
             r"groups\.a\.attack\.objective must be an objective of the group \(brevity\), got",
         ),
-        ("{a: {clients: [0], attack: {kind: scaling}}}", "scaling by 1 is honest"),
+        ("{a: {clients: [0], attack: {kind: scaling}}}", "scaling by 1 has no effect"),
     ],
 )
 def test_groups_that_fit_nobody_are_refused(groups, message):

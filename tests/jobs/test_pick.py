@@ -196,8 +196,8 @@ def test_what_is_gone_or_in_the_way_ends_in_a_line_and_nothing_is_written(front,
 
     (sweep / "points/middle/adapter/adapter_model.safetensors").unlink()
     merge = (*want, "--merge", "--out", tmp_path / "merged")
-    assert "the adapter of middle is gone" in refused("--front", front, *merge)
-    assert "the adapter of middle is gone" in refused("--front", front, *want)
+    assert "the adapter of middle is missing" in refused("--front", front, *merge)
+    assert "the adapter of middle is missing" in refused("--front", front, *want)
     assert not (tmp_path / "merged").exists()
 
 
