@@ -283,7 +283,7 @@ def family_b(folder: Path = PROTOCOL) -> list[Claim]:
     return [
         Claim(
             f"B{number}",
-            f"FIRM is ahead of fixed weights with {setting}",
+            f"FIRM differs from fixed weights: {setting}",
             ("FIRM", "fixed weights"),
             "smallest gain",
             5,
