@@ -39,6 +39,14 @@ class StrategyConfig(RoundConfig):
     """Ranks of individual clients by name, if fewer than the adapter's: such a client trains and
     sends only the first ranks of each LoRA layer."""
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.secure is None and self.masks != MasksConfig():
+            raise ValueError(
+                f"masks requires secure masks, got {self.masks} with secure null; set secure, or "
+                "leave masks out."
+            )
+
     @property
     def options(self) -> tuple[Option, ...]:
         """The enabled options, in the order in which they wrap a client's training."""

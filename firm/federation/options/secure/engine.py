@@ -94,8 +94,8 @@ class SecureEngine:
     def _skipped(self, request: MaskedTraining, client: str) -> int:
         """Returns the batches to skip where a sum may be repeated with other clients.
 
-        They are those whose updates from the same accepted round are in opened sums: equal updates
-        would cancel in the difference of two sums.
+        Their updates from the same accepted round are in opened sums; equal updates would cancel in
+        the difference of two sums.
         """
         if not self._repeats:
             return 0

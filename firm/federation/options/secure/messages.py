@@ -52,7 +52,7 @@ MaskedNumbers = Annotated[torch.Tensor, PlainValidator(_masked_numbers)]
 
 @dataclass(frozen=True)
 class Trained(Answer):
-    """Answer to a local training whose update stays at its site for now."""
+    """Answer to a local training; the update stays at its site for now."""
 
     client: Text
     keys: Keys
@@ -69,7 +69,7 @@ class MaskedTraining(LocalTraining):
     answer: ClassVar[type[Answer]] = Trained
 
     aggregation: Literal["uniform", "by_examples"] = "uniform"
-    """What the client's weight w_c is: 1, or its number of examples over EXAMPLES_PER_WEIGHT."""
+    """The client's weight w_c: 1, or its number of examples over EXAMPLES_PER_WEIGHT."""
     max_update_norm: NonNegative | None = None
     """Longest update that leaves the site."""
     num_colluders: Count | None = None
@@ -207,7 +207,7 @@ class ConfirmMembers(SumRequest):
     answer: ClassVar[type[Answer]] = Confirmed
 
     members: Clients
-    """Clients whose masked updates arrived."""
+    """Clients with masked updates that have arrived."""
 
     def carried_out(self, part: Part) -> Answer:
         """Returns the signature."""

@@ -36,7 +36,13 @@ from firm.federation.options.secure.messages import (
     transposed,
 )
 from firm.federation.options.secure.opening import opened_sum
-from firm.federation.options.secure.protocol import Neighbours, OwnIdentities, Plan, plan_sum
+from firm.federation.options.secure.protocol import (
+    Neighbours,
+    OwnIdentities,
+    Plan,
+    plan_sum,
+    threshold,
+)
 from firm.federation.outside import by_reason
 from firm.federation.round_config import RoundConfig
 from firm.federation.rounds import Round
@@ -62,21 +68,22 @@ register(Quantity("secure", kind="round", type=SecureFigures))
 
 @configuration(source=NOT_IN_PAPER)
 class MasksConfig:
-    """Whom the masks of secure sums withstand."""
+    """Assumptions of the masks of secure sums."""
 
-    num_colluders: Annotated[NonNegativeInt | None, Hint("null is a third of the round's")] = None
-    """Clients of a round, f of n, that may collude with the server. A sum takes more than
-    (n + f) / 2 clients, and the others may drop out; null is a third of n, rounded down."""
+    num_colluders: Annotated[NonNegativeInt | None, Hint("null is a third of the clients")] = None
+    """Number f of the n clients of a round that may collude with the server. A sum requires more
+    than (n + f) / 2 clients, and the others may drop out; null is a third of n, rounded down."""
     neighbours: Neighbours = "all"
-    """all: each pair of clients shares a mask. few: each client has neighbours drawn at random, as
-    many as a failure of at most 2^-40 takes; for hundreds of clients of whom few collude."""
+    """Pairs of clients that share a mask. all: every pair. few: each client and its neighbours in a
+    random graph, which fails to protect with a probability of at most 2^-40; for hundreds of
+    clients, few of which collude."""
 
 
 class SecureSums(Option):
     """Reveals only the mean of updates to the server; sites mask their updates.
 
     Args:
-        masks: Whom the masks withstand.
+        masks: Assumptions of the masks.
         num_bytes: Bytes of a masked number.
     """
 
@@ -103,6 +110,8 @@ class SecureSums(Option):
                 f"secure aggregation adds {FEWEST} to {MAX_UPDATES} updates; "
                 f"clients_per_round must be in that range, got {cfg.clients_per_round}."
             )
+        if cfg.clients_per_round is not None and self._masks.num_colluders is not None:
+            threshold(cfg.clients_per_round, self._masks.num_colluders)
         if getattr(getattr(cfg, "privacy", None), "at", "client") == "server":
             raise ValueError(
                 "a server that adds noise has to check clipping; with secure, privacy.at must be "

@@ -55,7 +55,7 @@ class MemoryLedger:
 
 @dataclass(frozen=True)
 class Terms:
-    """What a client's site has agreed to, and the server cannot change."""
+    """Terms of a sum to which a client's site has agreed, and which the server cannot change."""
 
     run: str
     """Name of the run, which signatures contain."""
@@ -71,10 +71,10 @@ class Terms:
 
 @dataclass(frozen=True)
 class Origin:
-    """What an update starts from."""
+    """Origin of an update."""
 
     base: int
-    """The last round whose update of the client was accepted."""
+    """Last round with an accepted update of the client."""
     model: str
     """Digest of θ_t."""
 
@@ -85,7 +85,7 @@ class Part:
     Args:
         client: The client.
         round_number: The round.
-        origin: What the update starts from.
+        origin: Origin of the update.
         values: Numbers to add, float64 [d + 1].
         num_bytes: Bytes of a number as it travels.
         terms: What the site has agreed to.

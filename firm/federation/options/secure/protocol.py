@@ -37,7 +37,7 @@ SECURITY_BITS = 40
 DROPPED_SHARE = 0.1
 """Share of a round's clients that may drop out of a sparse graph."""
 ABORT_BITS = 20
-"""A sum over a sparse graph from which so many drop out fails with at most 2⁻²⁰."""
+"""Such a sum fails with a probability of at most 2⁻²⁰."""
 
 Neighbours = Literal["all", "few"]
 
@@ -76,7 +76,7 @@ class Identities(Protocol):
 
 
 class KeyRing:
-    """Long-term keys: those of one's own clients, and all clients' public ones.
+    """Long-term keys: private ones of a party's own clients, public ones of all clients.
 
     Args:
         own: Signing keys by client.
@@ -200,7 +200,7 @@ def _statement(kind: str, *content: object) -> bytes:
 
 @dataclass(frozen=True)
 class Plan:
-    """Who shares secrets with whom in a sum, and how many clients it takes to open it."""
+    """Neighbours of the clients in a sum, and numbers of clients that it requires."""
 
     session: str
     """Name of the sum."""
@@ -233,7 +233,7 @@ def threshold(num_clients: int, num_colluders: int) -> int:
     if num_colluders > num_clients - 2:
         raise ValueError(
             f"a sum of {num_clients} clients hides nothing from {num_colluders} that collude; "
-            f"secure_colluders must be at most {max(0, num_clients - 2)}."
+            f"masks.num_colluders must be at most {max(0, num_clients - 2)}."
         )
     return (num_clients + num_colluders) // 2 + 1
 

@@ -423,6 +423,11 @@ def test_opening_spends_no_epsilon(new_network, start):
         (FedAvgConfig, {"normalize_updates": True}, "normalize_updates must be false"),
         (FirmConfig, {"num_local_epochs": 2}, "num_local_epochs must be null, got 2"),
         (FirmConfig, {"clients_per_round": 1}, "clients_per_round must be in that range, got 1"),
+        (
+            FirmConfig,
+            {"clients_per_round": 4, "masks": MasksConfig(num_colluders=3)},
+            "masks.num_colluders must be at most 2",
+        ),
         (FirmConfig, {"clients_per_round": 2000}, "2 to 1024 updates.*got 2000"),
         (
             FirmConfig,
@@ -434,6 +439,11 @@ def test_opening_spends_no_epsilon(new_network, start):
 def test_what_needs_single_updates_is_refused(kind, options, reason):
     with pytest.raises(ValueError, match=reason):
         kind(**options, secure="masks")
+
+
+def test_masks_are_for_secure_sums():
+    with pytest.raises(ValueError, match="masks requires secure masks, got MasksConfig"):
+        FirmConfig(masks=MasksConfig(num_colluders=1))
 
 
 def test_a_share_of_noise_is_for_sums_under_masks():
