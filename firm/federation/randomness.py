@@ -98,7 +98,7 @@ def _fresh_state(seed: int) -> State:
 def _global_state() -> State:
     return {
         "torch": torch.get_rng_state(),
-        "accelerators": _typed(generator_states()),
+        "accelerators": _accelerator_state(),
         "numpy": _pack_numpy(np.random.get_state()),
         "python": _pack_python(random.getstate()),
     }
@@ -106,12 +106,19 @@ def _global_state() -> State:
 
 def _set_global_state(state: State) -> None:
     torch.set_rng_state(state["torch"])
-    set_generator_states(state["accelerators"]["states"])
+    if states := state["accelerators"]["states"]:
+        set_generator_states(states)
     packed = state["numpy"]
     keys = packed["keys"].numpy().astype(np.uint32)
     np.random.set_state(("MT19937", keys, packed["pos"], packed["has_gauss"], packed["gauss"]))
     packed = state["python"]
     random.setstate((packed["version"], tuple(packed["keys"].tolist()), packed["gauss"]))
+
+
+def _accelerator_state() -> State:
+    if not torch.accelerator.is_available():
+        return {"type": None, "states": []}
+    return _typed(generator_states())
 
 
 def _typed(states: list[torch.Tensor]) -> State:
