@@ -45,7 +45,7 @@ class Quantity:
     type: Any = None
     """Type of valid values, from `firm.schema`; by default a number, or numbers by name."""
     may_leave: bool = True
-    """Whether values of clients may leave a site whose policy has no list of metrics: statistics of
+    """True if values of clients may leave a site whose policy has no list of metrics: statistics of
     a batch may, values of a single example may not."""
     needs: tuple[str, ...] = ()
     """Quantities without which it is meaningless."""
@@ -54,7 +54,7 @@ class Quantity:
     section: str = "further"
     """Section of a run's page; empty: none."""
     by: Literal["", "objective", "pair"] = ""
-    """Whether there is a single value, one per objective or one per pair; must match `type`."""
+    """True if there is a single value, one per objective or one per pair; must match `type`."""
     lines: Lines = "clients"
     """Lines to draw: clients, clients and their mean, or only the means by objective."""
     evaluated: str = ""
@@ -64,7 +64,7 @@ class Quantity:
     axis: Mapping[str, Any] = field(default_factory=lambda: {"rangemode": "tozero"})
     """Further attributes of plotly's y-axis."""
     is_share: bool = False
-    """Whether the values of all objectives sum to one, so that the second of two is redundant."""
+    """True if the values of all objectives sum to one, so that the second of two is redundant."""
     of: Callable[[Mapping[str, Any]], float | None] | None = None
     """Function that derives the quantity from a row."""
     better: Literal["", "higher", "lower"] = ""

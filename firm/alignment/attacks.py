@@ -55,7 +55,7 @@ class AttackConfig:
 
     @property
     def is_on_rewards(self) -> bool:
-        """Whether the attack changes rewards; otherwise it changes the update."""
+        """True if the attack changes rewards; otherwise it changes the update."""
         return self.kind in get_args(RewardAttack)
 
 

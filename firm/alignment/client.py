@@ -109,7 +109,7 @@ class ExperienceBatch:
     indices: list[np.ndarray]
     """Row indices of each minibatch."""
     truncated: dict[str, list[bool]]
-    """Whether each reply was truncated by the reward model, by objective."""
+    """True if each reply was truncated by the reward model, by objective."""
 
     @property
     def whole(self) -> Experience:

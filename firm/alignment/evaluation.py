@@ -72,7 +72,7 @@ class Replies:
     num_tokens: torch.Tensor
     """Length in tokens, [N]."""
     ended: torch.Tensor
-    """Whether the reply ended with an end token or stop string, bool [N]."""
+    """True if the reply ended with an end token or stop string, bool [N]."""
     completion_ids: list[list[int]]
     """Token ids of the replies, end tokens included."""
 
@@ -416,7 +416,7 @@ class MetricComparison:
     num_prompts: int
     """Number of prompts that the change is computed on."""
     is_partial: bool = False
-    """Whether some prompts of the evaluation have no score."""
+    """True if some prompts of the evaluation have no score."""
 
     @property
     def z(self) -> float | None:

@@ -19,7 +19,7 @@ class Hyperparameter:
 
     @property
     def is_papers(self) -> bool:
-        """Whether the value is one of the paper's."""
+        """True if the value is one of the paper's."""
         return self.paper is not None and self.value in self.paper.values
 
 

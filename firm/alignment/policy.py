@@ -67,11 +67,11 @@ class PolicyConfig:
     dtype: Annotated[Literal["float32", "bfloat16", "float16"], NOT_IN_PAPER] = "float32"
     """Dtype of the frozen parameters; the adapter is float32."""
     device: str = "auto"
-    """Where the policy is and the adapter learns: "auto" takes the accelerator where there is one,
+    """Device of the policy and its training: "auto" takes the accelerator where there is one,
     and each of several processes another; or "cpu", a type that torch knows, such as "cuda", "mps",
     "xpu" or "npu", or one of several by its index, such as "cuda:1"."""
     gradient_checkpointing: Annotated[bool, NOT_IN_PAPER] = False
-    """Whether to recompute activations in the backward pass instead of storing them: less memory,
+    """Recompute activations in the backward pass instead of storing them: less memory,
     more time, the same gradients."""
     prompt: PromptFormat = field(default_factory=PromptFormat)
     """Format of prompts in the policy's input."""

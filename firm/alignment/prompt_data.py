@@ -51,7 +51,7 @@ class PromptsConfig:
     "auto" selects hh if most of the first texts in the source's splits have that form. Does not
     apply to chat messages."""
     drop_duplicates: Annotated[bool, NOT_IN_PAPER] = False
-    """Whether to drop rows that equal an earlier row in all fields. Rows that only share the prompt
+    """Drop rows that equal an earlier row in all fields. Rows that only share the prompt
     are kept."""
 
     def __post_init__(self) -> None:

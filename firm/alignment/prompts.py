@@ -39,7 +39,7 @@ TEMPLATE_SECONDS = 10.0
 """Time limit of a chat template for one conversation; normally it takes milliseconds."""
 
 Reader = Literal["text", "hh"]
-"""How a text becomes a prompt: unchanged, or parsed into the turns of HH-RLHF's form."""
+"""Reading of a text as a prompt: unchanged, or parsed into the turns of HH-RLHF's form."""
 
 
 @dataclass(frozen=True)

@@ -512,7 +512,7 @@ class Scored:
     """Scores [M, B]; 0 for objectives without a reward function, NaN where a reward does not
     apply."""
     truncated: dict[str, list[bool]]
-    """Whether each input was truncated, by objective, for reward models that report it."""
+    """True if each input was truncated, by objective, for reward models that report it."""
 
 
 def scored(asked: ScoringRequest) -> Scored:

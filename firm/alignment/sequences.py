@@ -129,7 +129,7 @@ class Queries(Rows):
     preferences: torch.Tensor | None = None
     """Preferences for a conditioned policy, [B, M]; None for equal shares."""
     is_cut: list[bool] | None = None
-    """Whether each prompt was truncated."""
+    """True if each prompt was truncated."""
 
     @property
     def mask(self) -> torch.Tensor:
@@ -202,7 +202,7 @@ class Rollouts(Sequences):
     reference_logprobs: torch.Tensor
     """Log-probabilities under the reference (the policy without its adapter), [B, T]."""
     ended: torch.Tensor
-    """Whether the response ended with an end token or stop string, bool [B]."""
+    """True if the response ended with an end token or stop string, bool [B]."""
     mismatch: torch.Tensor | None = None
     """Difference of log-probabilities between generation and a forward pass, [B, T], 0 at padding;
     normally rounding only. None without a forward pass."""

@@ -46,7 +46,7 @@ class ScoredReplies:
     rewards: torch.Tensor
     """Calibrated scores minus the penalty of unfinished replies, [M, B]."""
     truncated: dict[str, list[bool]]
-    """Whether each of this process's replies was truncated by the reward model, by objective."""
+    """True if each of this process's replies was truncated by the reward model, by objective."""
 
 
 @dataclass(eq=False)

@@ -216,7 +216,7 @@ class Failure:
     bytes_down: int = 0
     bytes_up: int = 0
     is_refused: bool = False
-    """Whether the client sent an answer that no honest client sends; it then counts as one of the
+    """True if the client sent an answer that no honest client sends; it then counts as one of the
     attackers assumed by a robust rule."""
     kind: str = field(default="", compare=False)
     """Type of the error and its OS error number, which reveal no data; empty without an error."""

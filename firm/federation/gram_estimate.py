@@ -49,7 +49,7 @@ class GramConfig(StrategyConfig):
     """Size of a compressed Jacobian in 4-byte numbers, as a multiple of the number of shared
     parameters."""
     communication: Literal["one_way", "two_way", "two_sample"] = "two_way"
-    """How the Gram matrix is estimated. one_way: from one upload (Algorithm 3); two_way: corrected
+    """Estimator of the Gram matrix. one_way: from one upload (Algorithm 3); two_way: corrected
     by a second upload after the server's broadcast (Algorithm 6); two_sample: from two separate
     samples of clients (Algorithm 9, as in the theory)."""
 

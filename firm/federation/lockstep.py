@@ -38,7 +38,7 @@ class _Member(greenlet.greenlet):
 
     result: Any = None
     outcome: tuple[str, Any] = ("run", None)
-    """How to resume the function: with a value or by raising an exception."""
+    """Way to resume the function: with a value or by raising an exception."""
     request: _Request | None = None
     num_served: int = 0
     seconds: float = 0.0

@@ -130,7 +130,7 @@ class Request(Message):
 
     @property
     def takes_whole_batches(self) -> bool:
-        """Whether the gradients of a whole batch are needed, in addition to its minibatches'."""
+        """True if the gradients of a whole batch are needed, in addition to its minibatches'."""
         return False
 
     def num_solves(self, num_passes: int) -> int:

@@ -54,7 +54,7 @@ class RoundConfig:
     max_update_norm: Annotated[PositiveFloat | None, Hint("null accepts any"), NOT_IN_PAPER] = None
     """Maximum norm ‖θ_c - θ_t‖ of an accepted update; null accepts any norm."""
     share_gram: Annotated[bool, NOT_IN_PAPER] = False
-    """Whether clients send the Gram matrix of their first solve, M² numbers, with each update.
+    """True if clients send the Gram matrix of their first solve, M² numbers, with each update.
     These matrices, all at θ_t, bound the disagreement drift and, on the sampled batches, the
     distance of θ_t from Pareto stationarity."""
     server_learning_rate: PositiveFloat = 1.0
@@ -64,14 +64,14 @@ class RoundConfig:
     preference_key: ClassVar[str | None] = None
     """Name of the key for a preference of the objectives; None if the strategy has none."""
     sends_adapters_only: ClassVar[bool] = False
-    """Whether adapters are the only messages of clients that train the model, as required by
+    """True if adapters are the only messages of clients that train the model, as required by
     privacy."""
     reads_losses: ClassVar[bool] = False
-    """Whether clients send their losses at θ_t."""
+    """True if clients send their losses at θ_t."""
     solves_on_server: ClassVar[bool] = False
-    """Whether the server solves for weights in every round."""
+    """True if the server solves for weights in every round."""
     averages: ClassVar[bool] = True
-    """Whether the server averages the clients' updates."""
+    """True if the server averages the clients' updates."""
 
     def __post_init__(self) -> None:
         if self.num_local_epochs is not None and self.num_local_steps != 1:

@@ -111,7 +111,7 @@ class JacobianRequest(Request):
     skipped_batches: SkippedBatches = 0
     """Batches to draw and skip first."""
     share_losses: bool = False
-    """Whether to send the losses at θ_t too."""
+    """Send the losses at θ_t too."""
 
     @property
     def takes_whole_batches(self) -> bool:

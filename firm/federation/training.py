@@ -106,12 +106,12 @@ class LocalTraining(Request):
     )
     """Keyword arguments by client, for clients that differ."""
     solve_per: Literal["minibatch", "batch"] = "minibatch"
-    """Whether weights are computed for each minibatch, or once per batch from its whole
+    """Scope of a solve for weights: each minibatch, or once per batch from its whole
     gradients."""
     share_gram: bool = False
-    """Whether to send the Gram matrix of the first solve, at θ_t, as "gram"."""
+    """Send the Gram matrix of the first solve, at θ_t, as "gram"."""
     share_losses: bool = False
-    """Whether to send the losses at θ_t, as "start_losses"."""
+    """Send the losses at θ_t, as "start_losses"."""
     proximal: NonNegative = 0.0
     """Strength μ of the proximal term μ/2 ‖θ - θ_t‖² in the local loss."""
     skipped_batches: SkippedBatches = 0

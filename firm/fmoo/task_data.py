@@ -155,7 +155,7 @@ class TaskData:
 
     @property
     def has_accuracies(self) -> bool:
-        """Whether all objectives predict labels and therefore have accuracies."""
+        """True if all objectives predict labels and therefore have accuracies."""
         return set(self.losses) <= SHIPPED_LOSSES - {"squared"}
 
     def indices_by_client(self) -> dict[str, torch.Tensor]:

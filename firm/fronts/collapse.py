@@ -10,7 +10,7 @@ MAX_EMPTY_SHARE = 0.5
 """A policy with blank replies to more than this share of the prompts counts as collapsed."""
 
 MAX_COMMON_SHARE = 0.5
-"""So does a policy with the same reply to more than this share of the prompts."""
+"""A policy has also collapsed if it gives the same reply to more than this share of the prompts."""
 
 MIN_PARSE_RATIO = 0.5
 """Smallest parse rate, relative to the base model's, of a policy that has not collapsed."""

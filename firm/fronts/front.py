@@ -68,7 +68,7 @@ class Front:
     num_prompts: int
     """Number of test prompts that the rewards are means over."""
     is_conditioned: bool = False
-    """Whether the points of a seed are one conditioned adapter at several preferences, so that the
+    """True if the points of a seed are one conditioned adapter at several preferences, so that the
     mean of two of them is that adapter at the preference in between."""
     num_scored: dict[str, int] = field(default_factory=dict)
     """Number of test prompts by objective, for objectives that do not apply to all prompts."""
@@ -150,7 +150,7 @@ class Front:
 
     @property
     def has_validation(self) -> bool:
-        """Whether all points have rewards on the validation prompts."""
+        """True if all points have rewards on the validation prompts."""
         return all(point.name in self.validation for point in self.points)
 
     def selection_rewards(self) -> np.ndarray:

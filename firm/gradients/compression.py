@@ -280,7 +280,7 @@ class RandomMaskCompressor:
     budget: int | None = None
     """Size of a message in 4-byte numbers, excluding the seed; d if None."""
     scaling: Literal["none", "inverse_probability"] = "none"
-    """Whether entries are sent unscaled (biased) or divided by their sampling probability
+    """Scaling of sent entries: unscaled (biased), or divided by their sampling probability
     (unbiased)."""
 
     def __post_init__(self) -> None:

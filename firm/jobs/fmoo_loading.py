@@ -46,7 +46,7 @@ class SupervisedFederation:
 
     @property
     def has_joint_passes(self) -> bool:
-        """Whether all clients' gradients are computed in one pass."""
+        """True if all clients' gradients are computed in one pass."""
         return isinstance(self.engine, StackedEngine) and self.workspace.is_stackable
 
 

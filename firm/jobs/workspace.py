@@ -53,7 +53,7 @@ class _Logged:
     """Names of the series of all runs."""
     has_samples: bool
     is_one: bool
-    """Whether there is a single run, not the runs of a study or sweep."""
+    """True if there is a single run, not the runs of a study or sweep."""
 
 
 def save_workspace(cfg: WorkspaceConfig) -> str:

@@ -31,7 +31,7 @@ class Criterion:
 
     @property
     def is_higher_better(self) -> bool:
-        """Whether higher values are better."""
+        """True if higher values are better."""
         return self.quantity.better == "higher"
 
     @property
@@ -41,7 +41,7 @@ class Criterion:
 
     @property
     def is_percent(self) -> bool:
-        """Whether values are shares, which tables show in per cent."""
+        """True if values are shares, which tables show in per cent."""
         return "%" in self.quantity.axis.get("tickformat", "")
 
     @property
@@ -51,7 +51,7 @@ class Criterion:
 
     @property
     def worst_how(self) -> How:
-        """How to find the worst objective."""
+        """Description of how the worst objective is found."""
         return "lowest" if self.is_higher_better else "highest"
 
     @property

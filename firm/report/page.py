@@ -72,7 +72,7 @@ class Section:
     note: str = ""
     """Why the figures could not be drawn; empty if they could."""
     is_wide: bool = False
-    """Whether figures need at least half of the page's width."""
+    """True if figures need at least half of the page's width."""
 
 
 @dataclass(frozen=True)
@@ -82,7 +82,7 @@ class Cell:
     text: str
     change: str = ""
     is_clear: bool = False
-    """Whether chance is an unlikely cause of the change."""
+    """True if chance is an unlikely cause of the change."""
 
 
 @dataclass(frozen=True)
@@ -101,7 +101,7 @@ class Table:
     chips: Mapping[str, str] = field(default_factory=dict)
     """Colours of rows by their first cell."""
     is_stacked: bool = False
-    """Whether a narrow screen shows each row as a list of its cells."""
+    """True if a narrow screen shows each row as a list of its cells."""
 
     @classmethod
     def of(
@@ -135,12 +135,12 @@ class Samples:
     models: Sequence[str]
     """Name of the model behind each reply of a sample."""
     has_changes: bool = False
-    """Whether scores are shown with their change against the first reply's."""
+    """True if scores are shown with their change against the first reply's."""
 
 
 @dataclass(frozen=True)
 class Provenance:
-    """How the page's numbers were made, with the files needed to repeat it."""
+    """Provenance of the page's numbers, with the files needed to repeat it."""
 
     kind: ClassVar = "origin"
     name: ClassVar = "settings"

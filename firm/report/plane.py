@@ -47,11 +47,11 @@ class Spot:
     facts: Mapping[str, str]
     """Lines of the tooltip, text by label."""
     is_dominated: bool = False
-    """Whether another spot of its kind is better in all objectives; it is drawn hollow."""
+    """True if another spot of its kind is better in all objectives; it is drawn hollow."""
     label: str = ""
     """Text beside the marker."""
     shade: float | None = None
-    """From 0, the base model, to 1, the last round; the colour deepens with it."""
+    """Progress from 0, the base model, to 1, the last round; the colour deepens with it."""
 
     @property
     def hover(self) -> str:

@@ -60,7 +60,7 @@ class Record:
 
     @property
     def is_finished(self) -> bool:
-        """Whether the run has ended and written its adapter."""
+        """True if the run has ended and written its adapter."""
         return self.run.get("status") == "finished"
 
     @property

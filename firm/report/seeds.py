@@ -59,7 +59,7 @@ class Difference:
 
     @property
     def is_clear(self) -> bool:
-        """Whether the interval excludes 0."""
+        """True if the interval excludes 0."""
         return self.low > 0 or self.high < 0
 
     def text(self, digits: int = 3) -> str:

@@ -19,7 +19,7 @@ class Measure:
     num_prompts: int | None = None
     """Number of prompts in the mean; None if a log lacks it."""
     is_partial: bool = False
-    """Whether other prompts of the evaluation have no score."""
+    """True if other prompts of the evaluation have no score."""
 
     @property
     def z(self) -> float | None:
@@ -28,7 +28,7 @@ class Measure:
 
     @property
     def is_clear(self) -> bool:
-        """Whether the mean differs clearly from zero, by at least ``CLEAR_Z`` standard errors."""
+        """True if the mean differs clearly from zero, by at least ``CLEAR_Z`` standard errors."""
         return self.z is not None and abs(self.z) >= CLEAR_Z
 
 
@@ -41,7 +41,7 @@ class Line:
     aligned: Measure | None
     change: Measure | None
     is_score: bool = True
-    """Whether it is a score of the replies."""
+    """True if it is a score of the replies."""
 
     @property
     def label(self) -> str:

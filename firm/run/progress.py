@@ -137,7 +137,7 @@ class Progress:
 
     @property
     def is_live(self) -> bool:
-        """Whether events within a round are displayed, as on a terminal."""
+        """True if events within a round are displayed, as on a terminal."""
         return self._console.is_terminal
 
     def event(self, name: str, **info: Any) -> None:

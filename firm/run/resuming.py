@@ -13,7 +13,7 @@ from firm.run.plugins import code_in
 from firm.run.yaml_text import read_yaml
 
 Resume = bool | Literal["auto"]
-"""Whether to continue the run in a folder: true requires a run, "auto" starts one if there is none,
+"""Continue the run in a folder: true requires a run, "auto" starts one if there is none,
 and false refuses a folder that is not empty."""
 
 STUDY_NAME = "study.yaml"

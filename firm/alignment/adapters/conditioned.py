@@ -41,7 +41,7 @@ class ConditioningConfig:
     corner_share: Annotated[float, Interval(ge=0, le=1)] = 0.0
     """Share of preferences for a single objective, each objective equally often."""
     draw_per: Literal["prompt", "step"] = "prompt"
-    """Whether a preference is drawn for each prompt, or one for all prompts of a local step."""
+    """Scope of a drawn preference: one for each prompt, or one for all prompts of a local step."""
 
     def conditioned(self, kind: Lora, num_objectives: int) -> Lora:
         """Returns the kind of adapter, conditioned on a preference if configured."""

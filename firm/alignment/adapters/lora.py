@@ -35,7 +35,7 @@ class LoraSettings:
     """Names of the linear layers that get an adapter; null uses PEFT's default for the model
     type."""
     freeze_a: Annotated[bool, NOT_IN_PAPER] = False
-    """Whether to freeze A at its initial values, so that only B is trained and sent (FFA-LoRA, Sun
+    """Freeze A at its initial values, so that only B is trained and sent (FFA-LoRA, Sun
     et al. 2024, arXiv:2403.12313). This halves the adapter of square layers and makes the mean of B
     exact for B·A."""
 
@@ -69,9 +69,9 @@ class Lora:
     name: ClassVar[str] = "lora"
     """Value of `policy.adapter` that selects the kind."""
     has_factors: ClassVar[bool] = True
-    """Whether the trained parameters are LoRA's factors A and B."""
+    """True if the trained parameters are LoRA's factors A and B."""
     is_linear: ClassVar[bool] = True
-    """Whether all trained parameters are matrices used through `PassRows.product`. Other kinds
+    """True if all trained parameters are matrices used through `PassRows.product`. Other kinds
     support neither conditioning nor stacking, and need M backward passes for M gradients."""
 
     def __init__(self, settings: LoraSettings) -> None:

@@ -67,7 +67,7 @@ class CriticFreeConfig(EstimatorConfig):
     """Normalisation of advantages: by the standard deviation of the group's rewards (GRPO), by that
     of all advantages in the batch, or none (RLOO; Dr. GRPO, arXiv:2503.20783)."""
     advantage_scale: Literal["by_objective", "shared"] = "by_objective"
-    """Whether each objective is normalised by its own standard deviation (with fixed weights this
+    """True if each objective is normalised by its own standard deviation (with fixed weights this
     is GDPO, arXiv:2601.05242: normalise, then sum), or all by that of the objectives' mean (with
     equal fixed weights: GRPO on the summed reward)."""
     std_floor: NonNegativeFloat = 1e-4
@@ -78,7 +78,7 @@ class CriticFreeConfig(EstimatorConfig):
     `ratio_cap` and detached (CISPO, arXiv:2506.13585); ppo: the clipped surrogate; none: no
     weighting."""
     ratio_level: Literal["token", "reply"] = "token"
-    """Whether ratios are computed per token or per reply (RLOO)."""
+    """Level of the ratios: per token, or per reply (RLOO)."""
     ratio_cap: PositiveFloat = 2.0
     """Largest probability ratio of CISPO."""
     clip_range: Annotated[float, Interval(gt=0, lt=1)] = 0.2
@@ -88,7 +88,7 @@ class CriticFreeConfig(EstimatorConfig):
     mean over all tokens of the minibatch (DAPO, arXiv:2503.14476); constant: sum over tokens
     divided by the number of replies and max_new_tokens (Dr. GRPO)."""
     kl_in: Literal["reward", "advantage"] = "reward"
-    """Whether the KL penalty is subtracted from every reward, before advantages are computed and
+    """True if the KL penalty is subtracted from every reward, before advantages are computed and
     normalised, or from every advantage, with a leave-one-out baseline and unscaled."""
 
     @property

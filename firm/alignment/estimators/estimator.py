@@ -109,7 +109,7 @@ class Policy:
     config: RolloutConfig
     """Configuration with the temperature and the rows per forward pass."""
     is_linear: bool = True
-    """Whether the adapter's parameters are all matrices of linear layers."""
+    """True if the adapter's parameters are all matrices of linear layers."""
     team: Team | Alone = ALONE
     """Processes that share the rows of a batch."""
     timed: Callable[[str], AbstractContextManager[Any]] = nullcontext
@@ -199,7 +199,7 @@ class EstimatorConfig(ABC):
     """
 
     needs_independent_rows: ClassVar[bool] = False
-    """Whether gradients come from products per row, which rows that interact would falsify."""
+    """True if gradients come from products per row, which rows that interact would falsify."""
 
     name: str = ""
     """Estimator."""

@@ -81,9 +81,9 @@ class PPOConfig(EstimatorConfig):
     gae_lambda: Annotated[Fraction, NOT_IN_PAPER] = 0.95
     """λ of generalised advantage estimation."""
     whiten_rewards: Annotated[bool, NOT_IN_PAPER] = False
-    """Whether to scale per-token rewards to unit variance."""
+    """Scale per-token rewards to unit variance."""
     advantage_scale: Annotated[Literal["by_objective", "shared"], NOT_IN_PAPER] = "by_objective"
-    """Whether each objective's advantages are whitened separately (with fixed weights this is GDPO,
+    """True if each objective's advantages are whitened separately (with fixed weights this is GDPO,
     arXiv:2601.05242: normalise, then sum), or all are scaled by a common factor, which preserves
     the relative spread of the rewards (with fixed weights: linear scalarisation)."""
 

@@ -22,11 +22,11 @@ class ClientPart:
     adapter: Mapping[str, torch.nn.Parameter] | None
     """Parameters of the client's adapter; None for the base model."""
     is_training: bool = False
-    """Whether dropout is active."""
+    """True if dropout is active."""
     has_gradient: bool = False
-    """Whether to build a graph for backward passes."""
+    """Build a graph for backward passes."""
     is_tapped: bool = False
-    """Whether the backward pass separates gradients by row (`Weighted`)."""
+    """True if the backward pass separates gradients by row (`Weighted`)."""
     generator: torch.Generator | None = None
     """Generator of the client's random numbers."""
     temperature: float = 1.0
@@ -116,7 +116,7 @@ class Pass:
 
     @property
     def is_wanted(self) -> bool:
-        """Whether some clients' gradients are still pending."""
+        """True if some clients' gradients are still pending."""
         return bool(self._waiting)
 
     def finish(self, places: "Sequence[PassPosition]") -> None:

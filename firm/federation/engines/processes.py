@@ -86,7 +86,7 @@ class Processes:
 
     @property
     def is_server(self) -> bool:
-        """Whether this process runs the strategy, writes files and prints."""
+        """True if this process runs the strategy, writes files and prints."""
         return self.rank == 0
 
     def hosted(self, clients: Sequence[str], rank: int | None = None) -> list[str]:

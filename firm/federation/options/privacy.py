@@ -75,10 +75,10 @@ class PrivacyConfig(Option):
     """Standard deviation of the noise z, in multiples of S, per coordinate of the summed deltas, or
     of each delta with at client. 0 only clips, which gives no privacy."""
     at: Literal["server", "client", "sum"] = "server"
-    """Where noise is added. server: by a trusted server, to the sum. client: by each client to its
-    delta, which also protects it from the server but costs far more accuracy. sum: by each client,
-    a share under the masks of secure aggregation, such that the shares of the clients that do not
-    collude add up to the noise of the sum."""
+    """Place where noise is added. server: by a trusted server, to the sum. client: by each client
+    to its delta, which also protects it from the server but costs far more accuracy. sum: by each
+    client, a share under the masks of secure aggregation, such that the shares of the clients that
+    do not collude add up to the noise of the sum."""
     delta: Annotated[float, Interval(gt=0, lt=1)] = 1e-5
     """Probability δ with which the ε guarantee may fail; should be well below one over the number
     of clients."""
@@ -283,7 +283,7 @@ class ServerNoise:
 
     cfg: PrivacyConfig
     has_regulars: bool
-    """Whether some clients take part in every round, unsampled."""
+    """True if some clients take part in every round, unsampled."""
 
     def __call__(self, step: ServerStep) -> ServerStep:
         """Returns the step with noise, the updated ledger, and the "privacy" entry of the row."""

@@ -29,7 +29,7 @@ class AflConfig(ScalarConfig):
     weights_learning_rate: NonNegativeFloat = 0.1
     """Step size γ_λ of the ascent on the clients' weights."""
     average_iterates: bool = False
-    """Whether to return the mean of all rounds' iterates, as in Mohri et al., instead of the last
+    """Return the mean of all rounds' iterates, as in Mohri et al., instead of the last
     one; training always continues from the last."""
 
     aggregation: Annotated[Literal["uniform"], Hint("AFL learns the clients' weights")] = "uniform"

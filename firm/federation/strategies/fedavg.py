@@ -69,7 +69,7 @@ class FedAvgConfig(ScalarConfig):
     name: Literal["fedavg"] = "fedavg"
     """Strategy."""
     normalize_updates: bool = False
-    """Whether to normalise every update to norm 1 first (FedAvg-n); a zero update stays zero."""
+    """Normalise every update to norm 1 first (FedAvg-n); a zero update stays zero."""
 
     sends_adapters_only: ClassVar[bool] = True
 

@@ -57,7 +57,7 @@ class FedCmooConfig(GramConfig):
     num_steps: BoundedInt = 1000
     """Steps K of Algorithm 2; the theory uses 1."""
     normalize_gram: Annotated[bool, NOT_IN_PAPER] = True
-    """Whether to normalise the Gram matrix. The steps divide it by the squared mean gradient norm,
+    """Normalise the Gram matrix. The steps divide it by the squared mean gradient norm,
     as in the authors' experiments, which makes the step size scale-invariant; the exact solver
     divides it by the mean of its diagonal, which does the same for β (Eq. 9 of FIRM)."""
     beta: Annotated[float, NOT_IN_PAPER] = 0.0

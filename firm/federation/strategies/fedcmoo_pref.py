@@ -26,7 +26,7 @@ class FedCmooPrefConfig(GramConfig):
     name: Literal["fedcmoo_pref"] = "fedcmoo_pref"
     """Strategy."""
     communication: Literal["one_way", "two_way"] = "two_way"
-    """How the Gram matrix is estimated. one_way: from one upload (Algorithm 3); two_way: corrected
+    """Estimator of the Gram matrix. one_way: from one upload (Algorithm 3); two_way: corrected
     by a second upload after the server's broadcast (Algorithm 6)."""
     preference: tuple[float, ...] | None = None
     """Preference r, which targets losses with r₁F₁ = ... = r_M F_M; null targets equal losses."""

@@ -35,7 +35,7 @@ class FedMgdaConfig(ScalarConfig):
     name: Literal["fedmgda"] = "fedmgda"
     """Strategy."""
     normalize_updates: bool = True
-    """Whether to normalise every update to norm 1 first (FedMGDA+); a zero update stays zero."""
+    """Normalise every update to norm 1 first (FedMGDA+); a zero update stays zero."""
     epsilon: Fraction = 1.0
     """Maximum deviation ε of a client's weight from its aggregation weight λ₀ (Eq. 25): 0 is FedAvg
     (FedAvg-n with normalisation), 1 is unconstrained."""

@@ -40,7 +40,7 @@ class FirmConfig(StrategyConfig):
     preference_strength: float = 1.0
     """Factor of the preference term Diag(1/p); 1 in the paper."""
     normalize: Annotated[bool, Paper("A.1")] = True
-    """Whether to divide the Gram matrix by the mean of its diagonal (Eq. 9; false is Eq. 2)."""
+    """Divide the Gram matrix by the mean of its diagonal (Eq. 9; false is Eq. 2)."""
     norm_power: Annotated[float, NOT_IN_PAPER] = 0.0
     """Each gradient is divided by this power of its norm for the solve: 0 as in the paper, 1 for
     unit gradients, as in GAPO (arXiv:2507.01915)."""
@@ -50,7 +50,7 @@ class FirmConfig(StrategyConfig):
     """Linear constraints on the weights, in terms of the objectives' names, such as 'harmless >=
     0.3' or 'helpful <= 2 * harmless'; require solver cvxpy."""
     solve_per: Annotated[Literal["minibatch", "batch"], NOT_IN_PAPER, NOT_IN_PAPER] = "minibatch"
-    """Whether weights are solved for each minibatch, or once per batch; the latter needs only one
+    """Scope of a solve for weights: each minibatch, or once per batch; the latter needs only one
     backward pass per minibatch instead of one per objective."""
 
     preference_key: ClassVar[str | None] = "preference"

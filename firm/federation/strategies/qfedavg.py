@@ -31,7 +31,7 @@ class QFedAvgConfig(ScalarConfig):
     """Estimate of the Lipschitz constant L of the losses' gradients at q = 0. Li et al. use one
     over the local learning rate; Hu et al. tried 0.1, 1 and 10."""
     normalize_updates: bool = False
-    """Whether to normalise every update to norm 1 first, which Hu et al. found unstable for large
+    """Normalise every update to norm 1 first, which Hu et al. found unstable for large
     q. A zero update stays zero."""
 
     losses: Literal["mean", "total"] = "mean"

@@ -24,7 +24,7 @@ SPLITS = {"train": "train", "validation": "validation", "valid": "validation", "
 
 @dataclass(frozen=True)
 class Layout:
-    """Where the columns of a table are found."""
+    """Location of a table's columns."""
 
     arrays: tuple[str, ...]
     """Names in a `.npz` file, without the split; also the column names of the table."""

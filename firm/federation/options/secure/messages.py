@@ -75,7 +75,7 @@ class MaskedTraining(LocalTraining):
     num_colluders: Count | None = None
     """Clients that may collude with the server; None is a third of the round's."""
     neighbours: Neighbours = "all"
-    """Whether all pairs of clients share a mask, or each has few neighbours."""
+    """Pairs of clients that share a mask: all, or each client and a few neighbours."""
 
     @property
     def num_bytes(self) -> int:

@@ -62,11 +62,11 @@ class Terms:
     num_colluders: int | None
     """Clients that may collude with the server; None is a third."""
     neighbours: Neighbours
-    """Whether all pairs of clients share a mask."""
+    """True if all pairs of clients share a mask."""
     least_in_mean: int
     """Fewest updates in a sum."""
     repeats: bool = False
-    """Whether updates of the same origin may be in sums of different clients."""
+    """True if updates of the same origin may be in sums of different clients."""
 
 
 @dataclass(frozen=True)

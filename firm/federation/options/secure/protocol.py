@@ -144,7 +144,7 @@ class PublicKeys:
     signing: PublicKey
     """Ed25519: signs the members of the sum."""
     signature: Signature
-    """Of the three, the run, the round and the client."""
+    """Signature of the three keys, the run, the round and the client."""
 
 
 class PrivateKeys:
