@@ -309,7 +309,7 @@ def test_sources_that_cannot_be_read_are_one_clear_line(tmp_path):
         str(tmp_path / "a.csv"): "not a .json or .jsonl file",
         str(tmp_path / "cut.jsonl.gz"): "cannot be read",
         str(tmp_path / "damaged.jsonl.gz"): "cannot be read",
-        str(tmp_path / "deep.json"): r"deep\.json: JSON that is nested too deeply",
+        str(tmp_path / "deep.json"): r"deep\.json: the JSON is nested too deeply",
         str(tmp_path / "object.json"): "contains a JSON dict",
         str(tmp_path / "empty.jsonl"): "there is no prompt in",
         str(tmp_path / "missing.jsonl"): "no prompts at",

@@ -200,7 +200,7 @@ def test_plain_puts_the_last_human_turn_into_the_users_text():
     assert format_prompt(DIALOGUE, TOKENIZER, story) == (
         'A girl asked, "Third question?" {Her} mom said, "'
     )
-    with pytest.raises(ValueError, match=r"put \{prompt\} into it"):
+    with pytest.raises(ValueError, match=r"must contain \{prompt\}"):
         PromptFormat("plain", template="no place")
 
 
@@ -272,7 +272,7 @@ def test_a_template_that_does_not_compile_is_called_broken():
     with pytest.raises(ValueError) as caught:
         check_template(tokenizer)
     assert str(caught.value) == (
-        "the chat template of models/a is broken (line 2: unexpected '}'): repair it, or take "
+        "the chat template of models/a is broken (line 2: unexpected '}'): repair it, or use "
         "another tokenizer."
     )
     with pytest.raises(BrokenTemplateError):

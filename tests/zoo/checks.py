@@ -522,7 +522,7 @@ def refused(name: str, where: str, folder: Path) -> str:
     """Returns the line in which FIRM refuses an architecture: see `Architecture.refused`."""
     if where == "everywhere":
         return refusal(lambda: check_passes(place(name, "own_pad").policy, name))
-    return refusal(place(name, "own_pad").trainer().stacked)
+    return refusal(lambda: stacked_trainers(place(name, "own_pad").trainer()))
 
 
 SMALL = {"vocab_size": 288, "hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4}
