@@ -360,7 +360,7 @@ def test_the_same_model_in_another_place_is_allowed_when_said(run, copied, tmp_p
         (["--adapters", "[RUN]"], "policy.path must not be empty"),
         (["--runs", "[no/such/run]"], "no run at no/such/run"),
         (["--runs", "[RUN"], "malformed YAML"),
-        (["--runs", "[RUN]", "--adapters", "[RUN/adapter]"], "named twice"),
+        (["--runs", "[RUN]", "--adapters", "[RUN/adapter]"], "given twice"),
         (["--runs", "[RUN]", "--num_prompts", "1"], "num_prompts must be at least 2"),
         (
             ["--runs", "[RUN]", "--metrics.brevity.name", "brevity"],

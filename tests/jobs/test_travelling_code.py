@@ -144,7 +144,7 @@ def test_a_folder_that_is_resumed_gets_no_code_to_run_without_the_flag(
     for options in ([], ["--allow_code", "false"], ["--plan"] if command != "fmoo" else []):
         line = refusal(main, [command, "--resume", folder, *options])
         assert f"{folder} would run Python code ({code}): review it" in line
-        assert line.endswith("give --allow_code.")
+        assert line.endswith("pass --allow_code.")
     assert not proof.exists()
 
 
