@@ -120,5 +120,5 @@ def test_an_evaluation_and_a_chat_say_what_has_no_score(run, tmp_path):
 
 def test_a_reward_that_never_applies_is_refused_before_training(rewards, tmp_path):
     never = rewards.replace("file:", "options: {of: []}, file:")
-    with pytest.raises(ValueError, match=r"^calibrating 'terse' requires .*, got 0 on 32 calibration"):
+    with pytest.raises(ValueError, match=r"^calibrating 'terse' requires .*, got 0 on 32"):
         smoke.run(*SHORT, "--rewards", never, "--out", tmp_path / "run")
