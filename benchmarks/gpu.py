@@ -1,17 +1,21 @@
 """Writes a page with the costs of a round at TinyLlama's shape on this machine's accelerator.
 
     make gpu                                                       # docs/gpu.md, within ten minutes
+    python benchmarks/gpu.py --budget 60                           # the first rows of it
     python benchmarks/gpu.py --shape tiny --device cpu             # every part, in a minute
     python benchmarks/gpu.py --shape tinyllama-short --device cpu  # the true models, two clients
 
 Rounds of FIRM with random bfloat16 weights: PPO with value heads and the critic-free estimator,
 clients in turn (engine local), also with a static cache, and all at once (stacked), beside TRL's
-GRPOTrainer with one adapter and as many replies, epochs and minibatches. On a GPU the tests that
-need one run first, and the first round of each estimator warms up. Every other round is measured
-once, so small differences say nothing. A case that fails is a row with its error.
+GRPOTrainer with one adapter and as many replies, epochs and minibatches, also with vLLM where it is
+installed. The cases that say most come first; the page is written after each. Cases run in
+processes of their own: one that fails is a row with its error, and the next starts a new process.
 
-Stages wait for the device before and after. Memory on a GPU is what torch allocated; on the CPU it
-is the most that a process of its own had resident, libraries included, which the plan leaves out.
+On any accelerator that torch finds, whose tests run once the first case has a row, the first round
+of each estimator warms up. Every other round is measured once, so small differences say nothing.
+Stages wait for the device before and after. Memory on an accelerator is what torch allocated; on
+the CPU it is the most that the case's process had resident, libraries included, which the plan
+leaves out.
 """
 
 import argparse
@@ -27,8 +31,9 @@ import traceback
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import asdict, replace
+from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -42,6 +47,7 @@ import torch
 import transformers
 from peft import LoraConfig
 from transformers import AutoModelForCausalLM, AutoTokenizer, PrinterCallback, TrainerCallback
+from transformers.utils.import_utils import is_torch_bf16_gpu_available
 from trl.trainer.grpo_config import GRPOConfig
 from trl.trainer.grpo_trainer import GRPOTrainer
 
@@ -49,6 +55,15 @@ from benchmarks.gpu_page import STAGES, STATIC, Case, Row, Setting, page_of
 from benchmarks.measure import one_round, peak_resident
 from benchmarks.random_models import SHAPES, prompts, save_models
 from firm.federation import Processes, lockstep
+from firm.federation.devices import (
+    accelerate_on,
+    named_device,
+    peak_bytes,
+    release_memory,
+    reset_peak_bytes,
+    synchronize,
+    total_bytes,
+)
 from firm.federation.outside import first_line, printable
 from firm.jobs.alignment_config import AlignmentConfig, client_names
 from firm.jobs.alignment_loading import LoadedRun, load
@@ -61,6 +76,8 @@ ROOT = Path(__file__).parent.parent
 ESTIMATORS = ("ppo", "critic_free")
 ENGINES = ("local", "stacked")
 NUM_REPLIES = 4  # to a prompt, critic-free
+PATIENCE = 300
+"""Seconds that a case which began within the budget may take beyond it."""
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -68,36 +85,57 @@ def main(arguments: Sequence[str] | None = None) -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--shape", choices=SHAPES, default="tinyllama")
-    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+    parser.add_argument("--device", default="auto", help="auto, cpu, or a device as torch has it")
     parser.add_argument("--clients", type=int, nargs="+", default=None)
     parser.add_argument("--gradient-checkpointing", action="store_true")
-    parser.add_argument("--minutes", type=float, default=9.0, help="after which no case begins")
+    parser.add_argument("--budget", type=float, default=540, help="seconds, then no case begins")
     parser.add_argument("--out", type=Path, help="the page; without one it is printed")
     options = parser.parse_args(arguments)
-    if options.device == "cuda" and not torch.cuda.is_available():
-        parser.error("there is no CUDA device here; give --device cpu --shape tiny.")
+    try:
+        device = named_device(options.device)
+    except ValueError as error:
+        parser.error(str(error))
+    if device.type == options.device == "cpu" or device.type != "cpu":
+        write_page(options, device)
+    else:
+        parser.error("there is no accelerator here; give --device cpu --shape tiny.")
+
+
+def write_page(options: argparse.Namespace, device: torch.device) -> None:
+    """Measures the cases until the budget is spent, and writes the page after each."""
     _quiet()
-    end = time.monotonic() + 60 * options.minutes
+    end = time.monotonic() + options.budget
     clients = options.clients or ([2] if options.shape == "tinyllama-short" else [1, 2, 4, 8])
-    cases = [Case(e, engine, c) for e in ESTIMATORS for c in clients for engine in ENGINES]
-    cases.append(Case("critic_free", STATIC, clients[-1]))
-    cases += [Case("critic_free", "trl", count) for count in (clients[0], clients[-1])]
-    tests = _tests() if options.device == "cuda" else "not run: no GPU"
-    with tempfile.TemporaryDirectory() as folder:
-        setting = Setting(options.shape, options.device, folder, options.gradient_checkpointing)
-        save_models(setting.shape, Path(folder), torch.device(options.device))
-        peak_flops = _product_flops(options.device)
-        rows = [
-            _measured(setting, case)
-            if time.monotonic() < end
-            else Row(case, f"not run: {options.minutes:g} minutes were over")
-            for case in dict.fromkeys(cases)
-        ]
-    page = page_of(setting, rows, tests=tests, peak_flops=peak_flops)
+    late = f"not run: {options.budget:g} seconds were over"
+    rows = {case: Row(case, late) for case in cases(clients)}
+    page = ""
+    tests = "not run: no accelerator" if device.type == "cpu" else "not run yet"
+    with tempfile.TemporaryDirectory() as folder, closing(Worker()) as worker:
+        setting = Setting(options.shape, str(device), folder, options.gradient_checkpointing)
+        save_models(setting.shape, Path(folder), device)
+        peak_flops = _product_flops(setting)
+        for case in rows:
+            if time.monotonic() < end:
+                rows[case] = worker.row(setting, case, patience=end + PATIENCE - time.monotonic())
+                if device.type != "cpu" and tests == "not run yet":
+                    tests = _tests(end - time.monotonic())
+            page = page_of(setting, list(rows.values()), tests=tests, peak_flops=peak_flops)
+            if options.out is not None:
+                options.out.write_text(page)
     if options.out is None:
         sys.stdout.write(page)
-    else:
-        options.out.write_text(page)
+
+
+def cases(clients: Sequence[int]) -> list[Case]:
+    """Returns the cases by value: clients in turn and stacked, beside TRL, then other counts."""
+    few, many = clients[0], clients[-1]
+    peers = ["trl", "trl, vLLM"] if find_spec("vllm") else ["trl"]
+    chosen = [Case(e, engine, many) for e in reversed(ESTIMATORS) for engine in ENGINES]
+    chosen += [Case("critic_free", peer, many) for peer in peers]
+    chosen += [Case("critic_free", STATIC, many)]
+    chosen += [Case(e, engine, c) for c in clients for e in ESTIMATORS for engine in ENGINES]
+    chosen += [Case("critic_free", peer, few) for peer in peers]
+    return list(dict.fromkeys(chosen))
 
 
 def _quiet() -> None:
@@ -106,31 +144,57 @@ def _quiet() -> None:
     datasets.disable_progress_bars()
 
 
-def _tests() -> str:
+def _tests(budget: float) -> str:
     """Runs the tests that need an accelerator; returns pytest's last line."""
     command = [sys.executable, "-m", "pytest", "-q", "-m", "gpu", "-p", "no:cacheprovider"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    try:
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=budget)
+    except subprocess.TimeoutExpired:
+        return "not finished within the budget"
     sys.stderr.write(done.stdout if done.returncode else "")
     return (done.stdout.strip().splitlines() or ["pytest printed nothing"])[-1]
 
 
-def _measured(setting: Setting, case: Case) -> Row:
-    """Returns a case's row; on the CPU from a separate process, whose memory is the case's."""
-    if setting.device == "cuda":
-        return _row(setting, case)
-    context = multiprocessing.get_context("spawn")
-    try:
-        with ProcessPoolExecutor(1, mp_context=context) as pool:
-            return pool.submit(_row, setting, case).result()
-    except BrokenProcessPool:
-        return Row(case, "failed: its process was killed")
+class Worker:
+    """The process that measures cases; a new one after a case that failed, or for each on a CPU.
+
+    A failed kernel may leave a process's device unusable, and on the CPU the memory measured is
+    that of the process.
+    """
+
+    def __init__(self) -> None:
+        self._pool: ProcessPoolExecutor | None = None
+
+    def row(self, setting: Setting, case: Case, *, patience: float) -> Row:
+        """Returns a case's row, with a note if its process died or exceeded so many seconds."""
+        if self._pool is None:
+            context = multiprocessing.get_context("spawn")
+            self._pool = ProcessPoolExecutor(1, mp_context=context)
+        try:
+            row = self._pool.submit(_row, setting, case).result(patience)
+        except BrokenProcessPool:
+            row = Row(case, "failed: its process was killed")
+        except TimeoutError:
+            row = Row(case, "failed: it did not end")
+            for process in multiprocessing.active_children():
+                process.kill()
+        if row.note or setting.device == "cpu":
+            self.close()
+        return row
+
+    def close(self) -> None:
+        """Ends the process."""
+        if self._pool is not None:
+            self._pool.shutdown()
+        self._pool = None
 
 
 def _row(setting: Setting, case: Case) -> Row:
     """Returns a case's row; a case that fails gets a note, so that the others are measured."""
     _quiet()
     try:
-        _free_memory(setting.device)  # of the case before
+        gc.collect()  # of the case before
+        release_memory(torch.device(setting.device))
         return (_peer_row if case.is_peer else _own_row)(setting, case)
     except torch.OutOfMemoryError:
         return Row(case, "out of memory")
@@ -138,12 +202,6 @@ def _row(setting: Setting, case: Case) -> Row:
         traceback.print_exc()
         reason = printable(first_line(error), max_length=160)
         return Row(case, f"failed: {type(error).__name__}: {reason}")
-
-
-def _free_memory(device: str) -> None:
-    gc.collect()
-    if device == "cuda":
-        torch.cuda.empty_cache()
 
 
 # --- Rounds of FIRM -------------------------------------------------------------------------------
@@ -154,7 +212,7 @@ def _own_row(setting: Setting, case: Case) -> Row:
     cfg, plan = _fitting(setting, case)
     with _synchronized(setting.device):
         run = one_round(loaded, cfg)
-        _reset_peak(setting.device)
+        reset_peak_bytes(torch.device(setting.device))
         start = lockstep.time.perf_counter()
         metrics = run()
         seconds = lockstep.time.perf_counter() - start
@@ -189,11 +247,12 @@ def _own_row(setting: Setting, case: Case) -> Row:
 
 
 def _fitting(setting: Setting, case: Case) -> tuple[AlignmentConfig, RunPlan]:
-    """Returns the run and its plan; on a GPU its joint passes have only rows that fit."""
+    """Returns the run and its plan; on an accelerator its joint passes have only rows that fit."""
     cfg = configuration(setting, case)
     plan = make_plan(cfg, client_names(cfg), Processes())
-    if setting.device == "cuda" and case.engine == "stacked":
-        room = 0.85 * torch.cuda.mem_get_info()[1]
+    size = total_bytes(torch.device(setting.device))
+    if size is not None and case.engine == "stacked":
+        room = 0.85 * size
         for max_rows in (64, 32, 16, 8):
             if sum(plan.memory_by_device().values()) < room:
                 break
@@ -236,10 +295,10 @@ def configuration(setting: Setting, case: Case) -> AlignmentConfig:
 
 @functools.lru_cache(maxsize=1)
 def _loaded(setting: Setting, estimator: str, engine: str) -> LoadedRun:
-    """Loads what the rounds of an estimator share, and on a GPU runs one that warms up."""
+    """Loads what the rounds of an estimator share, and on an accelerator runs one that warms up."""
     cfg = configuration(setting, Case(estimator, engine, 1))
     loaded = load(cfg, Processes(), measures=False)
-    if setting.device == "cuda":
+    if setting.device != "cpu":
         one_round(loaded, cfg)()
     return loaded
 
@@ -269,8 +328,9 @@ def _peer_row(setting: Setting, case: Case) -> Row:
             "max_completion_length": shape.rollout.max_new_tokens,
             "max_steps": 2 * steps,  # the first generation warms up
             "gradient_checkpointing": setting.checkpointing,
-            "bf16": setting.device == "cuda",
+            "bf16": setting.device != "cpu" and is_torch_bf16_gpu_available(),
             "use_cpu": setting.device == "cpu",
+            **({"use_vllm": True, "vllm_mode": "colocate"} if "vLLM" in case.engine else {}),
             "beta": 0.05,
             "report_to": [],
             "save_strategy": "no",
@@ -278,9 +338,11 @@ def _peer_row(setting: Setting, case: Case) -> Row:
             "logging_strategy": "no",
         }
         rewards: Any = [_reward(reward, name) for name in ("first", "second")]
+        with accelerate_on(torch.device(setting.device)):
+            arguments = GRPOConfig(**options)
         trainer = GRPOTrainer(
             model=AutoModelForCausalLM.from_pretrained(folder / "policy", dtype=torch.bfloat16),
-            args=GRPOConfig(**options),
+            args=arguments,
             reward_funcs=rewards,
             train_dataset=datasets.Dataset.from_dict({"prompt": prompts(shape, 2 * num_replies)}),
             processing_class=tokenizer,
@@ -309,16 +371,15 @@ class _StepClock(TrainerCallback):
     """Notes the seconds from the end of a step to the end of training."""
 
     def __init__(self, first: int, device: str) -> None:
-        self._first, self._device = first, device
+        self._first, self._device = first, torch.device(device)
         self._start = 0.0
         self.seconds = 0.0
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """Starts after the steps that warm up; ends with the last one."""
-        if self._device == "cuda":
-            torch.cuda.synchronize()
+        synchronize(self._device)
         if state.global_step == self._first:
-            _reset_peak(self._device)
+            reset_peak_bytes(self._device)
             self._start = time.perf_counter()
         self.seconds = time.perf_counter() - self._start
 
@@ -331,8 +392,7 @@ def _synchronized(device: str) -> Iterator[None]:
     """Has the clock of the stages wait for the device."""
 
     def perf_counter() -> float:
-        if device == "cuda":
-            torch.cuda.synchronize()
+        synchronize(torch.device(device))
         return time.perf_counter()
 
     lockstep.time = SimpleNamespace(perf_counter=perf_counter)  # type: ignore[assignment]
@@ -342,29 +402,23 @@ def _synchronized(device: str) -> Iterator[None]:
         lockstep.time = time
 
 
-def _reset_peak(device: str) -> None:
-    if device == "cuda":
-        torch.cuda.reset_peak_memory_stats()
-
-
 def _peak(device: str) -> int:
-    if device == "cuda":
-        return torch.cuda.max_memory_allocated()
-    return peak_resident()
+    peak = peak_bytes(torch.device(device))
+    return peak_resident() if peak is None else peak
 
 
-def _product_flops(device: str) -> float:
+def _product_flops(setting: Setting) -> float:
     """Returns the floating-point operations a second of a large bfloat16 product."""
-    size, repeats = (8192, 20) if device == "cuda" else (1024, 5)
+    device = torch.device(setting.device)
+    size, repeats = (8192, 20) if device.type != "cpu" else (1024, 5)
+    size = size if setting.shape_name != "tiny" else 512
     matrix = torch.randn(size, size, device=device, dtype=torch.bfloat16)
     best = float("inf")
     for _ in range(repeats):
-        if device == "cuda":
-            torch.cuda.synchronize()
+        synchronize(device)
         start = time.perf_counter()
         torch.mm(matrix, matrix)
-        if device == "cuda":
-            torch.cuda.synchronize()
+        synchronize(device)
         best = min(best, time.perf_counter() - start)
     return 2 * size**3 / best
 

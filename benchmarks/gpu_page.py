@@ -10,6 +10,7 @@ import transformers
 import trl
 
 from benchmarks.random_models import SHAPES, Shape
+from firm.federation.devices import device_title
 
 STAGES = {
     "rollout": ("rollout",),
@@ -37,7 +38,7 @@ class Case:
     @property
     def is_peer(self) -> bool:
         """Whether TRL trains one adapter on the replies of so many clients."""
-        return self.engine == "trl"
+        return self.engine.startswith("trl")
 
 
 @dataclass
@@ -81,9 +82,9 @@ class Setting:
 def page_of(setting: Setting, rows: Sequence[Row], *, tests: str, peak_flops: float) -> str:
     """Returns the page in Markdown."""
     shape, own = setting.shape, [row for row in rows if not row.case.is_peer]
-    name = torch.cuda.get_device_name() if setting.device == "cuda" else platform.machine()
+    name = device_title(torch.device(setting.device)) or setting.device
     if setting.device == "cpu":
-        name += f" CPU, {torch.get_num_threads()} threads"
+        name = f"{platform.machine()} CPU, {torch.get_num_threads()} threads"
     batch = shape.batch
     checkpointing = "with" if setting.checkpointing else "without"
     rounds = _table(
@@ -98,7 +99,10 @@ def page_of(setting: Setting, rows: Sequence[Row], *, tests: str, peak_flops: fl
         (_memory_cells(row, peak_flops) for row in own),
     )
     peers = _table(
-        ["replies", "TRL, seconds", "stacked, critic-free", "ratio", "TRL, peak GB", "stacked"],
+        [
+            *("replies", "peer", "its seconds", "stacked, critic-free", "ratio"),
+            *("its peak GB", "stacked"),
+        ],
         _peer_cells(rows, batch["batch_size"]),
     )
     return f"""# Costs of a round on an accelerator
@@ -184,11 +188,12 @@ def _peer_cells(rows: Sequence[Row], batch_size: int) -> Iterator[list[str]]:
             continue
         count = row.case.num_clients
         stacked = own[Case("critic_free", "stacked", count)]
+        first = [str(count * batch_size), row.case.engine]
         if row.note or stacked.note:
-            yield [str(count * batch_size), row.note or stacked.note, "", "", "", ""]
+            yield [*first, row.note or stacked.note, "", "", "", ""]
             continue
         yield [
-            str(count * batch_size),
+            *first,
             f"{row.seconds:.3g}",
             f"{stacked.seconds:.3g}",
             f"{stacked.seconds / row.seconds:.2f}",

@@ -215,7 +215,7 @@ def _called(
     truncated: list[list[bool] | None] = []
     with ExitStack() as stack:
         for name, reward_fn, arguments in calls:
-            with user_code(f"reward {name!r}", _REMEDY):
+            with user_code(f"reward {name!r}", _REMEDY, but=(torch.OutOfMemoryError,)):
                 values = reward_fn(**arguments)
             if inspect.iscoroutine(values):
                 stack.callback(values.close)  # in case another function raises before it is awaited

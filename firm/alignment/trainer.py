@@ -10,7 +10,7 @@ import copy
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -30,6 +30,7 @@ from firm.alignment.rewards import Judges, RewardFn, Scored, ScoringRequest, fil
 from firm.alignment.rollout import Sampler, encode_prompts, rollout
 from firm.alignment.sequences import ALONE, Alone, Queries, Rollouts
 from firm.federation.client import Gradients
+from firm.federation.devices import memory_advice
 from firm.federation.engines.processes import Team
 from firm.gradients.jacobian import combine
 
@@ -197,7 +198,7 @@ class MultiObjectiveTrainer:
         if self.config.replies_per_prompt > 1:
             queries = queries.repeated(self.config.replies_per_prompt)
         set_mode(self.policy_model, is_training=False)
-        with self.timed("rollout"):
+        with self._sampling_advice(), self.timed("rollout"):
             return rollout(self._sampler, queries, measures_mismatch=measures_mismatch)
 
     def replies(
@@ -213,16 +214,17 @@ class MultiObjectiveTrainer:
         called at each token with the number of replies so far.
         """
         set_mode(self.policy_model, is_training=False)
-        return sample_replies(
-            self.policy_model,
-            prompts,
-            tokenizer=self.tokenizer,
-            prompt_format=self.prompt_format,
-            config=self.rollout_config,
-            reference=self.policy_model.disable_adapter,
-            preference=preference,
-            on_progress=on_progress,
-        )
+        with self._sampling_advice():
+            return sample_replies(
+                self.policy_model,
+                prompts,
+                tokenizer=self.tokenizer,
+                prompt_format=self.prompt_format,
+                config=self.rollout_config,
+                reference=self.policy_model.disable_adapter,
+                preference=preference,
+                on_progress=on_progress,
+            )
 
     @torch.no_grad()
     def score(
@@ -246,7 +248,7 @@ class MultiObjectiveTrainer:
         )
         prompts, completions, ids = own.queries.prompts, own.completions, own.completion_ids
         asked = ScoringRequest(judges, self.objectives, prompts, completions, ids, progress)
-        with self.timed("reward"):
+        with memory_advice("lower rewards.NAME.batch_size"), self.timed("reward"):
             with self.team.unanimous():
                 own_scores = self._scored(asked)
             scores = torch.cat(self.team.gather(own_scores.scores), dim=1)  # [M, B]
@@ -287,7 +289,12 @@ class MultiObjectiveTrainer:
         preferences = minibatch.rollouts.queries.preferences if by_preference else None
         options = {} if preferences is None else {"preferences": preferences.unique(dim=0)}
         estimator: Any = learner.estimator
-        with self.team.unanimous():
+        size = self.config.micro_batch_size or f"{own.num_rows}, the whole minibatch"
+        key = f"estimator.micro_batch_size, now {size}"
+        with (
+            self.team.unanimous(),
+            memory_advice(f"lower {key}, or set policy.gradient_checkpointing"),
+        ):
             gradients = estimator.gradients(first, minibatch, weights, **options)
             for part in others:
                 gradients.add_(estimator.gradients(part, minibatch, weights, **options))
@@ -327,6 +334,10 @@ class MultiObjectiveTrainer:
         if self.config.learning_rate_schedule == "constant":
             return 1.0
         return max(0.0, self.num_rounds - rounds_done) / self.num_rounds
+
+    def _sampling_advice(self) -> AbstractContextManager[None]:
+        size = self.rollout_config.forward_batch_size
+        return memory_advice(f"lower rollout.forward_batch_size, now {size}")
 
     @contextmanager
     def timed(self, stage: str) -> Iterator[None]:

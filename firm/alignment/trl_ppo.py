@@ -15,10 +15,8 @@ Departures from TRL:
 
 import itertools
 import math
-import os
 import tempfile
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -37,11 +35,9 @@ from firm.alignment.policy import without_needless_warnings
 from firm.alignment.prompts import Prompt
 from firm.alignment.sequences import Queries
 from firm.alignment.trainer import MultiObjectiveTrainer
+from firm.federation.devices import accelerate_on
 from firm.gradients.jacobian import gram_matrix
 from firm.solvers.regularised import firm_weights
-
-_ACCELERATE_DEVICE = "ACCELERATE_TORCH_DEVICE"
-"""Variable in which Accelerate reads the device of a process."""
 
 
 class MultiObjectivePPOTrainer(PPOTrainer):
@@ -83,7 +79,7 @@ class MultiObjectivePPOTrainer(PPOTrainer):
         with (
             tempfile.TemporaryDirectory() as folder,
             without_needless_warnings(),
-            _accelerate_on(device),
+            accelerate_on(device),
         ):
             self.args = _trl_config(
                 config,
@@ -194,24 +190,6 @@ _TRL_NAMES = {
     "policy_loss": "loss/policy_avg",
     "value_loss": "loss/value_avg",
 }
-
-
-@contextmanager
-def _accelerate_on(device: torch.device) -> Iterator[None]:
-    """Has Accelerate take the policy's device, of a type that it may not know.
-
-    TRL's trainer moves the policy to Accelerate's device.
-    """
-    before = os.environ.get(_ACCELERATE_DEVICE)
-    if device.type != "cpu":
-        os.environ[_ACCELERATE_DEVICE] = str(device)
-    try:
-        yield
-    finally:
-        if before is not None:
-            os.environ[_ACCELERATE_DEVICE] = before
-        else:
-            os.environ.pop(_ACCELERATE_DEVICE, None)
 
 
 def _trl_config(

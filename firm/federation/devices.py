@@ -6,11 +6,17 @@ CUDA and ROCm ("cuda"), Apple ("mps"), Intel ("xpu"), and backends from other pa
 "npu".
 """
 
-from collections.abc import Sequence
+import os
+import traceback
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 import torch.distributed
+
+_ACCELERATE_DEVICE = "ACCELERATE_TORCH_DEVICE"
+"""Variable in which Accelerate reads a process's device."""
 
 
 def named_device(name: str) -> torch.device:
@@ -67,6 +73,24 @@ def process_group_backend() -> str:
 def communicates(device: torch.device) -> bool:
     """Returns whether processes exchange tensors on a device without copies on the CPU."""
     return device.type == "cpu" or device.type in process_group_backend()
+
+
+@contextmanager
+def accelerate_on(device: torch.device) -> Iterator[None]:
+    """Has Accelerate, which knows some makers alone, take this device in the context.
+
+    Its trainers move their models to Accelerate's device.
+    """
+    before = os.environ.get(_ACCELERATE_DEVICE)
+    if device.type != "cpu":
+        os.environ[_ACCELERATE_DEVICE] = str(device)
+    try:
+        yield
+    finally:
+        if before is not None:
+            os.environ[_ACCELERATE_DEVICE] = before
+        else:
+            os.environ.pop(_ACCELERATE_DEVICE, None)
 
 
 # --- Random generators ----------------------------------------------------------------------------
@@ -180,6 +204,17 @@ def total_bytes(device: torch.device) -> int | None:
     """Returns the size of a device's memory; None for the CPU or if the backend does not say."""
     sizes = _function(device, "mem_get_info")
     return None if sizes is None else sizes(device)[1]
+
+
+@contextmanager
+def memory_advice(advice: str) -> Iterator[None]:
+    """Replaces an out-of-memory error in the context by one of a single line with the advice."""
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        traceback.clear_frames(error.__traceback__)  # they hold the tensors that filled the memory
+        size = str(error).split(". ")[:2]  # torch goes on about its allocator
+        raise torch.OutOfMemoryError(f"{'. '.join(size).rstrip('.')}; {advice}.") from None
 
 
 def _function(device: torch.device, name: str) -> Any:

@@ -1,12 +1,20 @@
 """The main job on the pretend accelerator."""
 
 import json
+import shlex
 
 import pytest
 import torch
 
-from tests.runs import read_adapter
-from tests.smoke import run
+from firm.federation import RoundFailed
+from firm.federation.strategies import STRATEGIES
+from firm.jobs.chat import ChatConfig, Conversation
+from firm.jobs.compare import CompareConfig
+from firm.jobs.compare import main as compare
+from firm.jobs.finished_runs import parse_over_run
+from tests.nursery import two_processes
+from tests.runs import read_adapter, read_rows
+from tests.smoke import FRONT, SMOKE, run
 
 TINY = (
     *("--rounds", 1, "--estimator.batch_size", 4, "--estimator.minibatch_size", 4),
@@ -48,3 +56,122 @@ def test_a_run_ends_as_on_the_cpu(tmp_path, engine, method):
     assert max(v.abs().max() for n, v in adapters[0].items() if "lora_B" in n) > 1e-3  # from 0
     for name, value in adapters[0].items():
         torch.testing.assert_close(value, adapters[1][name], atol=2e-5, rtol=0)
+
+
+@pytest.mark.parametrize(
+    "name",
+    sorted(STRATEGIES.keys() - {"afl", "fedcmoo_pref", "qfedavg"}),  # these need losses
+)
+def test_every_strategy_runs(tmp_path, name):
+    run(*TINY, *CRITIC_FREE, "--strategy.name", name, "--out", tmp_path / "run")
+    assert read_rows(tmp_path / "run", "round")[0]["failures"] == []
+
+
+VARIANTS = {
+    "LoRA-XS, checkpointing": "--policy.adapter lora_xs --policy.gradient_checkpointing true",
+    "bfloat16, static cache": "--policy.dtype bfloat16 --rollout.cache static",
+    "critic network": "--estimator.critic network",
+    "private": "--strategy.privacy.clip_norm 1 --strategy.privacy.noise_multiplier 1",
+    "robust": "--strategy.robust.rule median",
+    "secure": "--strategy.secure masks --strategy.masks.num_colluders 0 --num_clients 3",
+    "ranks": "--strategy.ranks '{client_0: 2}'",
+    "uploads of few bits": "--strategy.upload.bits 4",
+    "epochs in parts": "--estimator.num_epochs 2 --estimator.micro_batch_size 1",
+}
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_every_variant_runs(tmp_path, name):
+    run(*TINY, *shlex.split(VARIANTS[name]), "--out", tmp_path / "run")
+    assert read_rows(tmp_path / "run", "round")[0]["failures"] == []
+
+
+@pytest.mark.parametrize("engine", ["local", "stacked"])
+def test_a_resumed_run_ends_as_one_that_was_not_stopped(tmp_path, engine):
+    whole, stopped = tmp_path / "whole", tmp_path / "stopped"
+    options = (*TINY, "--engine", engine)  # PPO, dropout and Adam
+    run(*options, "--rounds", 2, "--out", whole)
+    run(*options, "--out", stopped)
+    torch.manual_seed(5)
+    run(*options, "--rounds", 2, "--out", stopped, "--resume", "true")
+    adapter = read_adapter(stopped)
+    assert all(torch.equal(adapter[name], value) for name, value in read_adapter(whole).items())
+
+
+def test_a_front_is_trained_measured_and_picked_from_and_its_adapters_speak(tmp_path):
+    out = tmp_path / "run"
+    run(*TINY, *FRONT, "--evaluation.num_validation_prompts", 2, "--out", out)
+    assert (out / "front.json").exists()
+    words = ["--runs", f"[{out}]", "--out", str(tmp_path / "compare")]
+    compare(parse_over_run(CompareConfig, words, key="runs", description=""))
+    assert (tmp_path / "compare/evaluation.html").exists()
+    cfg = parse_over_run(ChatConfig, ["--run", str(out)], key="run", description="")
+    before = torch.pretend.memory_allocated()
+    conversation = Conversation(cfg)
+    assert torch.pretend.memory_allocated() > before + 1e5  # the model is there
+    assert conversation.answer("Hello.", 0)["aligned"]
+
+
+PROGRAM = """
+import sys
+from firm.jobs.alignment import main
+from firm.jobs.alignment_config import AlignmentConfig
+from firm.run import run_cli
+run_cli(main, AlignmentConfig, sys.argv[1:])
+"""
+
+
+def test_two_processes_have_a_device_each_and_share_clients_or_batches(tmp_path):
+    options = (*TINY, "--config", SMOKE, "--policy.lora.dropout", 0)
+    imports = "from tests.pretend.device import register; register(); import firm.alignment.trl_ppo"
+    with two_processes(tmp_path, imports) as run_program:
+        for name, number in (("clients", 1), ("batches", 2)):
+            words = (*options, "--processes_per_client", number, "--out", tmp_path / name)
+            ends = run_program(PROGRAM, *map(str, words))
+            assert [end.returncode for end in ends] == [0, 0], [end.stderr for end in ends]
+    run(*TINY, "--policy.lora.dropout", 0, "--out", tmp_path / "one")
+    one, clients = read_adapter(tmp_path / "one"), read_adapter(tmp_path / "clients")
+    assert all(torch.equal(clients[name], value) for name, value in one.items())
+    assert read_adapter(tmp_path / "batches").keys() == one.keys()
+
+
+@pytest.mark.parametrize(
+    ("engine", "share", "key"),
+    [
+        ("local", 0.6, "estimator.micro_batch_size, now 4, the whole minibatch"),
+        ("stacked", 0.6, "estimator.micro_batch_size, now 4, the whole minibatch"),
+        ("local", 0.02, "rollout.forward_batch_size, now"),
+    ],
+)
+def test_out_of_memory_names_a_key_and_no_client_is_lost(tmp_path, monkeypatch, engine, share, key):
+    strategy, options = STRATEGIES["firm"], (*TINY, "--engine", engine)
+    start, peak = 0, 0
+
+    def measured(*arguments):
+        nonlocal start, peak
+        start = torch.pretend.memory_allocated()
+        torch.pretend.reset_peak_memory_stats()
+        result = strategy(*arguments)
+        peak = torch.pretend.max_memory_allocated()
+        return result
+
+    def limited(*arguments):
+        torch.pretend.limit_memory(torch.pretend.memory_allocated() + int(share * (peak - start)))
+        try:
+            return strategy(*arguments)
+        finally:
+            torch.pretend.limit_memory(2**62)
+
+    monkeypatch.setitem(STRATEGIES, "firm", measured)
+    run(*options, "--out", tmp_path / "whole")
+    monkeypatch.setitem(STRATEGIES, "firm", limited)
+    with pytest.raises(RoundFailed) as failed:
+        run(*options, "--out", tmp_path / "run")
+    (line,) = str(failed.value).splitlines()
+    assert "OutOfMemoryError: pretend accelerator out of memory. Tried to allocate" in line
+    assert key in line
+    monkeypatch.setitem(STRATEGIES, "firm", strategy)
+    run(*options, "--out", tmp_path / "run", "--resume", "true")
+    adapter = read_adapter(tmp_path / "run")
+    for name, value in read_adapter(tmp_path / "whole").items():
+        assert torch.equal(adapter[name], value)

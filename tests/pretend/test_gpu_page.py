@@ -1,0 +1,28 @@
+"""The page of costs on the pretend accelerator."""
+
+import pytest
+import torch
+import transformers
+
+from benchmarks import gpu
+from tests.alignment.test_gpu import Here, cells
+
+
+@pytest.mark.filterwarnings("ignore:.*gradient_checkpointing.*:FutureWarning")
+def test_the_page_of_costs_has_every_case_with_its_figures(tmp_path, monkeypatch):
+    for function in ("set_verbosity_error", "disable_progress_bar"):  # of this whole process
+        monkeypatch.setattr(transformers.utils.logging, function, lambda: None)
+    monkeypatch.setattr(gpu, "Worker", Here)
+    monkeypatch.setattr(gpu, "_tests", lambda budget: "2 passed")
+    out = tmp_path / "page.md"
+    gpu.main(["--shape", "tiny", "--clients", "2", "--out", str(out)])
+    page = out.read_text()
+    assert "on pretend accelerator; torch" in page
+    assert "Tests that need an accelerator: 2 passed" in page
+    rows = cells(page, "Throughput and memory")
+    assert len(rows) == 5
+    for *_, peak, planned, _, _ in rows:
+        assert float(planned) > 0
+        assert float(peak) > 0
+    assert float(cells(page, "Beside TRL")[0][2]) > 0
+    assert torch.pretend.max_memory_allocated() > 0
