@@ -115,7 +115,7 @@ def test_widths_and_vocabulary_come_from_the_data_unless_given():
         ),
         ({"targets": torch.zeros(4, 2)}, "need int64 class labels"),
         ({"losses": ("binary", "binary")}, "need float32 targets"),
-        ({"losses": ("cross_entropy", "hinge")}, "no loss 'hinge': choose one of cross_entropy"),
+        ({"losses": ("cross_entropy", "hinge")}, "loss must be one of binary, cross_entropy"),
         ({"losses": ("cross_entropy",)}, "for each of the 2 objectives"),
         ({"objectives": ("left", "left")}, "objectives must be distinct names"),
         ({"num_outputs": (3, 2)}, r"labels of 'right' must be in 0\.\.1, got 2"),
@@ -868,7 +868,7 @@ def test_a_dataset_without_the_columns_is_refused(tmp_path):
     ("losses", "message"),
     [
         ({"middle": "l2"}, "no objective 'middle' to set the loss of: choose one of left, right"),
-        ({"left": "hinge"}, "no loss 'hinge': choose one of cross_entropy"),
+        ({"left": "hinge"}, "loss must be one of binary, cross_entropy"),
         ({"left": "binary"}, "need int64 class labels for all objectives"),
     ],
 )

@@ -37,6 +37,7 @@ import os, signal, sys, time
 from firm.federation import LocalEngine, Processes, ProcessesEngine
 from firm.federation.errors import ProcessLost
 from firm.federation.engines import processes
+from firm.federation.strategies import firm  # registers the weighting
 from firm.federation.training import LocalTraining
 
 how, processes.GRACE = sys.argv[1], 0.1

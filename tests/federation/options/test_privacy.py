@@ -83,12 +83,12 @@ NANS = [("a", (1,)), ("b", ())]
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 def test_nothing_of_a_delta_that_is_not_finite_leaves_its_client(value, new_client, start):
-    with pytest.raises(ValueError, match=r"length is (nan|inf)"):
+    with pytest.raises(ValueError, match=r"norm is (nan|inf)"):
         clipped({name: v + value for name, v in start.adapter.items()}, start.adapter, 1.0)
     engine = LocalEngine([new_client(n, diverges_in=d, num_minibatches=1) for n, d in NANS])
     _, rows = firm_round(start, ["a", "b"], engine, FirmConfig(privacy=SEEDED))
     assert rows["round"]["clients"] == ["b"]
-    assert "length is nan" in rows["round"]["failures"][0]["reason"]
+    assert "norm is nan" in rows["round"]["failures"][0]["reason"]
 
 
 def test_the_server_refuses_a_delta_that_was_not_clipped(start):
