@@ -15,7 +15,7 @@ from firm.federation.strategy import strategy
 from firm.fields import Hint, NonNegativeFloat, PositiveFloat, configuration
 
 MIN_LOSS = 1e-10
-"""Lower bound of losses: the power q - 1 of a zero loss is infinite for q < 1."""
+"""Lower bound of losses, since the power q - 1 of a zero loss is infinite for q < 1."""
 
 
 @configuration
