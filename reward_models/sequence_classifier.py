@@ -289,8 +289,8 @@ def load_sequence_classifier(
             f"no sequence classifier could be loaded from the folder {path} ({reason}): "
             "give the folder of a whole checkpoint, tokenizer included."
             if is_folder
-            else f"there is no folder {path}, and no such model could be had from the Hugging Face "
-            f"hub ({reason}): give the path of a local checkpoint, or download it first."
+            else f"there is no folder {path}, and no such model could be loaded from the Hugging "
+            f"Face hub ({reason}): give the path of a local checkpoint, or download it first."
         ) from error
     if report["mismatched_keys"]:
         name, shape, expected = sorted(report["mismatched_keys"])[0]
