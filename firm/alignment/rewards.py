@@ -9,7 +9,7 @@ import inspect
 import logging
 import math
 from collections.abc import Awaitable, Callable, Mapping, Sequence, Set
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, fields
 from decimal import Decimal
 from functools import partial
@@ -215,7 +215,7 @@ def _called(
     truncated: list[list[bool] | None] = []
     with ExitStack() as stack:
         for name, reward_fn, arguments in calls:
-            with user_code(f"reward {name!r}", _REMEDY, but=(torch.OutOfMemoryError,)):
+            with _reward_code(name):
                 values = reward_fn(**arguments)
             if inspect.iscoroutine(values):
                 stack.callback(values.close)  # in case another function raises before it is awaited
@@ -232,8 +232,14 @@ def _called(
     return results, truncated
 
 
+def _reward_code(name: str) -> AbstractContextManager[None]:
+    # a full device is the machine's trouble: as an error of the reward, it would cost the client
+    # its batch
+    return user_code(f"reward {name!r}", _REMEDY, but=(torch.OutOfMemoryError,))
+
+
 async def _result(name: str, values: Awaitable[Any]) -> Any:
-    with user_code(f"reward {name!r}", _REMEDY):
+    with _reward_code(name):
         return await values
 
 

@@ -260,13 +260,19 @@ def test_a_reward_that_would_end_the_program_is_an_error_of_the_reward(error, is
         score({"a": leaves_later if is_async else leaves}, PROMPTS, REPLIES)
 
 
-@pytest.mark.parametrize("error", [TimeLimitError("late"), ProcessLost("gone")])
-def test_who_interrupts_a_reward_is_not_taken_for_its_error(error):
+@pytest.mark.parametrize(
+    "error", [TimeLimitError("late"), ProcessLost("gone"), torch.OutOfMemoryError("full")]
+)
+@pytest.mark.parametrize("is_async", [False, True])
+def test_who_interrupts_a_reward_is_not_taken_for_its_error(error, is_async):
     def interrupted(completions, **kwargs):
         raise error
 
+    async def interrupted_later(completions, **kwargs):
+        raise error
+
     with pytest.raises(type(error), match=str(error)):
-        score({"a": interrupted}, PROMPTS, REPLIES)
+        score({"a": interrupted_later if is_async else interrupted}, PROMPTS, REPLIES)
 
 
 @pytest.mark.parametrize(
