@@ -54,7 +54,7 @@ class Quantity:
     section: str = "further"
     """Section of a run's page; empty: none."""
     by: Literal["", "objective", "pair"] = ""
-    """True if there is a single value, one per objective or one per pair; must match `type`."""
+    """Number of values: a single one, one per objective or one per pair; must match `type`."""
     lines: Lines = "clients"
     """Lines to draw: clients, clients and their mean, or only the means by objective."""
     evaluated: str = ""

@@ -109,7 +109,7 @@ class ExperienceBatch:
     indices: list[np.ndarray]
     """Row indices of each minibatch."""
     truncated: dict[str, list[bool]]
-    """True if each reply was truncated by the reward model, by objective."""
+    """Replies that the reward model truncated, as a flag per reply, by objective."""
 
     @property
     def whole(self) -> Experience:

@@ -518,7 +518,7 @@ class Scored:
     """Scores [M, B]; 0 for objectives without a reward function, NaN where a reward does not
     apply."""
     truncated: dict[str, list[bool]]
-    """True if each input was truncated, by objective, for reward models that report it."""
+    """Truncated inputs, as a flag per input, by objective, for reward models that report them."""
 
 
 def scored(asked: ScoringRequest) -> Scored:

@@ -129,7 +129,7 @@ class Queries(Rows):
     preferences: torch.Tensor | None = None
     """Preferences for a conditioned policy, [B, M]; None for equal shares."""
     is_cut: list[bool] | None = None
-    """True if each prompt was truncated."""
+    """Truncated prompts, as a flag per prompt."""
 
     @property
     def mask(self) -> torch.Tensor:

@@ -47,7 +47,7 @@ class ScoredReplies:
     rewards: torch.Tensor
     """Calibrated scores minus the penalty of unfinished replies, [M, B]."""
     truncated: dict[str, list[bool]]
-    """True if each of this process's replies was truncated by the reward model, by objective."""
+    """Replies of this process that the reward model truncated, as flags, by objective."""
 
 
 @dataclass(eq=False)

@@ -1,7 +1,7 @@
 """The devices of this machine: their names, random generators and memory.
 
-No other module asks torch for a particular maker's devices. Functions go through
-``torch.accelerator`` and ``torch.get_device_module``, so that any type that torch knows will do:
+No other module asks torch for the devices of a particular vendor. All functions use
+``torch.accelerator`` and ``torch.get_device_module``, and so support every type that torch knows:
 CUDA and ROCm ("cuda"), Apple ("mps"), Intel ("xpu"), and backends from other packages, such as
 "npu".
 """
@@ -77,9 +77,9 @@ def communicates(device: torch.device) -> bool:
 
 @contextmanager
 def accelerate_on(device: torch.device) -> Iterator[None]:
-    """Has Accelerate, which knows some makers alone, take this device in the context.
+    """Makes Accelerate use this device within the context.
 
-    Its trainers move their models to Accelerate's device.
+    Trainers move their models to Accelerate's device, and Accelerate knows only some vendors'.
     """
     before = os.environ.get(_ACCELERATE_DEVICE)
     if device.type != "cpu":
@@ -121,7 +121,7 @@ def has_generator_states() -> bool:
 def copy_of_generator(device: torch.device) -> torch.Generator:
     """Returns a copy of torch's default generator of a device.
 
-    Where the backend gives no state, it is a new generator seeded by the CPU's.
+    If the backend exposes no state, returns a new generator, seeded by the CPU's.
     """
     generator = torch.Generator(device)
     if device.type == "cpu":
@@ -174,7 +174,7 @@ def device_title(device: torch.device) -> str | None:
 
 
 def synchronize(device: torch.device) -> None:
-    """Waits until a device has done its work; on the CPU it has."""
+    """Waits until a device has finished its work; the CPU always has."""
     if device.type != "cpu":
         torch.accelerator.synchronize(device)
 
@@ -208,12 +208,12 @@ def total_bytes(device: torch.device) -> int | None:
 
 @contextmanager
 def memory_advice(advice: str) -> Iterator[None]:
-    """Replaces an out-of-memory error in the context by one of a single line with the advice."""
+    """Shortens an out-of-memory error in the context to one line that ends with the advice."""
     try:
         yield
     except torch.OutOfMemoryError as error:
         traceback.clear_frames(error.__traceback__)  # they hold the tensors that filled the memory
-        size = str(error).split(". ")[:2]  # torch goes on about its allocator
+        size = str(error).split(". ")[:2]  # without torch's advice on its allocator
         raise torch.OutOfMemoryError(f"{'. '.join(size).rstrip('.')}; {advice}.") from None
 
 

@@ -54,7 +54,7 @@ class RoundConfig:
     max_update_norm: Annotated[PositiveFloat | None, Hint("null accepts any"), NOT_IN_PAPER] = None
     """Maximum norm ‖θ_c - θ_t‖ of an accepted update; null accepts any norm."""
     share_gram: Annotated[bool, NOT_IN_PAPER] = False
-    """True if clients send the Gram matrix of their first solve, M² numbers, with each update.
+    """Send the Gram matrix of a client's first solve, M² numbers, with each update.
     These matrices, all at θ_t, bound the disagreement drift and, on the sampled batches, the
     distance of θ_t from Pareto stationarity."""
     server_learning_rate: PositiveFloat = 1.0

@@ -56,7 +56,7 @@ class RoundResult:
     rows: Sequence[Row]
     """Rows to log."""
     is_kept: bool = True
-    """Write a checkpoint."""
+    """True if a checkpoint is to be written."""
     quality: float | None = None
     """Quality of the model by which the best checkpoint is chosen, larger is better; None if not
     measured."""

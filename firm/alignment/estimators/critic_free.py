@@ -67,9 +67,9 @@ class CriticFreeConfig(EstimatorConfig):
     """Normalisation of advantages: by the standard deviation of the group's rewards (GRPO), by that
     of all advantages in the batch, or none (RLOO; Dr. GRPO, arXiv:2503.20783)."""
     advantage_scale: Literal["by_objective", "shared"] = "by_objective"
-    """True if each objective is normalised by its own standard deviation (with fixed weights this
-    is GDPO, arXiv:2601.05242: normalise, then sum), or all by that of the objectives' mean (with
-    equal fixed weights: GRPO on the summed reward)."""
+    """Standard deviation that normalises advantages. by_objective: each objective's own (with fixed
+    weights this is GDPO, arXiv:2601.05242: normalise, then sum); shared: that of the objectives'
+    mean (with equal fixed weights: GRPO on the summed reward)."""
     std_floor: NonNegativeFloat = 1e-4
     """Constant added to standard deviations. If rewards saturate, a larger value avoids amplifying
     tiny differences."""
@@ -88,8 +88,9 @@ class CriticFreeConfig(EstimatorConfig):
     mean over all tokens of the minibatch (DAPO, arXiv:2503.14476); constant: sum over tokens
     divided by the number of replies and max_new_tokens (Dr. GRPO)."""
     kl_in: Literal["reward", "advantage"] = "reward"
-    """True if the KL penalty is subtracted from every reward, before advantages are computed and
-    normalised, or from every advantage, with a leave-one-out baseline and unscaled."""
+    """Quantity from which the KL penalty is subtracted. reward: every reward, before advantages are
+    computed and normalised; advantage: every advantage, with a leave-one-out baseline and
+    unscaled."""
 
     @property
     def replies_per_prompt(self) -> int:

@@ -83,9 +83,10 @@ class PPOConfig(EstimatorConfig):
     whiten_rewards: Annotated[bool, NOT_IN_PAPER] = False
     """Scale per-token rewards to unit variance."""
     advantage_scale: Annotated[Literal["by_objective", "shared"], NOT_IN_PAPER] = "by_objective"
-    """True if each objective's advantages are whitened separately (with fixed weights this is GDPO,
-    arXiv:2601.05242: normalise, then sum), or all are scaled by a common factor, which preserves
-    the relative spread of the rewards (with fixed weights: linear scalarisation)."""
+    """Scaling of advantages. by_objective: each objective's are whitened separately (with fixed
+    weights this is GDPO, arXiv:2601.05242: normalise, then sum); shared: all are scaled by a common
+    factor, which preserves the relative spread of the rewards (with fixed weights: linear
+    scalarisation)."""
 
     def new_critic(self, policy: Any, num_objectives: int) -> torch.nn.Module:
         """Returns value heads, or a sequence classifier of the policy's architecture.

@@ -24,7 +24,7 @@ class ClientPart:
     is_training: bool = False
     """True if dropout is active."""
     has_gradient: bool = False
-    """Build a graph for backward passes."""
+    """True if a graph for backward passes is built."""
     is_tapped: bool = False
     """True if the backward pass separates gradients by row (`Weighted`)."""
     generator: torch.Generator | None = None

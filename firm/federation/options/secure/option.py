@@ -6,8 +6,8 @@
     4  ConfirmMembers   it gets the members of the sum, and signs them
     5  RevealShares     it gets the signatures, and sends shares that open the sum
 
-A client that fails to train is not in the sum, one that is lost before it has sent its update
-neither, and one that is lost later is.
+The sum contains the updates of all clients that completed step 3, including those that are lost
+later.
 """
 
 import time

@@ -1,6 +1,6 @@
 """A client's part in one secure sum, and the record of the sums that it has helped to open.
 
-The part answers each step once, and its secrets are in memory alone: a site that restarts in the
+The part answers each step once, and keeps its secrets in memory only: a site that restarts in the
 middle of a round has dropped out of it.
 """
 
@@ -62,7 +62,7 @@ class Terms:
     num_colluders: int | None
     """Clients that may collude with the server; None is a third."""
     neighbours: Neighbours
-    """True if all pairs of clients share a mask."""
+    """Pairs of clients that share a mask: all, or each client and a few neighbours."""
     least_in_mean: int
     """Fewest updates in a sum."""
     repeats: bool = False
@@ -88,7 +88,7 @@ class Part:
         origin: Origin of the update.
         values: Numbers to add, float64 [d + 1].
         num_bytes: Bytes of a number as it travels.
-        terms: What the site has agreed to.
+        terms: Terms that the site has agreed to.
         identities: Signs the client's keys, and checks those of others.
         ledger: Record of sums.
         noise: Returns noise to add, of the same shape, for a number of clients that do not collude.
