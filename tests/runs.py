@@ -45,6 +45,12 @@ def read_adapter(folder: Path) -> dict[str, Tensor]:
     return load_file(folder / "adapter/adapter_model.safetensors")
 
 
+def distance(first: Path, second: Path) -> float:
+    """Returns the largest difference between the adapters of two runs."""
+    mine, theirs = read_adapter(first), read_adapter(second)
+    return max((value - theirs[name]).abs().max().item() for name, value in mine.items())
+
+
 def edit_adapter(folder: Path, change: Callable[[str, Tensor], Tensor]) -> None:
     """Applies `change` to the name and value of every tensor of an adapter's own folder."""
     path = folder / "adapter_model.safetensors"

@@ -8,8 +8,10 @@ import shutil
 import tempfile
 from pathlib import Path
 
+import pytest
 from safetensors.torch import load_file, save_file
 
+from firm.federation.strategies import STRATEGIES
 from firm.jobs.alignment import main
 from firm.jobs.alignment_config import AlignmentConfig
 from firm.run import parse
@@ -56,6 +58,21 @@ FRONT = (
 def config(*arguments: object) -> AlignmentConfig:
     """Returns the smoke configuration with the command line's changes."""
     return parse(AlignmentConfig, ["--config", str(SMOKE), *map(str, arguments)])
+
+
+def run_stopped_in_round_2(*arguments: object, strategy: str = "firm") -> None:
+    """Runs it until its second round begins, where it is interrupted as by Ctrl-C."""
+
+    def stops_in_round_2(state, *others):
+        if state.round == 1:
+            raise KeyboardInterrupt
+        return whole(state, *others)
+
+    whole = STRATEGIES[strategy]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(STRATEGIES, strategy, stops_in_round_2)
+        with pytest.raises(KeyboardInterrupt):
+            run(*arguments)
 
 
 def run(*arguments: object) -> Path:

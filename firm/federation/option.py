@@ -41,6 +41,8 @@ class Need:
     """Required value."""
     reason: str
     """Reason, the first part of the error message."""
+    others: tuple[Any, ...] = ()
+    """Further valid values."""
 
 
 class Option:
@@ -71,11 +73,11 @@ class Option:
                 f"or firm, got {cfg.name}."
             )
         for need in self.needs:
-            given = _value(cfg, need.key, need.value)
-            if given != need.value:
+            given, valid = _value(cfg, need.key, need.value), (need.value, *need.others)
+            if given not in valid:
                 raise ValueError(
-                    f"{need.reason}; with {self.key}, {need.key} must be {_shown(need.value)}, got "
-                    f"{_shown(given)}."
+                    f"{need.reason}; with {self.key}, {need.key} must be "
+                    f"{' or '.join(map(_shown, valid))}, got {_shown(given)}."
                 )
 
     # --- On the clients

@@ -11,8 +11,6 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoTokenizer
 
 from firm.alignment.adapters.conditioned import PreferenceStream, fold
-from firm.federation.strategies import STRATEGIES
-from firm.federation.strategies.fedavg import fedavg
 from firm.fronts import Front, grid
 from firm.jobs.alignment_config import AlignmentConfig, measured_preferences
 from firm.jobs.chat import ChatConfig, Conversation
@@ -37,16 +35,8 @@ def _same(first, second, tolerance=0.0):
             torch.testing.assert_close(value, theirs[name], rtol=0, atol=tolerance)
 
 
-def test_a_run_that_was_stopped_ends_as_one_that_was_not(trained, tmp_path, monkeypatch):
-    def stops_in_round_2(state, *arguments):
-        if state.round == 1:
-            raise KeyboardInterrupt
-        return fedavg(state, *arguments)
-
-    with monkeypatch.context() as patch:
-        patch.setitem(STRATEGIES, "fedavg", stops_in_round_2)
-        with pytest.raises(KeyboardInterrupt):
-            smoke.run(*FRONT, "--out", tmp_path / "run")
+def test_a_run_that_was_stopped_ends_as_one_that_was_not(trained, tmp_path):
+    smoke.run_stopped_in_round_2(*FRONT, "--out", tmp_path / "run", strategy="fedavg")
     resumed = smoke.run(*FRONT, "--out", tmp_path / "run", "--resume", "true")
     _same(trained, resumed)
     assert any(value.abs().max() > 1e-4 for value in _slopes(trained).values())

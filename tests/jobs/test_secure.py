@@ -4,21 +4,13 @@ from pathlib import Path
 
 import pytest
 
-from firm.federation.strategies import STRATEGIES
-from firm.federation.strategies.firm import firm_round
 from tests import smoke
-from tests.runs import read_adapter, read_rows
+from tests.runs import distance, read_rows
 
 MASKS = ("--strategy.secure", "masks")
 CLIENTS = ("--num_clients", 3, "--evaluation.num_validation_prompts", 0)
 NOISE = "{clip_norm: 0.5, noise_multiplier: 0.1, noise_seed: 7, at: %s}"
 CLOSE = 2e-6
-
-
-def distance(first: Path, second: Path) -> float:
-    """Returns the largest difference between two runs' adapters."""
-    mine, theirs = read_adapter(first), read_adapter(second)
-    return max((value - theirs[name]).abs().max().item() for name, value in mine.items())
 
 
 @pytest.fixture(scope="module")
@@ -47,16 +39,8 @@ def test_stacked_clients_end_under_masks_as_without(tmp_path):
     assert distance(first, second) < CLOSE
 
 
-def test_a_run_under_masks_resumes_as_if_it_had_not_stopped(masked, tmp_path, monkeypatch):
-    def stops_in_round_2(state, *arguments):
-        if state.round == 1:
-            raise KeyboardInterrupt
-        return firm_round(state, *arguments)
-
-    with monkeypatch.context() as patch:
-        patch.setitem(STRATEGIES, "firm", stops_in_round_2)
-        with pytest.raises(KeyboardInterrupt):
-            smoke.run(*CLIENTS, *MASKS, "--out", tmp_path / "run")
+def test_a_run_under_masks_resumes_as_if_it_had_not_stopped(masked, tmp_path):
+    smoke.run_stopped_in_round_2(*CLIENTS, *MASKS, "--out", tmp_path / "run")
     resumed = smoke.run(*CLIENTS, *MASKS, "--out", tmp_path / "run", "--resume", "true")
     assert distance(masked, resumed) == 0
 

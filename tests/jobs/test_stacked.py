@@ -4,11 +4,9 @@ from pathlib import Path
 
 import pytest
 
-from firm.federation.strategies import STRATEGIES
-from firm.federation.strategies.firm import firm_round
 from firm.run import UserError
 from tests import smoke
-from tests.runs import read_adapter, read_rows
+from tests.runs import distance, read_rows
 
 GROUPS = (
     "{other: {clients: [1], rewards: {positivity: {name: brevity}}},"
@@ -30,12 +28,6 @@ def in_turn(tmp_path_factory) -> Path:
     return smoke.run(*MANY, "--out", tmp_path_factory.mktemp("runs") / "in_turn")
 
 
-def distance(first: Path, second: Path) -> float:
-    """Returns the largest difference between two runs' adapters."""
-    mine, theirs = read_adapter(first), read_adapter(second)
-    return max((value - theirs[name]).abs().max().item() for name, value in mine.items())
-
-
 def test_clients_that_differ_end_stacked_as_in_turn(in_turn, tmp_path):
     stacked = smoke.run(*MANY, *STACKED, "--out", tmp_path / "stacked")
     assert distance(in_turn, stacked) < 1e-5
@@ -46,16 +38,8 @@ def test_clients_that_differ_end_stacked_as_in_turn(in_turn, tmp_path):
         assert all(seconds > 0 for seconds in row["seconds"].values())
 
 
-def test_a_run_goes_on_stacked_where_it_stopped_in_turn(in_turn, tmp_path, monkeypatch):
-    def stops_in_round_2(state, *arguments):
-        if state.round == 1:
-            raise KeyboardInterrupt
-        return firm_round(state, *arguments)
-
-    with monkeypatch.context() as patch:
-        patch.setitem(STRATEGIES, "firm", stops_in_round_2)
-        with pytest.raises(KeyboardInterrupt):
-            smoke.run(*MANY, "--out", tmp_path / "run")
+def test_a_run_goes_on_stacked_where_it_stopped_in_turn(in_turn, tmp_path):
+    smoke.run_stopped_in_round_2(*MANY, "--out", tmp_path / "run")
     resumed = smoke.run(*MANY, *STACKED, "--out", tmp_path / "run", "--resume", "true")
     assert distance(in_turn, resumed) < 1e-5
 

@@ -95,6 +95,12 @@ class SecureSums(Option):
         Need("lora_mean", "factors", "secure aggregation adds A and B, and not their products"),
         Need("robust.rule", "none", "a robust rule compares single updates, which are hidden"),
         Need(
+            "privacy.at",
+            "sum",
+            "a server that adds noise has to check clipping",
+            others=("client",),
+        ),
+        Need(
             "num_local_epochs", None, "the number of a client's steps would tell its shard's size"
         ),
     )
@@ -112,11 +118,6 @@ class SecureSums(Option):
             )
         if cfg.clients_per_round is not None and self._masks.num_colluders is not None:
             threshold(cfg.clients_per_round, self._masks.num_colluders)
-        if getattr(getattr(cfg, "privacy", None), "at", "client") == "server":
-            raise ValueError(
-                "a server that adds noise has to check clipping; with secure, privacy.at must be "
-                "sum or client, got server."
-            )
 
     def around(self, engine: Engine) -> Engine:
         """Wraps the engine of a run without separate sites.
