@@ -320,9 +320,8 @@ def older_volumes(folder: str, method: str, *, true: bool = False) -> list[float
             rows = [[p.scores[f"true_{name}"] for name in OBJECTIVES] for p in points]
         else:
             rows = [list(p.rewards.values()) for p in points]
-        corner = [-1.5 if true else 0.0] * 2
-        above = [row for row in rows if all(np.array(row) > corner)]
-        volumes.append(hypervolume(np.array(above), corner) if above else 0.0)
+        corner = np.full(2, -1.5 if true else 0.0)
+        volumes.append(volume_above(np.array(rows), corner))
     return volumes
 
 
