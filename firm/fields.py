@@ -32,6 +32,7 @@ from typing import (
 from annotated_types import Ge, Gt, Interval
 from pydantic import AllowInfNan, TypeAdapter, ValidationError
 
+from firm import schema
 from firm.registry import OneOf, choice_in_words, did_you_mean
 
 T = TypeVar("T")
@@ -213,13 +214,11 @@ def _message(name: str, kind: Any, error: ValidationError) -> str:
     first, choices = error.errors()[0], []
     if first["type"].startswith(("greater", "less")):
         words = _range(kind, is_whole=first["type"].startswith("less"))
-    elif first["type"] == "too_short":
-        words = "non-empty"
     elif first["type"] in ("literal_error", "names"):
         choices = _choices(kind)
         words = choice_in_words(choices)
     else:
-        words = first["msg"].removeprefix("Input should be ")
+        words = schema.in_words(first)
     remedy = "".join(f"; {entry.text}." for entry in metadata(kind) if isinstance(entry, Hint))
     if not remedy and type(None) in get_args(kind):
         words += " or null"

@@ -150,6 +150,8 @@ def in_words(error: Mapping[str, Any]) -> str:
         return f"{bound} {limits.get('ge', limits.get('le')):g}"
     if kind == "string_too_long":
         return f"a text of at most {limits['max_length']} characters"
+    if kind == "too_short" and limits["min_length"] == 1:
+        return "non-empty"
     if kind in ("too_short", "too_long"):
         bound = "at least" if "min_length" in limits else "at most"
         length = limits.get("min_length", limits.get("max_length"))

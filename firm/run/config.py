@@ -117,7 +117,7 @@ def lay_out(
 def to_dict(config: Any) -> Any:
     """Converts a configuration to plain data: dictionaries, lists, strings, numbers, None."""
     if dataclasses.is_dataclass(config) and not isinstance(config, type):
-        return {f.name: to_dict(getattr(config, f.name)) for f in _fields(type(config))}
+        return {f.name: to_dict(getattr(config, f.name)) for f in init_fields(type(config))}
     if isinstance(config, Mapping):
         return {key: to_dict(value) for key, value in config.items()}
     if isinstance(config, list | tuple):
@@ -146,7 +146,7 @@ class PartialConfig:
     def of(cls, form: type) -> "PartialConfig":
         """Creates a section with the defaults of `form`, without its required keys."""
         values = {}
-        for f in _fields(form):
+        for f in init_fields(form):
             if f.default is not MISSING:
                 values[f.name] = _tree(f.default)
             elif f.default_factory is not MISSING:
@@ -156,27 +156,28 @@ class PartialConfig:
     def turned_into(self, form: type) -> "PartialConfig":
         """Converts the section to another form; keeps the given keys that this form also has."""
         section = PartialConfig.of(form)
-        section.given = self.given & {f.name for f in _fields(form)}
+        section.given = self.given & {f.name for f in init_fields(form)}
         section.values |= {key: self.values[key] for key in section.given}
         return section
 
     def key_paths(self) -> Iterator[str]:
         """Yields the dotted paths of all keys in this section and the sections below it."""
-        for f in _fields(self.form):
+        for f in init_fields(self.form):
             yield f.name
             value = self.values.get(f.name)
             if isinstance(value, PartialConfig):
                 yield from (f"{f.name}.{path}" for path in value.key_paths())
 
 
-def _fields(form: type) -> list[dataclasses.Field]:
+def init_fields(form: type) -> list[dataclasses.Field]:
+    """Returns the fields of a dataclass that its constructor takes."""
     return [f for f in dataclasses.fields(form) if f.init]
 
 
 def _tree(value: Any) -> Any:
     """Replaces the dataclasses in a configuration's value by sections."""
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        values = {f.name: _tree(getattr(value, f.name)) for f in _fields(type(value))}
+        values = {f.name: _tree(getattr(value, f.name)) for f in init_fields(type(value))}
         return PartialConfig(type(value), values)
     if isinstance(value, Mapping):
         return {key: _tree(item) for key, item in value.items()}
@@ -193,7 +194,7 @@ def build(tree: Any, path: str = "") -> Any:
         return type(tree)(build(item, join(path, place)) for place, item in enumerate(tree))
     if not isinstance(tree, PartialConfig):
         return tree
-    names = [f.name for f in _fields(tree.form)]
+    names = [f.name for f in init_fields(tree.form)]
     for key in (join(path, name) for name in names if name not in tree.values):
         raise UserError(f"{key} is required, got nothing; pass --{key} VALUE or a config file.")
     values = {name: build(tree.values[name], join(path, name)) for name in names}
@@ -292,7 +293,7 @@ def _lay_section(
         if section is None:
             break
         hints = get_type_hints(section.form)
-        if key not in (names := [f.name for f in _fields(section.form)]):
+        if key not in (names := [f.name for f in init_fields(section.form)]):
             near = [other for other in section.key_paths() if other.endswith(f".{key}")]
             near += difflib.get_close_matches(key, names, n=1)
             near += [join(free, key, *rest) for free in names if hints[free] == dict[str, Any]]

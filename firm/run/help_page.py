@@ -10,7 +10,15 @@ from dataclasses import dataclass
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from firm.fields import field_docstrings, in_words
-from firm.run.config import PartialConfig, forms_of, join, members_of, to_dict, type_in_words
+from firm.run.config import (
+    PartialConfig,
+    forms_of,
+    init_fields,
+    join,
+    members_of,
+    to_dict,
+    type_in_words,
+)
 from firm.run.errors import UserError
 
 _WIDTH = 100
@@ -215,7 +223,7 @@ def _fields(form: type) -> Iterator[tuple[str, Any, Any, str]]:
     """Yields the name, type, annotation and docstring of each field of a form."""
     documents, kinds = field_docstrings(form), get_type_hints(form)
     annotations = get_type_hints(form, include_extras=True)
-    for name in (field.name for field in dataclasses.fields(form) if field.init):
+    for name in (field.name for field in init_fields(form)):
         yield name, kinds[name], annotations[name], documents.get(name, "")
 
 
