@@ -2,11 +2,13 @@
 
 import copy
 import logging
+import struct
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import field
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -19,6 +21,7 @@ from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
     AutoTokenizer,
+    PretrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
@@ -51,6 +54,7 @@ CHECKPOINT_ERRORS = (
     RecursionError,
     SafetensorError,
     StrictDataclassError,
+    struct.error,  # of a truncated GGUF file
 )
 """Exceptions that transformers and its dependencies raise for invalid checkpoints."""
 
@@ -63,7 +67,8 @@ class PolicyConfig:
         str,
         Paper("A.1", ("TinyLlama/TinyLlama-1.1B-Chat-v1.0", "meta-llama/Llama-3.2-1B-Instruct")),
     ]
-    """Folder, or name on the Hugging Face hub."""
+    """Folder, name on the Hugging Face hub, or GGUF file, whose quantized weights are read as
+    `dtype`."""
     dtype: Annotated[Literal["float32", "bfloat16", "float16"], NOT_IN_PAPER] = "float32"
     """Dtype of the frozen parameters; the adapter is float32."""
     device: str = "auto"
@@ -134,7 +139,37 @@ def read_tokenizer(path: str) -> PreTrainedTokenizerBase:
         ValueError: When there is no tokenizer at the path.
     """
     with checkpoint_errors("tokenizer", path):
-        return AutoTokenizer.from_pretrained(path)
+        return AutoTokenizer.from_pretrained(**checkpoint_source(path))
+
+
+def read_architecture(path: str) -> PretrainedConfig:
+    """Returns the configuration of a checkpoint's model; see `checkpoint_errors` for messages."""
+    config = AutoConfig.from_pretrained(**checkpoint_source(path))
+    vars(config).pop("quantization_config", None)
+    return config
+
+
+def is_gguf(path: str) -> bool:
+    """Returns whether a path names a GGUF file."""
+    return path.lower().endswith(".gguf")
+
+
+def checkpoint_source(path: str) -> dict[str, Any]:
+    """Returns the arguments of `from_pretrained` for a folder, a hub name or a GGUF file.
+
+    Raises:
+        ModuleNotFoundError: When reading a GGUF file needs the package gguf.
+    """
+    if not is_gguf(path):
+        return {"pretrained_model_name_or_path": path}
+    if find_spec("gguf") is None:
+        raise ModuleNotFoundError(
+            f"reading {path} needs the package gguf, which is not installed: "
+            "pip install 'firm-align[real]'.",
+            name="gguf",
+        )
+    file = Path(path).expanduser()
+    return {"pretrained_model_name_or_path": str(file.parent), "gguf_file": file.name}
 
 
 def load_tokenizer(
@@ -179,7 +214,7 @@ def check_context(
         ValueError: When they do not fit, or the model's configuration cannot be read.
     """
     with checkpoint_errors("language model", config.path):
-        own = model.config if model else AutoConfig.from_pretrained(config.path)
+        own = model.config if model else read_architecture(config.path)
     limit = getattr(own.get_text_config(), "max_position_embeddings", None)
     if limit is not None and max_prompt_tokens + max_new_tokens > limit:
         raise ValueError(
@@ -215,13 +250,7 @@ def load_base_model(config: PolicyConfig) -> PreTrainedModel:
             not a complete language model.
     """
     with checkpoint_errors("language model", config.path):
-        loaded: Any = AutoModelForCausalLM.from_pretrained(
-            config.path,
-            dtype=getattr(torch, config.dtype),
-            use_safetensors=True,  # a pickle can execute code when loaded
-            output_loading_info=True,
-        )
-    model, report = loaded
+        model, report = _read_model(AutoModelForCausalLM, config.path, getattr(torch, config.dtype))
     if report["missing_keys"]:  # transformers would initialise them randomly
         raise ValueError(
             f"policy.path: {config.path} is not a complete language model, "
@@ -230,13 +259,39 @@ def load_base_model(config: PolicyConfig) -> PreTrainedModel:
     return model
 
 
+def _read_model(kind: Any, path: str, dtype: torch.dtype) -> tuple[Any, dict[str, Any]]:
+    """Returns the model at a path, and the loading report of transformers."""
+    if not is_gguf(path):
+        return kind.from_pretrained(
+            path,
+            dtype=dtype,
+            use_safetensors=True,  # a pickle can execute code when loaded
+            output_loading_info=True,
+        )
+    source = checkpoint_source(path)  # before GgufConfig, which needs the package too
+    from transformers import GgufConfig
+
+    dense = GgufConfig(dequantize=True)
+    read = kind.from_pretrained(**source, dtype=dtype, quantization_config=dense)
+    # rebuilt, since transformers refuses to save a model that was read from a GGUF file
+    config, state = copy.deepcopy(read.config), read.state_dict()
+    vars(config).pop("quantization_config", None)
+    config.architectures = [type(read).__name__]
+    model, report = type(read).from_pretrained(
+        None, config=config, state_dict=state, dtype=dtype, output_loading_info=True
+    )
+    model.generation_config = read.generation_config
+    model.name_or_path = path
+    return model, report
+
+
 def is_stored_at(path: str, model: PreTrainedModel) -> bool:
     """Returns whether the model's weights equal those of the checkpoint at a path.
 
     Loads the checkpoint on the CPU in the model's dtype, in addition to the model.
     """
     try:
-        stored = type(model).from_pretrained(path, dtype=model.dtype, use_safetensors=True)
+        stored, _ = _read_model(type(model), path, model.dtype)
     except CHECKPOINT_ERRORS:
         return False
     own, theirs = model.state_dict(), stored.state_dict()
@@ -252,6 +307,11 @@ def checkpoint_errors(what: str, path: str) -> Iterator[None]:
         yield
     except CHECKPOINT_ERRORS as error:
         reason = first_line(error).rstrip(".: ")
+        if is_gguf(path):
+            raise ValueError(
+                f"policy.path: no {what} could be loaded from the GGUF file {path} ({reason}): "
+                "choose a complete file of an architecture that transformers reads, or a folder."
+            ) from error
         raise ValueError(
             f"policy.path: no {what} could be loaded from the folder {path} ({reason}): choose a "
             "folder with a complete checkpoint, model and tokenizer."
@@ -322,7 +382,7 @@ def add_adapter(model: Any, config: PolicyConfig, *, num_objectives: int = 1) ->
                 "it to null."
             ) from error
     base = Path(config.path)  # absolute, since an adapter may be loaded from any directory
-    name = str(base.resolve()) if base.is_dir() else config.path
+    name = str(base.resolve()) if base.exists() else config.path
     policy.peft_config["default"].base_model_name_or_path = name
     adapt_(policy, kind)
     return policy.eval()

@@ -179,7 +179,7 @@ COMMANDS = {
 }
 """All commands, by the words after `firm`."""
 
-EXTRAS = {"nvflare": "network"}
+EXTRAS = {"nvflare": "network", "gguf": "real"}
 """Extra that installs an optional package, by the package's name."""
 
 USAGE = """usage: firm COMMAND [--config NAME_OR_FILE.yaml ...] [--key.path VALUE ...]

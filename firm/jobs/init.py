@@ -16,7 +16,7 @@ from firm.federation.outside import legible, printable
 from firm.fields import configuration, field_docstrings
 from firm.jobs.alignment_config import AlignmentConfig
 from firm.jobs.inspection import Inspection, fast_dtype, inspect_policy
-from firm.jobs.sources import check_data, check_folder, check_reward, is_file
+from firm.jobs.sources import check_data, check_policy, check_reward, is_file
 from firm.run.config import compose
 from firm.run.errors import UserError
 from firm.run.files import replace_text
@@ -31,7 +31,7 @@ class InitConfig:
     """Contents of a new configuration; on a terminal, missing values are prompted for."""
 
     policy: str = ""
-    """Language model: a folder, or a name on the Hugging Face hub."""
+    """Language model: a folder, a name on the Hugging Face hub, or a GGUF file."""
     rewards: dict[str, str] = field(default_factory=dict)
     """Reward models by objective, such as {helpful: models/helpful, brief: brevity, right:
     rewards.py:right}: a classifier's folder or hub name, a built-in function, or a function in a
@@ -87,7 +87,7 @@ def init(cfg: InitConfig, ask: Callable[[str], str] | None = None) -> Written:
     num_rows = _num_rows(answers["prompts"], is_whole=bool(cfg.test_prompts))
     if cfg.test_prompts:
         _num_rows(cfg.test_prompts, is_whole=True)
-    check_folder("policy", answers["policy"])
+    check_policy("policy", answers["policy"])
     notes: list[str] = []
     inspection = inspect_policy(answers["policy"], on_note=notes.append)
     text = TEMPLATE.read_text(encoding="utf-8")

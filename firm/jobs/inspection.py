@@ -6,11 +6,11 @@ from dataclasses import dataclass
 from typing import Literal
 
 import torch
-from transformers import AutoConfig, GenerationConfig, PretrainedConfig
+from transformers import GenerationConfig, PretrainedConfig
 
 from firm.alignment.adapters.target_modules import default_target_modules
 from firm.alignment.generation import RolloutConfig, end_token_ids, stop_strings
-from firm.alignment.policy import checkpoint_errors, read_tokenizer
+from firm.alignment.policy import checkpoint_errors, is_gguf, read_architecture, read_tokenizer
 from firm.alignment.prompts import PromptFormat
 
 
@@ -41,7 +41,7 @@ def inspect_policy(
     """Inspects the files beside a model's weights; returns None if they cannot be read.
 
     Args:
-        path: A folder, or a name on the Hugging Face hub.
+        path: A folder, a name on the Hugging Face hub, or a GGUF file.
         rollout: Settings with further end tokens.
         prompt_format: Format of prompts; by default the chat template, if any.
         on_note: Called with the reason if the files cannot be read.
@@ -53,7 +53,7 @@ def inspect_policy(
     try:
         tokenizer = read_tokenizer(path)
         with checkpoint_errors("language model", path):
-            config = AutoConfig.from_pretrained(path)
+            config = read_architecture(path)
             generation = _generation_config(path, config)
             modules = default_target_modules(config)
     except ValueError as error:
@@ -72,9 +72,11 @@ def inspect_policy(
 
 def _generation_config(path: str, config: PretrainedConfig) -> GenerationConfig:
     try:
-        return GenerationConfig.from_pretrained(path)
+        if not is_gguf(path):
+            return GenerationConfig.from_pretrained(path)
     except OSError:  # optional file: the model's configuration then has the end tokens
-        return GenerationConfig.from_model_config(config)
+        pass
+    return GenerationConfig.from_model_config(config)
 
 
 def fast_dtype() -> Literal["bfloat16", "float32"]:

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from huggingface_hub import ModelCard, ModelCardData
 
+from firm.alignment.policy import is_gguf
 from firm.federation.outside import printable
 from firm.jobs.hub import is_hub_name
 from firm.run.shipped import path_in_package
@@ -18,7 +19,7 @@ def model_card(
     """Returns an adapter's model card, which ends with usage instructions.
 
     Args:
-        base_model: Folder or hub name of the adapter's base model.
+        base_model: Folder, GGUF file or hub name of the adapter's base model.
         aim: Target of the alignment.
         text: Description and scores, as Markdown.
         tags: Tags in addition to those of every FIRM adapter.
@@ -35,6 +36,8 @@ def model_card(
     elif (inside := path_in_package(base_model)) is not None:
         place = f'files("firm") / {json.dumps(inside)}'
         needed = "from importlib.resources import files\n\n"
+    if is_gguf(base_model):
+        place += f", gguf_file={json.dumps(Path(base_model).name)}"
     return ModelCard(f"""---
 {header.to_yaml()}
 ---

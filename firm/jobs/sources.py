@@ -4,6 +4,7 @@ import difflib
 import re
 from pathlib import Path
 
+from firm.alignment.policy import is_gguf
 from firm.jobs.alignment_config import AlignmentConfig
 from firm.run.errors import UserError
 from reward_models.registry import check_name
@@ -16,7 +17,7 @@ def check_sources(cfg: AlignmentConfig) -> None:
         UserError: A folder of a model or adapter, a file of data or reward functions, or the name
             of a reward model does not exist.
     """
-    check_folder("policy.path", cfg.policy.path)
+    check_policy("policy.path", cfg.policy.path)
     for use in ("train", "validation", "test"):
         source = getattr(cfg.data, use).source
         for each in [source] if isinstance(source, str) else source:
@@ -58,6 +59,14 @@ def check_data(key: str, source: str) -> None:
 def is_file(source: str) -> bool:
     """Returns whether a data source looks like a file path."""
     return re.search(r"\.jsonl?(\.gz)?$", source) is not None
+
+
+def check_policy(key: str, path: str) -> None:
+    """Raises `UserError` if a model's folder or GGUF file does not exist; accepts hub names."""
+    if not is_gguf(path):
+        check_folder(key, path)
+    elif not Path(path).expanduser().is_file():
+        raise UserError(f"{key}: there is no file {path}{near(path)}; correct it.")
 
 
 def check_folder(key: str, path: str) -> None:

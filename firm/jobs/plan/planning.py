@@ -6,10 +6,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoModelForSequenceClassification, PretrainedConfig
+from transformers import AutoModelForSequenceClassification, PretrainedConfig
 
 from firm.alignment.hyperparameters import hyperparameters
-from firm.alignment.policy import adapter_parameters, read_tokenizer
+from firm.alignment.policy import adapter_parameters, read_architecture, read_tokenizer
 from firm.alignment.prompt_data import load_prompts
 from firm.federation.engines.processes import Processes
 from firm.federation.outside import first_line
@@ -143,7 +143,7 @@ def _reward_models(cfg: AlignmentConfig) -> list[tuple[str, str, RewardModelConf
 def _architecture(path: str, key: str, notes: list[str]) -> PretrainedConfig | None:
     """Returns a model's configuration; if missing, appends a note with the remedy."""
     try:
-        return AutoConfig.from_pretrained(path)
+        return read_architecture(path)
     except (OSError, ValueError) as error:
         notes.append(
             f"{path}: config.json could not be read, so figures that depend on this model are "
