@@ -13,6 +13,7 @@ Checks that involve several fields belong in `__post_init__`.
 import ast
 import inspect
 import textwrap
+import types
 from collections.abc import Callable
 from dataclasses import dataclass, field, is_dataclass
 from functools import cache
@@ -22,6 +23,7 @@ from typing import (
     Any,
     Literal,
     TypeVar,
+    Union,
     dataclass_transform,
     get_args,
     get_origin,
@@ -38,6 +40,7 @@ from firm.registry import OneOf, choice_in_words, did_you_mean
 T = TypeVar("T")
 
 _FINITE = AllowInfNan(False)
+_UNIONS = (Union, types.UnionType)
 _SHORT = Repr()
 _SHORT.maxstring = _SHORT.maxother = 80
 _WORDS = {"ge": "at least", "gt": "greater than", "le": "at most", "lt": "less than"}
@@ -222,7 +225,10 @@ def _message(name: str, kind: Any, error: ValidationError) -> str:
     remedy = "".join(f"; {entry.text}." for entry in metadata(kind) if isinstance(entry, Hint))
     if not remedy and type(None) in get_args(kind):
         words += " or null"
-    path = ".".join(map(str, (name, *first["loc"])))
+    union = get_args(kind)[0] if get_origin(kind) is Annotated else kind
+    has_several = len(set(get_args(union)) - {type(None)}) > 1 and get_origin(union) in _UNIONS
+    place = first["loc"][1:] if has_several else first["loc"]  # without the member's type
+    path = ".".join(map(str, (name, *place)))
     got = _SHORT.repr(first["input"])
     return f"{path} must be {words}, got {got}{remedy or did_you_mean(first['input'], choices)}"
 

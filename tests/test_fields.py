@@ -36,6 +36,7 @@ class Settings:
     open_share: Annotated[float, Interval(ge=0, lt=1), NOT_IN_PAPER] = 0.0
     bias: FiniteFloat = 0.0
     limit: PositiveInt | None = None
+    either: Annotated[PositiveInt | Literal["auto"] | None, Hint("auto chooses")] = "auto"
     kind: Literal["a", "b"] = "a"
     widths: Annotated[tuple[PositiveInt, ...], MinLen(1)] = (1,)
     shares: dict[str, NonNegativeFloat] = field(default_factory=dict)
@@ -62,6 +63,7 @@ BAD = {
     "open_share": (1.0, "open_share must be at least 0 and less than 1, got 1.0."),
     "bias": (nan, "bias must be a finite number, got nan."),
     "limit": (0, "limit must be at least 1 or null, got 0."),
+    "either": (0, "either must be at least 1, got 0; auto chooses."),
     "kind": ("c", "kind must be one of a, b, got 'c'."),
     "widths": ((2, 0), "widths.1 must be at least 1, got 0."),
     "shares": ({"x": -1.0}, "shares.x must be non-negative, got -1.0."),

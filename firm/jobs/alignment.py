@@ -51,6 +51,7 @@ from firm.jobs.loop import Logbook, RoundResult, Wing, train
 from firm.jobs.model_card import markdown_table, model_card, model_name
 from firm.jobs.plan.printing import print_plan
 from firm.jobs.sources import check_sources
+from firm.jobs.threads import set_threads, with_recorded_threads
 from firm.report.page import alarms
 from firm.report.record import read_record
 from firm.report.run_front import front_of_run, split_at
@@ -175,9 +176,11 @@ def align(cfg: AlignmentConfig, given: Given | None = None) -> Result | None:
             run's directory is in use.
     """
     processes = Processes.join(per_client=cfg.processes_per_client)
+    cfg = with_recorded_threads(cfg)
     out = claim_folder(cfg, processes)
     progress = progress_of(cfg)
     loaded = load(cfg, processes, given=given, on_event=progress.event)
+    cfg = set_threads(cfg, loaded, on_event=progress.event)
     calibrations = shared_calibrations(loaded, cfg, out, on_event=progress.event)
     on_stage = progress.event if progress.is_live else None
     clients = build_clients(loaded, cfg, calibrations, on_event=on_stage)

@@ -181,8 +181,13 @@ class AlignmentConfig:
     else."""
     seed: Seed = 0
     """Seed of all random numbers."""
-    num_threads: Annotated[NumWorkers | None, Hint("null leaves it to torch")] = None
-    """CPU threads; null: torch's default."""
+    num_threads: Annotated[NumWorkers | Literal["auto"] | None, Hint("null leaves it to torch")] = (
+        "auto"
+    )
+    """CPU threads. auto: the number with which a short step, measured for about two seconds at the
+    start, is fastest; the run's config.yaml records it, and a resumed run uses it again. null:
+    torch's default, which auto keeps on accelerators and with several processes. Results for
+    different numbers of threads differ by rounding; set a number for runs that must be equal."""
     processes_per_client: NumWorkers = 1
     """Processes that train a client together, each on a share of the batch. The launcher sets the
     total number of processes, and the clients are divided among them."""

@@ -108,7 +108,7 @@ def load(
     cfg = with_shipped_paths(cfg)
     device = take_device(cfg.policy.device, num_processes=processes.size)
     transformers.utils.logging.disable_progress_bar()
-    if cfg.num_threads is not None:
+    if isinstance(cfg.num_threads, int):
         torch.set_num_threads(cfg.num_threads)
     check_context(
         cfg.policy,

@@ -43,6 +43,7 @@ from firm.jobs.network_config import (
     site_identities,
     site_name,
 )
+from firm.jobs.threads import AUTO, set_threads, with_recorded_threads
 from firm.network import link
 from firm.network.agreement import Agreement, Ledger
 from firm.network.controller import FlareChannel, SitesController
@@ -53,13 +54,18 @@ from firm.run.config import compose, to_dict
 from firm.run.differences import leaves
 from firm.run.directory import Run
 from firm.run.errors import UserError
+from firm.run.files import make_private_folder, replace_text
 from firm.run.lock import check_not_held
+
+logger = logging.getLogger(__name__)
 
 CONTROLLER = "firm.jobs.network.AlignmentController"
 """The only workflow that a server allows."""
 
 LEDGER = "ledger.jsonl"
 """File with a site's record of its answers and refusals, in its kit."""
+THREADS = "num_threads.txt"
+"""File with a site's measured number of CPU threads, beside the states of a run's clients."""
 HOME_VARIABLE = "FIRM_FOLDER"
 """Environment variable with the folder that relative paths of a run start from, since FLARE runs
 jobs in other folders."""
@@ -103,12 +109,14 @@ class AlignmentController(SitesController):
         own = compose(ServerConfig, [kit / "server.yaml"], [])
         out = kit / "runs" / self._name
         cfg = replace(kit_config(kit, own.overrides), out=out, resume="auto")
+        cfg = with_recorded_threads(cfg)
         _wait_until_free(out)
         Run.check(out, to_dict(cfg), resume="auto", ignore=FREE_KEYS)
-        loaded = load(cfg, Processes())
-        calibrations = common_calibrations(loaded, cfg, out)
         shown = Console(file=channel.transcript, highlight=False)
         progress = progress_of(cfg, console=shown)
+        loaded = load(cfg, Processes())
+        cfg = set_threads(cfg, loaded, on_event=progress.event)
+        calibrations = common_calibrations(loaded, cfg, out)
         engine = SitesEngine(
             channel,
             clients_by_site(federation),
@@ -145,6 +153,7 @@ def site_process(kit: Path) -> None:
     shared = fingerprint(cfg, loaded, certificates_digest(kit) if cfg.strategy.secure else None)
     run = _digest(sorted(shared.items()))
     states = kit / "states" / run / f"process_{processes.rank}"
+    set_site_threads(cfg, loaded, states.parent / THREADS)
     prompts = None
     if own.own_prompts:
         shards = partition(loaded.prompts, cfg, PromptPartitionConfig(), len(names))
@@ -200,6 +209,18 @@ def site_process(kit: Path) -> None:
     link.serve(kit / "local/attach_profile.json", site.answer)
     for engine in engines:
         engine.close()
+
+
+def set_site_threads(cfg: AlignmentConfig, loaded: LoadedRun, record: Path) -> None:
+    """Sets the number of CPU threads; a site that is restarted uses the recorded one again."""
+    if cfg.num_threads != AUTO or loaded.processes.size > 1:
+        return
+    if record.exists():
+        torch.set_num_threads(int(record.read_text()))
+        return
+    set_threads(cfg, loaded, on_event=lambda name, text: logger.info(text))
+    make_private_folder(record.parent)
+    replace_text(record, str(torch.get_num_threads()))
 
 
 def fingerprint(

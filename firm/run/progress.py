@@ -90,6 +90,7 @@ class Progress:
     Events and their arguments:
 
     - "loading": none; loading the policy and reward models may take minutes
+    - "threads": text (the number of CPU threads that was chosen, and why)
     - "started": alarms (texts, warnings that follow from the configuration alone)
     - "resumed": round (the last round completed by earlier sessions; 0 for a new run)
     - "client_started": round, client
@@ -145,6 +146,8 @@ class Progress:
         match name:
             case "loading":
                 self._say("loading the models")
+            case "threads":
+                self._say(info["text"])
             case "started":
                 self._print(*(f"note: {alarm}" for alarm in info["alarms"]))
             case "resumed":
@@ -169,7 +172,7 @@ class Progress:
                 self._finish_round(info["row"], info.get("scores", {}))
             case _:
                 raise ValueError(
-                    "event must be loading, started, resumed, client_started, stage, "
+                    "event must be loading, threads, started, resumed, client_started, stage, "
                     f"client_finished, measured or round_finished, got {name!r}."
                 )
 
