@@ -18,6 +18,7 @@ entry point in the group "firm.reward_models"::
 
 from reward_models import miniature  # registers the miniature world's true scores
 from reward_models.golden import GoldenScore, check_golden_scores
+from reward_models.language import reading_ease, sentiment, vocabulary
 from reward_models.registry import (
     ENTRY_POINT_GROUP,
     REWARD_MODELS,
@@ -26,7 +27,7 @@ from reward_models.registry import (
     load_reward_models,
     reward_model,
 )
-from reward_models.scripted import as_texts, brevity, politeness, positivity
+from reward_models.scripted import as_texts, brevity, length, matches, politeness, positivity
 from reward_models.sequence_classifier import SequenceClassifierReward, load_sequence_classifier
 
 __all__ = [
@@ -38,11 +39,16 @@ __all__ = [
     "as_texts",
     "brevity",
     "check_golden_scores",
+    "length",
     "load_reward_model",
     "load_reward_models",
     "load_sequence_classifier",
+    "matches",
     "miniature",
     "politeness",
     "positivity",
+    "reading_ease",
     "reward_model",
+    "sentiment",
+    "vocabulary",
 ]

@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from importlib.metadata import entry_points
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
 
@@ -41,7 +42,8 @@ class RewardModelConfig:
 
     name: str = "sequence_classifier"
     """"sequence_classifier" for a Hugging Face checkpoint, or the name of a function: built-in
-    ("brevity", "politeness", "positivity"), in `file`, or from an installed package."""
+    ("brevity", "length", "matches", "politeness", "positivity", "reading_ease", "sentiment",
+    "vocabulary"), in `file`, or from an installed package."""
     path: Annotated[
         str,
         Paper(
@@ -196,11 +198,12 @@ REWARD_MODELS: Registry[str, Callable[[RewardModelConfig, str], Any]] = Registry
 """Builders of reward models by name, each called with the config and the objective's name."""
 
 
-def reward_model(name: str) -> Callable[[Function], Function]:
+def reward_model(name: str, *, needs: str | None = None) -> Callable[[Function], Function]:
     """Registers a function with TRL's reward-function signature under a name, unchanged.
 
     A class of callables may be registered instead: `options` are the arguments of its constructor,
-    and every objective has its own instance.
+    and every objective has its own instance. `needs` is a module that the function imports when it
+    is called; loading the reward model is refused without it.
 
     Raises:
         ValueError: The name is taken, or the object cannot be called like a reward function.
@@ -212,15 +215,20 @@ def reward_model(name: str) -> Callable[[Function], Function]:
             _check_call(name, kind.__call__, {}, bound=(None,))
         else:
             _check_call(name, kind, {})
-        return REWARD_MODELS.add(name, function, entry=partial(_function, function))
+        return REWARD_MODELS.add(name, function, entry=partial(_function, function, needs))
 
     return register
 
 
 def _function(
-    function: Callable[..., Any], config: RewardModelConfig, objective: str
+    function: Callable[..., Any], needs: str | None, config: RewardModelConfig, objective: str
 ) -> FunctionReward:
     assert not isinstance(config.output, int)  # RewardModelConfig has refused it
+    if needs is not None and find_spec(needs) is None:
+        raise ValueError(
+            f"{config.name!r} needs the package {needs}, which is not installed: "
+            "pip install 'firm-align[real]'."
+        )
     if not isinstance(function, type):
         reward = as_reward(objective, function, name=config.name, options=config.options)
         return replace(reward, output=config.output)

@@ -64,6 +64,42 @@ def brevity(completions: Sequence[Given], *, half_words: float = 20.0, **_: Any)
     return [half_words / (half_words + len(text.split())) for text in as_texts(completions)]
 
 
+@reward_model("length")
+def length(completions: Sequence[Given], *, num_words: float = 30.0, **_: Any) -> list[float]:
+    """Scores how close each reply's length is to `num_words` words: 1 there, 1/2 at half and twice.
+
+    >>> length(["one two", "one", ""], num_words=2)
+    [1.0, 0.5, 0.0]
+    """
+    if num_words <= 0:
+        raise ValueError(f"length's num_words must be positive, got {num_words}.")
+    counts = [len(text.split()) for text in as_texts(completions)]
+    return [min(count, num_words) / max(count, num_words) for count in counts]
+
+
+SENTENCES = r"[A-Z].*[.!?][\"')]*"
+"""Pattern of one or more whole sentences."""
+
+
+@reward_model("matches")
+def matches(completions: Sequence[Given], *, pattern: str = SENTENCES, **_: Any) -> list[float]:
+    r"""Checks the format of each reply: 1 if all of it matches a regular expression, 0 otherwise.
+
+    White space around a reply is ignored, and a dot matches line ends. By default a reply must
+    begin with a capital letter and end with a sentence.
+
+    >>> matches(["I see.", "I see. And", "- one\n- two"])
+    [1.0, 0.0, 0.0]
+    """
+    try:
+        compiled = re.compile(pattern, re.DOTALL)
+    except re.error as error:
+        raise ValueError(
+            f"matches' pattern {pattern!r} is invalid ({error}): correct it."
+        ) from None
+    return [float(bool(compiled.fullmatch(text.strip()))) for text in as_texts(completions)]
+
+
 @reward_model("positivity")
 def positivity(
     completions: Sequence[Given], *, words: str = POSITIVE_WORDS, **_: Any

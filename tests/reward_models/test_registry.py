@@ -193,7 +193,7 @@ def test_an_unknown_name_is_answered_with_the_nearest():
     ):
         load_reward_model(RewardModelConfig(name="brevety"), "short")
     with pytest.raises(
-        ValueError, match=r"known: .*brevity, .*politeness, positivity, sequence_classifier"
+        ValueError, match=r"known: .*brevity, .*positivity, reading_ease, sentiment, sequence_cl"
     ):
         load_reward_model(RewardModelConfig(name="qqq"), "short")
 
@@ -402,5 +402,5 @@ def test_an_unknown_name_may_be_near_to_what_a_package_offers(install):
     install("offers", "offers_rewards", "1 / 0", "question_marks = offers_rewards:f")
     with pytest.raises(ValueError, match="did you mean 'question_marks'"):
         load_reward_model(RewardModelConfig(name="question_mark"), "x")
-    with pytest.raises(ValueError, match=r"known: .*positivity, question_marks, sequence_cl"):
+    with pytest.raises(ValueError, match=r"known: .*positivity, question_marks, reading_ease"):
         load_reward_model(RewardModelConfig(name="zzz"), "x")

@@ -7,7 +7,9 @@ from recipes.miniature.replies import ReplyWriter
 from reward_models import (
     RewardModelConfig,
     brevity,
+    length,
     load_reward_model,
+    matches,
     politeness,
     positivity,
 )
@@ -22,7 +24,7 @@ PARTS = [
 CALL = [{"role": "assistant", "content": None, "tool_calls": [{"name": "search"}]}]
 
 
-@pytest.mark.parametrize("reward", [brevity, positivity, politeness])
+@pytest.mark.parametrize("reward", [brevity, length, positivity, politeness])
 def test_replies_to_chats_are_scored_as_their_texts(reward):
     assert reward(CHATS) == reward(PARTS) == reward(TEXTS)
     assert len({*reward(TEXTS)}) == 3
@@ -85,3 +87,18 @@ def test_a_courteous_phrase_always_counts(reply, phrase):
 
 def test_no_phrase_counts_for_and_against_a_reply():
     assert all(politeness([phrase]) == [-1.0] for phrase in RUDE_PHRASES.split(", "))
+
+
+def test_length_is_best_at_its_target():
+    below, exact, above, none = length(["a b", "a b c d", "a " * 8, ""], num_words=4)
+    assert (below, exact, above, none) == (0.5, 1.0, 0.5, 0.0)
+    with pytest.raises(ValueError, match="num_words must be positive, got 0"):
+        length(["a"], num_words=0)
+
+
+def test_matches_reads_the_whole_reply():
+    assert matches([" I see.\n", "I see", "See? Yes!", "i see.", ""]) == [1.0, 0.0, 1.0, 0.0, 0.0]
+    steps = "1. Stir.\n2. Serve."
+    assert matches([steps, "Stir."], pattern=r"(\d\. [^\n]+\n?)+") == [1.0, 0.0]
+    with pytest.raises(ValueError, match=r"pattern '\(' is invalid"):
+        matches(["a"], pattern="(")
