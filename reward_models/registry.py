@@ -18,7 +18,11 @@ from firm.registry import Registry
 from firm.run.plugins import import_file
 from reward_models.formats import CallFormat
 from reward_models.golden import GoldenScore, check_golden_scores
-from reward_models.sequence_classifier import SequenceClassifierReward, load_sequence_classifier
+from reward_models.sequence_classifier import (
+    SequenceClassifierReward,
+    adapter_name,
+    load_sequence_classifier,
+)
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
@@ -125,6 +129,7 @@ def _sequence_classifier(config: RewardModelConfig, objective: str) -> SequenceC
         append_eos=config.append_eos,
         max_length=config.max_length,
         batch_size=config.batch_size,
+        adapter=adapter_name(config.path),
     )
 
 

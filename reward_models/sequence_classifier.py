@@ -8,11 +8,14 @@ that is not the pad id instead, and so misses an EOS at the end if the two are t
 import inspect
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from hashlib import sha256
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
+from weakref import WeakValueDictionary
 
 import torch
 from huggingface_hub.errors import StrictDataclassError
+from peft import PeftConfig, PeftModel
 from safetensors import SafetensorError
 from transformers import (
     AutoConfig,
@@ -43,6 +46,12 @@ _LOADING_ERRORS = (
 UNKNOWN_LENGTH = 10**9
 """Stands for an unknown maximum length; tokenizers without a limit report 10^30."""
 
+ADAPTER_NAME = "adapter_config.json"
+"""Settings of a PEFT adapter; a folder with this file holds no whole checkpoint."""
+
+_adapted: WeakValueDictionary[tuple[str, str, torch.device], PeftModel] = WeakValueDictionary()
+"""Base models with adapters, by path, dtype and device: adapters of one base share its weights."""
+
 Features = dict[str, list[int]]
 
 
@@ -51,7 +60,8 @@ class SequenceClassifierReward:
 
     The model is put into evaluation mode; `name` is the objective, and the other settings are as in
     `RewardModelConfig`. Inputs that are too long are truncated at the start, except for leading
-    special tokens. `truncated` lists which inputs of the latest call were truncated.
+    special tokens. `truncated` lists which inputs of the latest call were truncated. Of a
+    `PeftModel`, the adapter named `adapter` is used.
 
     Raises:
         ValueError: The label does not exist, or none of several is selected; the tokenizer does
@@ -61,7 +71,7 @@ class SequenceClassifierReward:
 
     def __init__(
         self,
-        model: PreTrainedModel,
+        model: PreTrainedModel | PeftModel,
         tokenizer: PreTrainedTokenizerBase,
         *,
         name: str,
@@ -70,7 +80,13 @@ class SequenceClassifierReward:
         append_eos: bool = False,
         max_length: int | None = None,
         batch_size: int = 32,
+        adapter: str = "default",
     ) -> None:
+        self.whole_model, self.adapter = model, adapter
+        """The model as given, with all of its adapters."""
+        if isinstance(model, PeftModel):
+            model.set_adapter(adapter)
+            model = cast(PreTrainedModel, model.get_base_model())
         self._column = _checked_column(output, model.config.num_labels)
         check_format(format, tokenizer)
         # A causal classifier has one linear layer `score` on every position; the last one counts.
@@ -111,7 +127,7 @@ class SequenceClassifierReward:
         self, prompts: Sequence[Any], completions: Sequence[str], **kwargs: Any
     ) -> list[float]:
         """Returns the raw score of each completion, unbounded; prompts as `present` takes them."""
-        rows = self._encode(prompts, completions)
+        rows = self.encode(prompts, completions)
         order = sorted(range(len(rows)), key=lambda index: len(rows[index]["input_ids"]))
         scores = torch.empty(len(rows))
         for start in range(0, len(rows), self.batch_size):
@@ -119,7 +135,8 @@ class SequenceClassifierReward:
             scores[batch] = self._score([rows[index] for index in batch])
         return scores.tolist()
 
-    def _encode(self, prompts: Sequence[Any], completions: Sequence[str]) -> list[Features]:
+    def encode(self, prompts: Sequence[Any], completions: Sequence[str]) -> list[Features]:
+        """Returns the model's inputs for each completion, without padding."""
         self.truncated = []
         both = list(zip(prompts, completions, strict=True))
         if not both:
@@ -159,6 +176,8 @@ class SequenceClassifierReward:
     @torch.inference_mode()
     def _score(self, rows: Sequence[Features]) -> torch.Tensor:
         """Returns the scores of some rows, shape [B], float32 on the CPU."""
+        if isinstance(self.whole_model, PeftModel):
+            self.whole_model.set_adapter(self.adapter)  # another reward may have used its own
         lengths = torch.tensor([len(row["input_ids"]) for row in rows])
         length = int(lengths.max())
         fills = {"input_ids": self._pad_id, "token_type_ids": 0}
@@ -173,13 +192,14 @@ class SequenceClassifierReward:
         else:
             hidden_states = self.model.base_model(**inputs, use_cache=False).last_hidden_state
             last = hidden_states[torch.arange(len(rows)), lengths - 1]  # [B, H]
-            logits = self._score_layer(last)
+            dtype = next(self._score_layer.parameters()).dtype  # an adapter's head is in float32
+            logits = self._score_layer(last.to(dtype))
         return logits[:, self._column].float().cpu()
 
     def of(self, name: str, output: Any) -> "SequenceClassifierReward":
         """Returns the same model as the reward of another objective, with another label."""
         return SequenceClassifierReward(
-            self.model,
+            self.whole_model,
             self.tokenizer,
             name=name,
             format=self.format,
@@ -187,6 +207,7 @@ class SequenceClassifierReward:
             append_eos=self.append_eos,
             max_length=self.max_length,
             batch_size=self.batch_size,
+            adapter=self.adapter,
         )
 
     def with_format(self, format: CallFormat, *, append_eos: bool) -> "SequenceClassifierReward":
@@ -196,7 +217,7 @@ class SequenceClassifierReward:
             ValueError: The tokenizer cannot spell the format, or there is no EOS to append.
         """
         return SequenceClassifierReward(
-            self.model,
+            self.whole_model,
             self.tokenizer,
             name=self.name,
             format=format,
@@ -204,6 +225,7 @@ class SequenceClassifierReward:
             append_eos=append_eos,
             max_length=self.max_length,
             batch_size=self.batch_size,
+            adapter=self.adapter,
         )
 
 
@@ -252,11 +274,12 @@ def _num_positions(model: PreTrainedModel) -> int:
 
 def load_sequence_classifier(
     path: str | Path, *, output: int | None = None, dtype: str = "float32", device: str = "auto"
-) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+) -> tuple[PreTrainedModel | PeftModel, PreTrainedTokenizerBase]:
     """Returns a sequence classifier and its tokenizer; settings are those of `RewardModelConfig`.
 
     If `output` is None, the classifier must have one label, whether or not the checkpoint's config
-    says so, since some omit it.
+    says so, since some omit it. A folder with a PEFT adapter gives a `PeftModel` with an adapter
+    named by `adapter_name`, besides any others of its base that are in use.
 
     Raises:
         ValueError: There is no such device or checkpoint, it cannot be reached, it is no
@@ -269,8 +292,10 @@ def load_sequence_classifier(
     place = named_device(device)
     is_folder = Path(path).expanduser().is_dir()
     location = str(Path(path).expanduser()) if is_folder else str(path)
+    if is_folder and (Path(location) / ADAPTER_NAME).is_file():
+        return _load_adapter(location, dtype, place), AutoTokenizer.from_pretrained(location)
     try:
-        with _quiet_transformers():
+        with quiet_transformers():
             config = AutoConfig.from_pretrained(location)
             if output is None:
                 config.num_labels = 1
@@ -310,8 +335,49 @@ def load_sequence_classifier(
     return model.to(place), tokenizer
 
 
+def adapter_name(path: str | Path) -> str:
+    """Returns the name that the adapter in a folder has in its model: a hash of the path."""
+    return sha256(str(Path(path).expanduser().resolve()).encode()).hexdigest()[:16]
+
+
+def _load_adapter(folder: str, dtype: str, device: torch.device) -> PeftModel:
+    """Returns the base model of an adapter's folder with that adapter, which brings the head.
+
+    Raises:
+        ValueError: The base or the adapter cannot be loaded, or the adapter has no head.
+    """
+    # Imported here, because the package brings TRL along: seconds, and a warning on standard error.
+    from firm.alignment.policy import without_needless_warnings
+
+    name = adapter_name(folder)
+    try:
+        with quiet_transformers(), without_needless_warnings():
+            settings = PeftConfig.from_pretrained(folder)
+            path = str(settings.base_model_name_or_path)
+            if not getattr(settings, "modules_to_save", None):  # the trained head
+                raise ValueError("it is not an adapter of a sequence classifier")
+            key = (str(Path(path).resolve()) if Path(path).is_dir() else path, dtype, device)
+            if (model := _adapted.get(key)) is not None:
+                if name not in model.peft_config:
+                    model.load_adapter(folder, name, is_trainable=False)
+                    cast(Any, model.get_base_model()).score.float()
+                return model
+            base = AutoModelForSequenceClassification.from_pretrained(
+                path, num_labels=1, dtype=getattr(torch, dtype), use_safetensors=True
+            )
+            model = PeftModel.from_pretrained(base.to(device), folder, adapter_name=name)
+            base.score.float()
+    except _LOADING_ERRORS as error:
+        raise ValueError(
+            f"no reward model could be loaded from the adapter in {folder} ({first_line(error)}): "
+            "give the folder that `firm reward` wrote, and keep its base model where it was."
+        ) from error
+    _adapted[key] = model
+    return model
+
+
 @contextmanager
-def _quiet_transformers() -> Iterator[None]:
+def quiet_transformers() -> Iterator[None]:
     """Silences the loading report; its content is raised as an error of one line."""
     verbosity = logging.get_verbosity()
     logging.set_verbosity_error()

@@ -439,8 +439,7 @@ def without_needless_warnings() -> Iterator[None]:
     logger.addFilter(is_actionable)
     try:
         with warnings.catch_warnings():
-            for name in ("is_gradient_checkpointing", "gradient_checkpointing_enable"):
-                warnings.filterwarnings("ignore", f"`{name}`", FutureWarning)
+            warnings.filterwarnings("ignore", r"`(is_)?gradient_checkpointing", FutureWarning)
             warnings.filterwarnings("ignore", "fan_in_fan_out is set to", UserWarning)
             yield
     finally:

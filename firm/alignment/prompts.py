@@ -183,7 +183,9 @@ def as_prompt(row: Any, *, place: str, kind: str = "", reader: Reader = "text") 
     if not isinstance(kind, str):
         raise ValueError(f"{place}: `kind` must be a text, got {type(kind).__name__}.")
     _check_readable({"the prompt": value, "`kind`": kind}, place)
-    columns = {str(name): value for name, value in row.items() if name not in (source, *_ARGUMENTS)}
+    # of a ranked pair both replies are kept, also where the prompt is a part of one
+    own = source if source != "chosen" else ""
+    columns = {str(name): value for name, value in row.items() if name not in (own, *_ARGUMENTS)}
     try:
         if isinstance(value, str):
             text, messages = _read_text(value, row.get("rejected"), source, reader)

@@ -95,6 +95,11 @@ COMMANDS = {
         "init:main",
         "init:InitConfig",
     ),
+    "reward": Command(
+        "Trains a reward model from ranked pairs of replies.",
+        "reward:main",
+        "reward:RewardConfig",
+    ),
     "plan": replace(
         _ALIGN, text="Prints the sizes, bytes, memory and steps of a run.", more=("--plan",)
     ),

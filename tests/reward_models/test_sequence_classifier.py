@@ -153,7 +153,7 @@ def texts_read_by(byte_tokenizer, classifier):
         reward = SequenceClassifierReward(
             classifier("llama"), tokenizer, name="r", format=format, **options
         )
-        (row,) = reward._encode([prompt], [reply])
+        (row,) = reward.encode([prompt], [reply])
         return tokenizer.decode(row["input_ids"])
 
     return read
@@ -203,7 +203,7 @@ def test_eos_is_appended_once_and_an_empty_reply_is_a_text_too(byte_tokenizer, c
     reward = SequenceClassifierReward(
         classifier("llama"), tokenizer, name="r", format="response", append_eos=True
     )
-    rows = reward._encode([""] * 3, ["a", "a</s>", ""])
+    rows = reward.encode([""] * 3, ["a", "a</s>", ""])
     assert [row["input_ids"][-2:] for row in rows] == [[rows[0]["input_ids"][0], 2]] * 2 + [[2]]
     reward.append_eos = False
     assert len(reward([""], [""])) == 1
@@ -221,7 +221,7 @@ def test_long_texts_lose_their_beginning_but_not_what_opens_them(
     reward = SequenceClassifierReward(
         classifier("llama", positions=48), tokenizer, name="r", format="hh_pair"
     )
-    long, short = reward._encode(["x" * 50 + "question", "q"], ["an answer", "a"])
+    long, short = reward.encode(["x" * 50 + "question", "q"], ["an answer", "a"])
     question = "x" * (15 if opening else 18) + "question \n\nAssistant:"
     expected = f"<s>{question}</s>an answer</s>" if opening else f"{question}an answer"
     assert tokenizer.decode(long["input_ids"]) == expected
@@ -238,7 +238,7 @@ def test_segments_are_cut_with_their_tokens(byte_tokenizer, classifier):
         byte_tokenizer(pad="<pad>", opening=True),
         name="r",
     )
-    (row,) = reward._encode(["a long question"], ["reply"])
+    (row,) = reward.encode(["a long question"], ["reply"])
     assert row["token_type_ids"] == [0] * 6 + [1] * 6
 
 

@@ -1,0 +1,125 @@
+"""Pairs of replies that people ranked, in the forms of TRL's preference data."""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Annotated, Any
+
+from firm.alignment.prompt_data import PromptsConfig, load_prompts
+from firm.alignment.prompts import Prompt, is_hh
+from firm.fields import NOT_IN_PAPER, configuration
+
+
+@dataclass(frozen=True)
+class Pair:
+    """A prompt and two replies to it, of which people preferred the first."""
+
+    prompt: Prompt
+    chosen: str
+    rejected: str
+
+
+@configuration
+class PairsConfig(PromptsConfig):
+    """Source of pairs: prompts whose rows also hold two ranked replies."""
+
+    ranked_by: Annotated[str, NOT_IN_PAPER] = ""
+    """Field with the index of the preferred reply, for rows that hold `response_0` and `response_1`
+    and rank them by several criteria: "better_response_id" or "safer_response_id" in
+    PKU-SafeRLHF. Empty: rows hold `chosen` and `rejected`."""
+
+
+def load_pairs(
+    config: PairsConfig,
+    *,
+    given: Iterable[Prompt] | None = None,
+    default_split: str = "train",
+    on_note: Callable[[str], None] | None = None,
+) -> list[Pair]:
+    """Returns the pairs of one or more sources, in order.
+
+    A row has a `prompt`, text or chat messages, and `chosen` and `rejected` as texts or as messages
+    of the assistant; or whole dialogues as `chosen` and `rejected`, with or without a `prompt` that
+    they repeat. Rows whose two replies are equal, or follow different prompts, are dropped, and
+    `on_note` receives their number.
+
+    Raises:
+        ValueError: A source cannot be read, a row holds no two replies, or no pair is left.
+    """
+    prompts = load_prompts(config, given=given, default_split=default_split, on_note=on_note)
+    rows = [pair_of(row, config.ranked_by, place=f"pair {n}") for n, row in enumerate(prompts, 1)]
+    pairs = [pair for pair in rows if pair and pair.chosen.strip() != pair.rejected.strip()]
+    if not pairs:
+        raise ValueError(
+            f"no pair is left of {len(rows)}, since their replies are equal or follow different "
+            "prompts: choose another source."
+        )
+    if on_note and len(pairs) < len(rows):
+        on_note(
+            f"{len(rows) - len(pairs)} of {len(rows)} pairs are dropped, since their replies are "
+            "equal or follow different prompts."
+        )
+    return pairs
+
+
+def pair_of(prompt: Prompt, ranked_by: str = "", *, place: str = "the pair") -> Pair | None:
+    """Returns the pair that a prompt's row holds; None if its replies follow different prompts.
+
+    Args:
+        prompt: Prompt with the fields of its row.
+        ranked_by: See `PairsConfig.ranked_by`.
+        place: Name of the row for messages.
+
+    Raises:
+        ValueError: The row does not hold two replies; the message quotes no text.
+    """
+    columns = prompt.columns
+    better, worse = "chosen", "rejected"
+    if ranked_by:
+        index = columns.get(ranked_by)
+        if index not in (0, 1):
+            raise ValueError(
+                f"{place}: `{ranked_by}` must be 0 or 1, the index of the preferred reply, got "
+                f"{index!r}: correct it, or drop the row."
+            )
+        better, worse = f"response_{index}", f"response_{1 - index}"
+    texts = []
+    for name in (better, worse):
+        before, reply = _split(columns.get(name))
+        if not reply:
+            raise ValueError(
+                f"{place}: `{name}` must be a reply, as a text or as messages that end with the "
+                f"assistant's, and the row has the fields {', '.join(columns) or 'none'}: correct "
+                "the row."
+            )
+        if before and before != [_bare(turn) for turn in prompt.messages]:
+            return None
+        texts.append(reply)
+    # whole dialogues as texts open with the prompt
+    opening = (prompt.text or "").lstrip()
+    opens = [bool(opening) and text.lstrip().startswith(opening) for text in texts]
+    if all(opens):
+        texts = [text.lstrip()[len(opening) :] for text in texts]
+    elif any(opens) and is_hh(opening):
+        return None
+    return Pair(prompt, *texts)
+
+
+def _split(value: Any) -> tuple[list[tuple[Any, str]], str]:
+    """Returns the messages before a reply, and the reply; it is empty if there is none."""
+    if isinstance(value, str):
+        return [], value
+    if not isinstance(value, Sequence) or not all(isinstance(turn, Mapping) for turn in value):
+        return [], ""
+    turns = [_bare(turn) for turn in value]
+    start = len(turns)
+    while start and turns[start - 1][0] == "assistant":
+        start -= 1
+    return turns[:start], "\n\n".join(content for _, content in turns[start:])
+
+
+def _bare(turn: Mapping[str, Any]) -> tuple[Any, str]:
+    """Returns a message's role and stripped text."""
+    content = turn.get("content") or ""
+    if isinstance(content, list):  # parts of text, which prompts have joined
+        content = "".join(str(part.get("text") or "") for part in content)
+    return turn.get("role"), content.strip()

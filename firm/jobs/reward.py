@@ -1,0 +1,374 @@
+"""Trains a reward model from ranked pairs of replies, and reports how it ranks held-out pairs."""
+
+import json
+import math
+import random
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated, Any, Literal, get_args
+
+import datasets
+import numpy as np
+import torch
+import transformers
+import yaml
+from annotated_types import Interval
+from peft import LoraConfig, TaskType, get_peft_model
+from transformers import AutoModelForSequenceClassification, PrinterCallback, TrainerCallback
+from trl.trainer.reward_config import RewardConfig as TrainerConfig
+from trl.trainer.reward_trainer import RewardTrainer
+
+from firm.alignment.pairs import Pair, PairsConfig, load_pairs
+from firm.alignment.policy import checkpoint_errors, read_tokenizer, without_needless_warnings
+from firm.federation.devices import named_device
+from firm.federation.outside import printable
+from firm.federation.randomness import RandomStream
+from firm.fields import (
+    BoundedInt,
+    Hint,
+    NumTokens,
+    NumWorkers,
+    PositiveFloat,
+    Seed,
+    configuration,
+)
+from firm.jobs.inspection import fast_dtype
+from firm.jobs.sources import check_data, check_folder, check_reward
+from firm.report.reward_page import RewardReport, report_of, write_reward_page
+from firm.run.errors import UserError
+from firm.run.files import replace_text, whole_folder
+from firm.run.names import dated_folder
+from firm.run.progress import print_table, say
+from firm.run.shipped import with_shipped_paths
+from reward_models.formats import CallFormat
+from reward_models.registry import RewardModelConfig, load_reward_model, reward_settings
+from reward_models.sequence_classifier import SequenceClassifierReward, quiet_transformers
+
+GOLDEN = (
+    ("\n\nHuman: Is it cold outside?\n\nAssistant:", " Yes, take a coat."),
+    ("\n\nHuman: Can you help me with my homework?\n\nAssistant:", " No."),
+)
+"""Examples whose scores are written beside the model, to detect a wrong format later."""
+QUIET_SECONDS = 15.0
+"""Minimum seconds between two lines of progress."""
+
+
+@configuration
+class RewardConfig:
+    """A reward model to train: pairs, base model and optimisation."""
+
+    pairs: str | list[str] = ""
+    """Ranked pairs: a .json or .jsonl file (optionally .gz), a dataset's folder, a dataset on the
+    Hugging Face hub, or a list of these. Rows have `prompt`, `chosen` and `rejected` in any form of
+    TRL's."""
+    split: str | None = None
+    """Split of the source, such as "train[:50%]"; null: a whole file, or the split "train"."""
+    ranked_by: str = ""
+    """Field with the index of the preferred reply, for rows with `response_0` and `response_1`,
+    such as "safer_response_id" in PKU-SafeRLHF."""
+    base: str = ""
+    """Model to start from: a folder, or a name on the Hugging Face hub."""
+    name: str = "reward"
+    """Name of the objective that the model judges."""
+    format: CallFormat | Literal["auto"] = "auto"
+    """Input format, as for reward models; "auto": the base's chat template if it has one,
+    otherwise plain."""
+    held_out: Annotated[float, Interval(gt=0, lt=1)] = 0.2
+    """Share of the prompts whose pairs are held out for the report."""
+    max_held_out: BoundedInt = 500
+    """Maximum number of held-out prompts."""
+    max_length: NumTokens = 512
+    """Maximum length of prompt and reply in tokens; longer texts are truncated at the start."""
+    rank: BoundedInt = 16
+    """Rank of the LoRA adapter on all linear layers."""
+    learning_rate: PositiveFloat = 2e-4
+    """Peak learning rate of AdamW, reached after 5 % of the steps; it then falls linearly."""
+    num_epochs: BoundedInt = 1
+    """Passes over the training pairs."""
+    batch_size: BoundedInt = 16
+    """Pairs per step of the optimizer."""
+    micro_batch_size: BoundedInt = 4
+    """Pairs per forward pass; limits memory and does not affect results."""
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    """Data type of the frozen base; "auto": bfloat16 where this machine multiplies it fast."""
+    device: str = "auto"
+    """Device, such as "cpu" or "cuda:1"; "auto" takes an accelerator if there is one."""
+    num_threads: Annotated[NumWorkers | None, Hint("null leaves it to torch")] = None
+    """Number of CPU threads."""
+    seed: Seed = 0
+    """Seed of the head, the adapter, the held-out prompts and the order of the pairs."""
+    others: dict[str, str] = field(default_factory=dict)
+    """Reward models to compare with on the held-out pairs, by name: a folder, a hub name, or a
+    function, as for `firm init`."""
+    out: Path | None = None
+    """New folder of the adapter and its report; default: runs/reward-TIME."""
+
+    def __post_init__(self) -> None:
+        if not self.pairs:
+            raise ValueError("pairs is missing: pass --pairs FILE.")
+        if not self.base:
+            raise ValueError("base is missing: pass --base FOLDER_OR_HUB_NAME.")
+        if self.batch_size % self.micro_batch_size:
+            raise ValueError(
+                f"batch_size must be a multiple of micro_batch_size ({self.micro_batch_size}), got "
+                f"{self.batch_size}."
+            )
+        if self.name in self.others:
+            raise ValueError(f"others must not have the model's own name, got {self.name!r}.")
+
+
+@dataclass(frozen=True)
+class TrainedReward:
+    """A trained reward model."""
+
+    path: Path
+    """Folder with the adapter, the tokenizer, `reward.yaml` and `report.html`."""
+    settings: RewardModelConfig
+    """Settings of the reward model, as in `reward.yaml`."""
+    report: RewardReport
+
+
+def train_reward(cfg: RewardConfig) -> TrainedReward:
+    """Trains a LoRA adapter and a head on the pairs by the loss of Bradley and Terry.
+
+    The loss is -log σ(s(chosen) - s(rejected)), the maximum likelihood of P(chosen preferred) =
+    σ(s(chosen) - s(rejected)) (Bradley and Terry, 1952). TRL's trainer reads the tokens that the
+    reward model will read when it scores replies.
+
+    Raises:
+        UserError: The pairs, the base or an option are unusable, or `out` exists.
+    """
+    out = cfg.out or dated_folder("reward")
+    if out.exists():
+        raise UserError(f"{out} already exists; choose another --out, or remove it.")
+    cfg = with_shipped_paths(cfg)
+    for source in [cfg.pairs] if isinstance(cfg.pairs, str) else cfg.pairs:
+        check_data("pairs", source)
+    check_folder("base", cfg.base)
+    for name, text in cfg.others.items():
+        check_reward(f"others.{name}", **reward_settings(text))
+    transformers.utils.logging.disable_progress_bar()
+    datasets.disable_progress_bars()
+    if cfg.num_threads is not None:
+        torch.set_num_threads(cfg.num_threads)
+    notes: list[str] = []
+    try:
+        source = PairsConfig(source=cfg.pairs, split=cfg.split, ranked_by=cfg.ranked_by)
+        pairs = load_pairs(source, on_note=notes.append)
+        training, held_out = _split(pairs, cfg)
+        reward = _new_reward(cfg)
+    except ValueError as error:
+        raise UserError(str(error)) from error
+    for note in notes:
+        say(f"note: {printable(note)}")
+    say(f"{len(training)} pairs to train on, {len(held_out)} held out")
+    began = time.monotonic()
+    losses = _fit(reward, training, cfg)
+    seconds = time.monotonic() - began
+    differences = {cfg.name: _differences(reward, held_out)}
+    for name, text in cfg.others.items():
+        options: dict[str, Any] = {"format": reward.format, **reward_settings(text)}
+        own = RewardModelConfig(**options)
+        differences[name] = _differences(load_reward_model(own, name), held_out)
+    lengths = [len(pair.chosen.split()) - len(pair.rejected.split()) for pair in held_out]
+    report = report_of(
+        differences,
+        np.array(lengths),
+        num_training=len(training),
+        losses=losses,
+        seconds=seconds,
+    )
+    settings = RewardModelConfig(
+        path=str(out),
+        format=reward.format,
+        append_eos=reward.append_eos,
+        max_length=reward.max_length,
+    )
+    with whole_folder(out) as folder:
+        model: Any = reward.whole_model
+        model.save_pretrained(folder)
+        reward.tokenizer.save_pretrained(folder)
+        replace_text(folder / "reward.yaml", _yaml(cfg.name, settings, reward))
+        replace_text(folder / "report.json", json.dumps(report.as_data(), indent=1) + "\n")
+        write_reward_page(folder / "report.html", report, title=_title(cfg))
+    return TrainedReward(out, settings, report)
+
+
+def main(cfg: RewardConfig) -> None:
+    """Trains a reward model, and prints its report and the settings to use it."""
+    trained = train_reward(cfg)
+    for table in trained.report.tables():
+        print_table(table.title, table.headings, table.rows)
+    print(f"wrote {trained.path}: the adapter, report.html, and reward.yaml, which has the lines:")
+    print((trained.path / "reward.yaml").read_text(encoding="utf-8"), end="")
+
+
+def _differences(reward: Any, pairs: Sequence[Pair]) -> np.ndarray:
+    """Returns the score of the chosen minus that of the rejected reply of each pair, shape [n].
+
+    NaN where a reward function does not judge.
+    """
+    prompts: list[Any] = [pair.prompt for pair in pairs]
+    if not getattr(reward, "reads_prompts", False):
+        prompts = [prompt.given for prompt in prompts]
+    scores = [
+        reward(prompts=prompts, completions=replies)
+        for replies in ([pair.chosen for pair in pairs], [pair.rejected for pair in pairs])
+    ]
+    chosen, rejected = ([math.nan if s is None else s for s in side] for side in scores)
+    return np.array(chosen, dtype=float) - np.array(rejected, dtype=float)
+
+
+def _split(pairs: Sequence[Pair], cfg: RewardConfig) -> tuple[list[Pair], list[Pair]]:
+    """Returns training and held-out pairs, which share no prompt."""
+    prompts = sorted({pair.prompt.transcript for pair in pairs})
+    num = min(cfg.max_held_out, round(cfg.held_out * len(prompts)))
+    if num < 2 or num >= len(prompts):
+        raise ValueError(
+            f"held_out {cfg.held_out} of {len(prompts)} prompts leaves too few pairs on one side: "
+            "pass more pairs, or change it."
+        )
+    chosen = set(random.Random(cfg.seed).sample(prompts, num))
+    is_held_out = [pair.prompt.transcript in chosen for pair in pairs]
+    sides = [[p for p, held in zip(pairs, is_held_out, strict=True) if held == h] for h in (0, 1)]
+    return sides[0], sides[1]
+
+
+def _new_reward(cfg: RewardConfig) -> SequenceClassifierReward:
+    """Returns the base with a new head and adapter, as the reward model that it will be."""
+    device = named_device(cfg.device)
+    tokenizer = read_tokenizer(cfg.base)
+    dtype = fast_dtype() if cfg.dtype == "auto" else cfg.dtype
+    with (
+        checkpoint_errors("language model", cfg.base),
+        quiet_transformers(),
+        without_needless_warnings(),
+        RandomStream(cfg.seed, "reward"),
+    ):
+        base = AutoModelForSequenceClassification.from_pretrained(
+            cfg.base, num_labels=1, dtype=getattr(torch, dtype), use_safetensors=True
+        )
+        lora = LoraConfig(
+            task_type=TaskType.SEQ_CLS,
+            r=cfg.rank,
+            lora_alpha=2 * cfg.rank,
+            target_modules="all-linear",
+        )
+        model: Any = get_peft_model(base, lora)
+    if not isinstance(getattr(base, "score", None), torch.nn.Module):
+        raise ValueError(
+            f"base: {cfg.base} has no head at the last token: give a causal language model."
+        )
+    base.score.float()  # PEFT does this for its own matrices: bfloat16 would swallow small steps
+    format = cfg.format
+    if format == "auto":
+        format = "chat_template" if tokenizer.chat_template else "plain"
+    assert format in get_args(CallFormat)
+    return SequenceClassifierReward(
+        model.to(device),
+        tokenizer,
+        name=cfg.name,
+        format=format,
+        append_eos=format != "chat_template" and tokenizer.eos_token_id is not None,
+        max_length=cfg.max_length,
+        batch_size=4 * cfg.micro_batch_size,
+    )
+
+
+def _fit(reward: SequenceClassifierReward, pairs: Sequence[Pair], cfg: RewardConfig) -> list[float]:
+    """Trains a reward model on pairs in place, and returns the loss of each step."""
+    prompts = [pair.prompt for pair in pairs]
+    columns = {}
+    for side in ("chosen", "rejected"):
+        rows = reward.encode(prompts, [getattr(pair, side) for pair in pairs])
+        columns[f"{side}_ids"] = [row["input_ids"] for row in rows]
+    num_steps = cfg.num_epochs * math.ceil(len(pairs) / cfg.batch_size)
+    losses: list[float] = []
+
+    class Lines(TrainerCallback):
+        """Prints a line from time to time, and keeps the losses."""
+
+        said = began = time.monotonic()
+
+        def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **_: Any) -> None:
+            if not logs or "loss" not in logs:
+                return
+            losses.append(float(logs["loss"]))
+            now = time.monotonic()
+            if now - self.said < QUIET_SECONDS and len(losses) not in (1, num_steps):
+                return
+            self.said = now
+            left = (now - self.began) / len(losses) * (num_steps - len(losses))
+            say(
+                f"step {len(losses)}/{num_steps}  loss {losses[-1]:.3f}  accuracy "
+                f"{logs.get('accuracy', math.nan):.2f}  {left:.0f} s left"
+            )
+
+    padding = reward.tokenizer.convert_ids_to_tokens(_padding(columns, reward))
+    reward.tokenizer.pad_token = str(padding)
+    reward.whole_model.train()
+    for name, parameter in reward.whole_model.named_parameters():
+        parameter.requires_grad_("lora_" in name or "modules_to_save" in name)
+    with without_needless_warnings():
+        settings = TrainerConfig(
+            output_dir="unused",
+            num_train_epochs=cfg.num_epochs,
+            per_device_train_batch_size=cfg.micro_batch_size,
+            gradient_accumulation_steps=cfg.batch_size // cfg.micro_batch_size,
+            learning_rate=cfg.learning_rate,
+            warmup_steps=math.ceil(0.05 * num_steps),
+            lr_scheduler_type="linear",
+            bf16=next(reward.whole_model.parameters()).dtype == torch.bfloat16,
+            use_cpu=reward.model.device.type == "cpu",
+            gradient_checkpointing=False,
+            max_length=None,
+            logging_steps=1,
+            save_strategy="no",
+            report_to=[],
+            disable_tqdm=True,
+            seed=cfg.seed % 2**32,
+        )
+        trainer = RewardTrainer(
+            model=reward.whole_model,
+            args=settings,
+            train_dataset=datasets.Dataset.from_dict(columns),
+            processing_class=reward.tokenizer,
+            callbacks=[Lines()],
+        )
+        trainer.remove_callback(PrinterCallback)
+        trainer.train()
+    reward.whole_model.eval().requires_grad_(False)
+    return losses
+
+
+def _padding(columns: Mapping[str, Sequence[Sequence[int]]], reward: Any) -> int:
+    """Returns a token to pad with that ends no text.
+
+    Transformers reads a score at the last token that is not the padding.
+    """
+    ends = {row[-1] for rows in columns.values() for row in rows}
+    own = reward.tokenizer.pad_token_id
+    candidates = [own] if own is not None else []
+    candidates += reward.tokenizer.all_special_ids
+    candidates += range(len(reward.tokenizer))
+    return next(each for each in candidates if each not in ends)
+
+
+def _yaml(name: str, settings: RewardModelConfig, reward: SequenceClassifierReward) -> str:
+    """Returns the lines of a configuration that use the reward model."""
+    golden = [
+        {"prompt": prompt, "completion": completion, "score": round(score, 4), "tolerance": 0.05}
+        for (prompt, completion), score in zip(
+            GOLDEN, reward([p for p, _ in GOLDEN], [c for _, c in GOLDEN]), strict=True
+        )
+    ]
+    own = {key: getattr(settings, key) for key in ("path", "format", "append_eos", "max_length")}
+    return yaml.safe_dump(
+        {"rewards": {name: {**own, "golden": golden}}}, sort_keys=False, allow_unicode=True
+    )
+
+
+def _title(cfg: RewardConfig) -> str:
+    return f"Reward model {cfg.name!r} of {Path(cfg.base).name}"

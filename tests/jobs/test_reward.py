@@ -1,0 +1,157 @@
+"""A reward model is trained on pairs, reported on held-out ones, and read back as it was."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from firm.jobs import reward as job
+from firm.jobs.reward import RewardConfig, train_reward
+from firm.run.config import compose
+from firm.run.errors import UserError
+from reward_models import RewardModelConfig, load_reward_model, load_reward_models
+from tests.tokens import byte_tokenizer
+
+TEMPLATE = "{% for m in messages %}{{ m.role }}: {{ m.content }}</s>{% endfor %}"
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory) -> Path:
+    """A random language model whose template ends in its end token, which also pads."""
+    folder = tmp_path_factory.mktemp("base")
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 32, "num_hidden_layers": 1, "intermediate_size": 32}
+    config = LlamaConfig(vocab_size=259, num_attention_heads=2, eos_token_id=2, **sizes)
+    LlamaForCausalLM(config).save_pretrained(folder)
+    byte_tokenizer(pad_token="</s>", chat_template=TEMPLATE).save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def pairs(tmp_path_factory) -> Path:
+    """Sixty questions, answered politely in the chosen replies."""
+    path = tmp_path_factory.mktemp("pairs") / "pairs.jsonl"
+    rows = [
+        {"prompt": f"Question {n}?", "chosen": f"Yes {n % 7}, please", "rejected": f"No {n % 5}!!"}
+        for n in range(60)
+    ]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def config(base: Path, pairs: Path, out: Path, **options: object) -> RewardConfig:
+    options = {"learning_rate": 0.02, "num_epochs": 3, "num_threads": 1, **options}
+    return RewardConfig(base=str(base), pairs=str(pairs), out=out, **options)  # type: ignore[arg-type]
+
+
+@pytest.fixture(scope="module")
+def trained(base, pairs, tmp_path_factory) -> job.TrainedReward:
+    out = tmp_path_factory.mktemp("trained") / "polite"
+    return train_reward(config(base, pairs, out, name="polite", others={"brief": "brevity"}))
+
+
+def test_the_model_learns_what_people_chose(trained) -> None:
+    verdicts = trained.report.verdicts["polite"]
+    assert verdicts.accuracy.num == 12
+    assert verdicts.accuracy.value == 1
+    assert trained.report.losses[0] > 0.4 > trained.report.losses[-1]
+    assert trained.report.num_training == 48
+    # the shorter reply was never chosen
+    assert trained.report.verdicts["brief"].accuracy.value == 0
+    assert trained.report.agreement["polite, brief"].value == 0
+
+
+def test_the_written_settings_load_the_model_that_was_reported(trained) -> None:
+    (text,) = yaml.safe_load((trained.path / "reward.yaml").read_text())["rewards"].values()
+    settings = compose(RewardModelConfig, [], list(text.items()))
+    assert [golden.score for golden in settings.golden] != [None, None]
+    reward = load_reward_model(settings, "polite")  # checks the golden scores
+    prompts, replies = ["Question 3?"] * 2, ["Yes 3, please", "No 3!!"]
+    chosen, rejected = reward(prompts=prompts, completions=replies)
+    assert chosen > rejected
+    wrong = RewardModelConfig(path=settings.path, format="plain", golden=settings.golden)
+    with pytest.raises(ValueError, match="golden scores are off"):
+        load_reward_model(wrong, "polite")
+
+
+def test_training_reads_the_tokens_and_the_place_that_scoring_reads(
+    base, pairs, tmp_path, monkeypatch
+) -> None:
+    """TRL's first loss equals that of the scores before training; the pad token ends each text."""
+    kept = []
+    fit = job._fit
+
+    def first_scores(reward, training, cfg):
+        rows = training[: cfg.batch_size]
+        kept.append(torch.tensor(job._differences(reward, training)))
+        assert len(rows) == len(training)
+        return fit(reward, training, cfg)
+
+    monkeypatch.setattr(job, "_fit", first_scores)
+    few = tmp_path / "few.jsonl"
+    few.write_text("".join(pairs.read_text().splitlines(keepends=True)[:20]))
+    cfg = config(base, few, tmp_path / "out", batch_size=16, num_epochs=1, dtype="float32")
+    losses = train_reward(cfg).report.losses
+    (differences,) = kept
+    expected = torch.nn.functional.softplus(-differences).mean().item()
+    assert losses == [pytest.approx(expected, rel=1e-4)]
+
+
+def test_adapters_of_one_base_share_its_weights(trained, base, pairs, tmp_path) -> None:
+    other = train_reward(config(base, pairs, tmp_path / "other", seed=1, num_epochs=1))
+    alone = [
+        load_reward_model(settings, "one")(prompts=["Why?"], completions=["Yes."])
+        for settings in (trained.settings, other.settings)
+    ]
+    both = load_reward_models({"a": trained.settings, "b": other.settings})
+    weights = [each.model.model.embed_tokens.weight.data_ptr() for each in both.values()]
+    assert weights[0] == weights[1]
+    for _ in range(2):  # in turns
+        for reward, expected in zip(both.values(), alone, strict=True):
+            assert reward(prompts=["Why?"], completions=["Yes."]) == pytest.approx(expected)
+    assert alone[0] != pytest.approx(alone[1])
+
+
+def test_held_out_pairs_share_no_prompt_with_training(base, pairs, tmp_path, monkeypatch) -> None:
+    twice = tmp_path / "twice.jsonl"
+    twice.write_text(pairs.read_text() + pairs.read_text().replace("please", "thank you"))
+    sides = []
+    split = job._split
+    monkeypatch.setattr(job, "_split", lambda *args: sides.append(split(*args)) or sides[0])
+    train_reward(config(base, twice, tmp_path / "out", num_epochs=1))
+    training, held_out = ({pair.prompt.text for pair in side} for side in sides[0])
+    assert not training & held_out
+    assert [len(side) for side in sides[0]] == [96, 24]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"pairs": "missing.jsonl"}, "pairs: there is no file missing.jsonl"),
+        ({"base": "./missing"}, "base: there is no folder ./missing"),
+        ({"others": {"kind": "polliteness"}}, "others.kind: there is no reward model"),
+        ({"held_out": 0.01}, "held_out 0.01 of 60 prompts leaves too few pairs on one side"),
+    ],
+)
+def test_what_cannot_be_trained_is_refused_in_a_line(
+    options, message, base, pairs, tmp_path
+) -> None:
+    places = {"base": str(base), "pairs": str(pairs), "out": tmp_path / "out", **options}
+    with pytest.raises(UserError, match=message):
+        train_reward(RewardConfig(**places))
+    assert not (tmp_path / "out").exists()
+
+
+def test_an_adapter_without_its_base_is_named(trained, base, tmp_path) -> None:
+    folder = tmp_path / "moved"
+    folder.mkdir()
+    for file in trained.path.iterdir():
+        (folder / file.name).write_bytes(file.read_bytes())
+    settings = json.loads((folder / "adapter_config.json").read_text())
+    settings["base_model_name_or_path"] = str(tmp_path / "gone")
+    (folder / "adapter_config.json").write_text(json.dumps(settings))
+    with pytest.raises(ValueError, match="keep its base model where it was"):
+        load_reward_model(RewardModelConfig(path=str(folder), format="chat_template"), "r")
