@@ -75,6 +75,9 @@ class PolicyConfig:
     """Device of the policy and its training: "auto" takes the accelerator where there is one,
     and each of several processes another; or "cpu", a type that torch knows, such as "cuda", "mps",
     "xpu" or "npu", or one of several by its index, such as "cuda:1"."""
+    shard: Annotated[bool, NOT_IN_PAPER] = False
+    """Divide the frozen parameters among the processes of a client (FSDP2): each process keeps its
+    part, and every layer is gathered for each pass."""
     gradient_checkpointing: Annotated[bool, NOT_IN_PAPER] = False
     """Recompute activations in the backward pass instead of storing them: less memory,
     more time, the same gradients."""

@@ -80,6 +80,10 @@ class Alone:
         """Returns all rows of a batch."""
         return slice(num_rows)
 
+    def alone(self) -> AbstractContextManager[None]:
+        """Opens a context without an effect: the process is always alone."""
+        return nullcontext()
+
     def sum(self, tensor: torch.Tensor) -> torch.Tensor:
         """Returns the tensor itself."""
         return tensor

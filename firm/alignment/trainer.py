@@ -214,7 +214,7 @@ class MultiObjectiveTrainer:
         called at each token with the number of replies so far.
         """
         set_mode(self.policy_model, is_training=False)
-        with self._sampling_advice():
+        with self.team.alone(), self._sampling_advice():
             return sample_replies(
                 self.policy_model,
                 prompts,

@@ -238,6 +238,7 @@ class AlignmentConfig:
         if self.start and sum(self.start.values()) == 0:
             raise ValueError(f"start must have a share above zero, got {self.start}.")
         _check_engine(self)
+        _check_shards(self)
         _check_participation(self)
         _check_ranks(self)
         if self.strategy.robust.min_updates > self.num_clients:
@@ -425,6 +426,30 @@ def _check_engine(cfg: AlignmentConfig) -> None:
             "policy.lora.dropout must be 0 with engine stacked and policy.gradient_checkpointing, "
             "since the recomputed forward pass would draw other dropout masks, got "
             f"{cfg.policy.lora.dropout:g}; or choose engine local."
+        )
+
+
+def _check_shards(cfg: AlignmentConfig) -> None:
+    """Raises ``ValueError`` if the policy cannot be sharded over a client's processes."""
+    size, estimator = cfg.processes_per_client, cfg.estimator
+    if not cfg.policy.shard:
+        return
+    if size == 1:
+        raise ValueError("policy.shard needs processes_per_client of at least 2, got 1.")
+    if estimator.minibatch_size % size:
+        raise ValueError(
+            f"estimator.minibatch_size must be a multiple of processes_per_client ({size}) with "
+            f"policy.shard, so that all processes run equal passes, got {estimator.minibatch_size}."
+        )
+    if isinstance(estimator, PPOConfig) and estimator.critic == "network":
+        raise ValueError(
+            "estimator.critic must be heads with policy.shard, since a value network would not be "
+            "sharded, got network."
+        )
+    if cfg.rollout.cache == "static":
+        raise ValueError(
+            "rollout.cache must be dynamic with policy.shard, whose layers cannot be compiled, got "
+            "static."
         )
 
 

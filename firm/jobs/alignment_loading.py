@@ -27,6 +27,7 @@ from firm.alignment.prompts import Prompt, check_prompts
 from firm.alignment.rewards import Calibration, Judges, RewardFn, calibrate, check_same, score
 from firm.alignment.self_check import check_passes, check_rows
 from firm.alignment.sequences import ALONE
+from firm.alignment.sharding import shard_
 from firm.alignment.stacked.trainer import stacked_trainers
 from firm.alignment.trainer import MultiObjectiveTrainer
 from firm.federation.aggregation import weighted_mean
@@ -106,6 +107,7 @@ def load(
         on_event("loading")
     given = given or Given()
     cfg = with_shipped_paths(cfg)
+    _check_shards(cfg, processes, given)
     device = take_device(cfg.policy.device, num_processes=processes.size)
     transformers.utils.logging.disable_progress_bar()
     if isinstance(cfg.num_threads, int):
@@ -154,7 +156,12 @@ def load(
         num_objectives=len(cfg.rewards),
         given=given.model,
     )
-    policy.to(device)  # before anything refers to its parameters, which some backends replace
+    team = processes.team()
+    # the policy moves before anything refers to its parameters, which some backends replace
+    if team and cfg.policy.shard:
+        team = shard_(policy, processes, team, device)
+    else:
+        policy.to(device)
     check_vocabulary(policy, tokenizer, f"policy.path: the tokenizer of {cfg.policy.path}")
     with RandomStream(cfg.seed, "critic"):  # a value network is initialized randomly
         trainer = build_trainer(
@@ -165,7 +172,7 @@ def load(
             tokenizer=tokenizer,
             reward_fns={name: reward_fns[name] for name in cfg.rewards},
             num_rounds=max(1, cfg.rounds),
-            team=processes.team() or ALONE,
+            team=team or ALONE,
         )
     check_passes(policy, cfg.policy.path)
     if cfg.estimator.needs_independent_rows:
@@ -188,6 +195,19 @@ def load(
         processes,
         notes,
     )
+
+
+def _check_shards(cfg: AlignmentConfig, processes: Processes, given: Given) -> None:
+    """Raises ``UserError`` if the policy cannot be sharded."""
+    if not cfg.policy.shard:
+        return
+    if processes.per_client == 1:  # a site may override the checked setting
+        raise UserError("policy.shard needs processes_per_client of at least 2, got 1.")
+    if given.model is not None:
+        raise UserError(
+            "policy.shard must be false for a model that is passed to firm.align, which gets it "
+            "back unchanged, got true; pass the path of its folder."
+        )
 
 
 def common_calibrations(

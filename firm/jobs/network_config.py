@@ -127,7 +127,7 @@ class AdminConfig:
 
 def run_config(base: Path, overrides: Mapping[str, Any]) -> AlignmentConfig:
     """Returns the run's configuration."""
-    return compose(AlignmentConfig, [base], list(overrides.items()))
+    return _not_sharded(compose(AlignmentConfig, [base], list(overrides.items())))
 
 
 def kit_config(kit: Path, overrides: Mapping[str, Any]) -> AlignmentConfig:
@@ -135,7 +135,15 @@ def kit_config(kit: Path, overrides: Mapping[str, Any]) -> AlignmentConfig:
 
     Plugins are code, so each party names its own; the kit's plugins are not imported.
     """
-    return compose(AlignmentConfig, [kit / "run.yaml"], [("plugins", []), *overrides.items()])
+    own = [("plugins", []), *overrides.items()]
+    return _not_sharded(compose(AlignmentConfig, [kit / "run.yaml"], own))
+
+
+def _not_sharded(cfg: AlignmentConfig) -> AlignmentConfig:
+    """Raises ``UserError`` if the policy is sharded: the server and most sites have one process."""
+    if cfg.policy.shard:
+        raise UserError("policy.shard must be false in a run over a network, got true.")
+    return cfg
 
 
 def federation_of(kit: Path) -> FederationConfig:

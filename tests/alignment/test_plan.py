@@ -384,6 +384,25 @@ def test_a_minibatch_in_parts_and_a_team_take_less(shallow):
     assert team.jacobian == whole.jacobian
 
 
+def test_a_sharded_policy_takes_its_part_and_the_layers_of_a_pass():
+    options = ("--processes_per_client", 4, "--estimator.minibatch_size", 4)
+    whole, sharded = (
+        plan_without_memory(config(*options, "--policy.shard", value, file="miniature"), 4).policy
+        for value in ("false", "true")
+    )
+    assert whole.part_bytes == whole.bytes_by_dtype["float32"]
+    assert whole.gathered_bytes == 0
+    assert sharded.part_bytes == pytest.approx(whole.part_bytes / 4, rel=0.01)
+    assert 0 < sharded.gathered_bytes < whole.part_bytes
+    plan = plan_of(config(*options, "--policy.shard", "true"), 4)
+    assert {name: size for name, size in rows_of(plan, "Memory of a process") if "part" in name}
+    unsharded = plan_of(config(*options), 4)
+    saved = sum(plan.policy.bytes_by_dtype.values()) - plan.policy.part_bytes
+    saved -= plan.policy.gathered_bytes + plan.policy.bytes_by_dtype["buffers"]
+    difference = unsharded.memory_by_device()["cpu"] - plan.memory_by_device()["cpu"]
+    assert difference == 4 * saved
+
+
 @pytest.mark.parametrize("strategy", ["firm", "fsmgda"])
 @pytest.mark.parametrize(
     ("critic", "optimizer"),

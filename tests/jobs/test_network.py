@@ -118,6 +118,13 @@ def test_kits_for_another_number_of_clients_are_not_made(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
+def test_kits_for_a_sharded_policy_are_not_made(tmp_path):
+    overrides = {"policy.shard": True, "processes_per_client": 2}
+    with pytest.raises(UserError, match=r"policy\.shard must be false in a run over a network"):
+        network.provision(_federation(tmp_path, overrides=overrides))
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_kits_that_exist_are_not_touched(tmp_path):
     cfg = _federation(tmp_path)
     cfg.out.mkdir()

@@ -8,14 +8,18 @@ import time
 from pathlib import Path
 
 import pytest
+from transformers import AutoModelForCausalLM
 
+from firm.federation import Processes
 from firm.jobs.alignment import main
 from firm.jobs.alignment_config import AlignmentConfig
+from firm.jobs.alignment_loading import Given, load
 from firm.run import parse, run_cli
+from firm.run.errors import UserError
 from tests.nursery import ROOT, two_processes
 from tests.plugins import plugins_forgotten
 from tests.runs import read_adapter, read_rows
-from tests.smoke import SMOKE
+from tests.smoke import SMOKE, config
 
 REWARD = """
 import os
@@ -23,10 +27,10 @@ from pathlib import Path
 from reward_models import reward_model
 
 @reward_model("words")
-def words(completions, *, log="", dies="", **kwargs):
+def words(completions, *, log="", dies=0, **kwargs):
     with open(log, "a") as file:
         file.write(f"{os.environ.get('RANK', '0')}\\\\n")
-    if dies and os.environ["RANK"] == "1" and Path(log).read_text().count("1") == 3:
+    if dies and os.environ["RANK"] == "1" and Path(log).read_text().count("1") == dies:
         os.kill(os.getpid(), 9)
     return [float(len(text.split())) for text in completions]
 """
@@ -139,7 +143,7 @@ def test_a_process_that_dies_ends_the_run_with_a_word_and_the_run_resumes(
     command_line, processes, fork_two, runs, one
 ):
     start = time.monotonic()
-    options = ("--rewards.words.options", f"{{log: {runs}/dying.log, dies: 'yes'}}")
+    options = ("--rewards.words.options", f"{{log: {runs}/dying.log, dies: 3}}")
     left, died = processes(PROGRAM, *command_line("dying", *options))
     assert died.returncode == -signal.SIGKILL
     assert left.returncode == 1
@@ -154,7 +158,7 @@ def test_a_process_that_dies_ends_the_run_with_a_word_and_the_run_resumes(
 @pytest.mark.slow
 def test_a_process_that_dies_ends_what_torchrun_started_with_a_word(command_line, runs):
     start = time.monotonic()
-    options = ("--rewards.words.options", f"{{log: {runs}/torchrun.log, dies: 'yes'}}")
+    options = ("--rewards.words.options", f"{{log: {runs}/torchrun.log, dies: 3}}")
     command = [
         *(sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"),
         *("recipes/firm_hh.py", *command_line("torchrun", *options)),
@@ -167,9 +171,14 @@ def test_a_process_that_dies_ends_what_torchrun_started_with_a_word(command_line
     assert "]: Traceback" not in died.stderr  # how torchrun's processes would show theirs
 
 
-def test_two_processes_on_one_client_equal_one(fork_two, runs, one):
-    fork_two("team", "--processes_per_client", "2")
-    rows = list(zip(read_rows(runs / "team", "client"), read_rows(one, "client"), strict=True))
+SHARDED = ("--policy.shard", "true")
+
+
+@pytest.mark.parametrize("options", [(), SHARDED], ids=["whole", "sharded"])
+def test_two_processes_on_one_client_equal_one(fork_two, runs, one, options):
+    team = f"team{len(options)}"
+    fork_two(team, "--processes_per_client", "2", *options)
+    rows = list(zip(read_rows(runs / team, "client"), read_rows(one, "client"), strict=True))
     for mine, theirs in rows[:2]:  # of round 1, the first solve: Adam then amplifies rounding
         # float32 sums over half batches: they differ by less than 1e-6 on one processor, by 3e-6 on
         # another
@@ -177,26 +186,24 @@ def test_two_processes_on_one_client_equal_one(fork_two, runs, one):
         assert mine["gradient_norms"][0] == pytest.approx(theirs["gradient_norms"][0], rel=1e-5)
     for mine, theirs in rows:
         assert mine["scores"] == pytest.approx(theirs["scores"], rel=1e-6)
-    assert (
-        distance(read_adapter(one), read_adapter(runs / "team")) < 5e-5
-    )  # 1.3e-5 on one processor
-    asked = (runs / "team.log").read_text().split()
+    assert distance(read_adapter(one), read_adapter(runs / team)) < 5e-5  # 1.3e-5 on one processor
+    asked = (runs / f"{team}.log").read_text().split()
     assert asked.count("1") == 2 * 2 * 2  # rounds, local steps, clients: its share of each batch
 
 
-@pytest.mark.parametrize("kind", ["none", "preference"])
+@pytest.mark.parametrize(("kind", "sharded"), [("none", ()), ("preference", ()), ("none", SHARDED)])
 def test_two_processes_on_one_client_give_the_gradients_of_one_without_a_critic(
-    fork_two, runs, command_line, kind
+    fork_two, runs, command_line, kind, sharded
 ):
     # the plain gradient step: Adam amplifies the rounding of sums over half batches
     options = ("--estimator", "{name: critic_free, actor_optimizer: sgd}", "--rounds", "1")
     options += ("--policy.conditioning.kind", kind)
+    names = (f"team_{kind}{len(sharded)}", f"alone_{kind}{len(sharded)}")
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(ROOT)
         with plugins_forgotten():
-            main(parse(AlignmentConfig, command_line(f"alone_{kind}", *options)))
-    fork_two(f"team_{kind}", *options, "--processes_per_client", "2")
-    names = (f"team_{kind}", f"alone_{kind}")
+            main(parse(AlignmentConfig, command_line(names[1], *options)))
+    fork_two(names[0], *options, *sharded, "--processes_per_client", "2")
     for mine, theirs in zip(*(read_rows(runs / name, "client") for name in names), strict=True):
         assert mine["scores"] == pytest.approx(theirs["scores"], rel=1e-6)
         assert mine["gradient_norms"][0] == pytest.approx(theirs["gradient_norms"][0], rel=1e-5)
@@ -204,8 +211,58 @@ def test_two_processes_on_one_client_give_the_gradients_of_one_without_a_critic(
     assert distance(*[read_adapter(runs / name) for name in names]) < 1e-7
 
 
+def test_a_sharded_run_that_loses_a_process_ends_with_a_word_and_resumes(
+    command_line, processes, fork_two, runs, one
+):
+    options = ("--processes_per_client", "2", *SHARDED)
+    options += ("--rewards.words.options", f"{{log: {runs}/parts.log, dies: 6}}")
+    left, died = processes(PROGRAM, *command_line("parts", *options))
+    assert (left.returncode, died.returncode) == (1, -signal.SIGKILL)
+    (line,) = [line for line in left.stderr.splitlines() if "resume from" in line]
+    assert "client_0: a process of the client's 2 is gone" in line  # in round 2
+    assert "Traceback" not in left.stderr
+    fork_two("parts", *options, "--resume", "true")
+    assert distance(read_adapter(runs / "parts"), read_adapter(one)) < 5e-5
+
+
 def test_processes_per_client_that_do_not_divide_are_refused(command_line, runs, refusal):
     arguments = command_line("odd", "--processes_per_client", "2")
     message = "processes_per_client must divide the number of processes, got 2 and 1"
     assert message in refusal(run_cli, main, AlignmentConfig, arguments)
     assert not (runs / "odd").exists()
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ((), "policy.shard needs processes_per_client of at least 2, got 1"),
+        (
+            ("--processes_per_client", "3"),
+            r"minibatch_size must be a multiple of processes_per_client \(3\) with policy.shard",
+        ),
+        (
+            ("--processes_per_client", "2", "--estimator.critic", "network"),
+            "estimator.critic must be heads with policy.shard",
+        ),
+        (
+            ("--processes_per_client", "2", "--rollout.cache", "static"),
+            "rollout.cache must be dynamic with policy.shard",
+        ),
+        (
+            ("--processes_per_client", "2", "--engine", "stacked"),
+            "processes_per_client must be 1 with engine stacked",
+        ),
+    ],
+)
+def test_a_policy_that_cannot_be_sharded_is_refused(options, message):
+    with pytest.raises(UserError, match=message):
+        config(*SHARDED, *options)
+
+
+def test_a_given_model_is_not_sharded():
+    cfg = config(*SHARDED, "--processes_per_client", "2")
+    given = Given(model=AutoModelForCausalLM.from_pretrained(cfg.policy.path))
+    with pytest.raises(UserError, match="must be false for a model that is passed to firm"):
+        load(cfg, Processes(0, 2, 2), given=given)
+    with pytest.raises(UserError, match="needs processes_per_client of at least 2, got 1"):
+        load(cfg, Processes())  # the server of a federation over a network

@@ -10,7 +10,7 @@ import signal
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, wait
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from types import FrameType
@@ -35,6 +35,9 @@ Result = TypeVar("Result")
 _LAUNCHER = ("WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
 """Environment variables that a launcher sets for a process, in addition to RANK."""
 
+ACCOMPANY = "accompany"
+"""Message of the first process that has another one call ``Processes.accompany``."""
+
 _MOMENT = 0.2
 """Seconds to wait for lost connections: enough to notice a process that has already exited, and too
 short for one that is being stopped now."""
@@ -52,6 +55,8 @@ class Processes:
         per_client: Number of processes that work together on each client.
         clients: Names of all clients once an engine has set them, for messages about lost
             processes.
+        accompany: Called while this process waits for the first one, if that asks for help with the
+            passes of a sharded model.
     """
 
     def __init__(self, rank: int = 0, size: int = 1, per_client: int = 1) -> None:
@@ -63,6 +68,7 @@ class Processes:
             )
         self.rank, self.size, self.per_client = rank, size, per_client
         self.clients: Sequence[str] = ()
+        self.accompany: Callable[[], None] = lambda: None
 
     @classmethod
     def join(cls, *, per_client: int = 1) -> "Processes":
@@ -121,7 +127,9 @@ class Processes:
 
     def receive(self, rank: int) -> Any:
         """Returns the next message of another process; raises ``ProcessLost`` if it is gone."""
-        return self.expect(rank).result()
+        while isinstance(message := self.expect(rank).result(), str) and message == ACCOMPANY:
+            self.accompany()
+        return message
 
     def expect(self, rank: int) -> Future[Any]:
         """Returns a future of another process's next message, or of ``ProcessLost`` if it is gone.
@@ -192,6 +200,10 @@ class Team:
         """Returns this process's rows of a batch, split nearly evenly in order of rank."""
         bounds = [num_rows * rank // self.size for rank in (self.rank, self.rank + 1)]
         return slice(*bounds)
+
+    def alone(self) -> AbstractContextManager[None]:
+        """Opens a context for passes that this process runs alone."""
+        return nullcontext()
 
     def sum(self, tensor: torch.Tensor) -> torch.Tensor:
         """Returns the sum of all members' tensors, which must have the same shape."""

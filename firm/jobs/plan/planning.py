@@ -11,6 +11,7 @@ from transformers import AutoModelForSequenceClassification, PretrainedConfig
 from firm.alignment.hyperparameters import hyperparameters
 from firm.alignment.policy import adapter_parameters, read_architecture, read_tokenizer
 from firm.alignment.prompt_data import load_prompts
+from firm.alignment.sharding import gathered_bytes, part_bytes
 from firm.federation.engines.processes import Processes
 from firm.federation.outside import first_line
 from firm.jobs.alignment_config import (
@@ -54,7 +55,7 @@ def make_plan(cfg: AlignmentConfig, clients: Sequence[str], processes: Processes
     if architecture is not None:
         model = policy_without_storage(architecture, cfg.policy, len(cfg.rewards))
         traffic = round_traffic(cfg, clients, adapter_parameters(model))
-        policy = _policy_figures(model, traffic)
+        policy = _policy_figures(model, traffic, cfg)
         try:
             memory = process_memory(architecture, policy, cfg, traffic, busiest)
         except (RuntimeError, AttributeError) as error:  # operations that depend on tensor content
@@ -153,7 +154,8 @@ def _architecture(path: str, key: str, notes: list[str]) -> PretrainedConfig | N
         return None
 
 
-def _policy_figures(model: Any, traffic: Traffic) -> PolicyFigures:
+def _policy_figures(model: Any, traffic: Traffic, cfg: AlignmentConfig) -> PolicyFigures:
+    shares = cfg.processes_per_client if cfg.policy.shard else 1
     trainable = adapter_parameters(model)
     by_module: Counter[str] = Counter()
     layers: dict[str, set[str]] = defaultdict(set)
@@ -166,10 +168,13 @@ def _policy_figures(model: Any, traffic: Traffic) -> PolicyFigures:
     bytes_by_dtype: Counter[str] = Counter()
     for parameter in frozen:
         bytes_by_dtype[str(parameter.dtype).removeprefix("torch.")] += parameter.nbytes
+    num_bytes = sum(bytes_by_dtype.values())
     bytes_by_dtype["buffers"] = sum(buffer.nbytes for buffer in model.buffers())
     return PolicyFigures(
         num_parameters=sum(p.numel() for p in frozen),
         bytes_by_dtype=dict(bytes_by_dtype),
+        part_bytes=num_bytes - part_bytes(model, 1) + part_bytes(model, shares),
+        gathered_bytes=gathered_bytes(model) if shares > 1 else 0,
         num_trainable=sum(p.numel() for p in trainable.values()),
         trainable_by_module=dict(by_module),
         layers_by_module={module: len(own) for module, own in layers.items()},

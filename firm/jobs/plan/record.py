@@ -24,6 +24,11 @@ class PolicyFigures:
     """Number of frozen parameters."""
     bytes_by_dtype: dict[str, int]
     """Bytes of the frozen parameters by dtype, and of "buffers"."""
+    part_bytes: int
+    """Bytes of the frozen parameters that a process keeps: its part of them, if they are
+    sharded."""
+    gathered_bytes: int
+    """Bytes of frozen parameters that a pass gathers at a time; 0 unless they are sharded."""
     num_trainable: int
     trainable_by_module: dict[str, int]
     """Trainable parameters by the last part of a module's name, such as "q_proj"."""
@@ -152,7 +157,9 @@ class RunPlan:
         rollout = max(memory.cache + memory.scores, memory.scoring)
         for place in self.places:
             total[place.policy] += (
-                sum(self.policy.bytes_by_dtype.values())
+                self.policy.part_bytes
+                + self.policy.gathered_bytes
+                + self.policy.bytes_by_dtype["buffers"]
                 + adapter
                 + len(place.clients) * memory.learner
                 + max(update, rollout)

@@ -120,6 +120,7 @@ def _memory_tables(plan: RunPlan) -> Iterator[PlanTable]:
         sizes = plan.policy.bytes_by_dtype.items()
         rows = [
             *((f"policy, {dtype}", formats.size(size)) for dtype, size in sizes),
+            *_shard_rows(plan.policy),
             ("adapter", formats.size(plan.policy.adapter_bytes)),
             ("per client: critic, moments, saved states", formats.size(memory.learner)),
             ("Jacobian [M, d]", formats.size(memory.jacobian)),
@@ -139,6 +140,16 @@ def _memory_tables(plan: RunPlan) -> Iterator[PlanTable]:
     by_device = sorted(plan.memory_by_device().items())
     if rows := [(name, formats.size(size)) for name, size in by_device if size]:
         yield PlanTable("Peak memory by device", ("", "bytes"), rows)
+
+
+def _shard_rows(policy: PolicyFigures) -> list[tuple[str, str]]:
+    """Returns the bytes of a sharded policy in one process."""
+    if not policy.gathered_bytes:
+        return []
+    return [
+        ("  part that a process keeps", formats.size(policy.part_bytes)),
+        ("  layers gathered for a pass, at most", formats.size(policy.gathered_bytes)),
+    ]
 
 
 def _hyperparameter_tables(plan: RunPlan) -> Iterator[PlanTable]:
