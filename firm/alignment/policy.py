@@ -1,11 +1,12 @@
 """The policy that every client aligns: a causal language model with one LoRA adapter slot."""
 
 import copy
+import io
 import logging
 import struct
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stderr
 from dataclasses import field
 from functools import partial
 from importlib.util import find_spec
@@ -275,7 +276,8 @@ def _read_model(kind: Any, path: str, dtype: torch.dtype) -> tuple[Any, dict[str
     from transformers import GgufConfig
 
     dense = GgufConfig(dequantize=True)
-    read = kind.from_pretrained(**source, dtype=dtype, quantization_config=dense)
+    with redirect_stderr(io.StringIO()):  # a progress bar that no setting turns off
+        read = kind.from_pretrained(**source, dtype=dtype, quantization_config=dense)
     # rebuilt, since transformers refuses to save a model that was read from a GGUF file
     config, state = copy.deepcopy(read.config), read.state_dict()
     vars(config).pop("quantization_config", None)

@@ -37,6 +37,8 @@ class Command:
     """Key of a finished run that provides the default settings."""
     more: tuple[str, ...] = ()
     """Arguments appended to the command line."""
+    models: tuple[str, ...] = ()
+    """Shipped configurations that `--model` chooses from."""
 
     @property
     def page(self) -> Path:
@@ -50,6 +52,8 @@ class Command:
             UserError: The command line or a configuration file is invalid.
         """
         arguments = [*(sys.argv[1:] if argv is None else argv), *self.more]
+        if self.models:
+            arguments = _with_config(arguments, self.models)
         config = _load(self.config)
         if self.over:
             from firm.jobs.finished_runs import parse_over_run
@@ -87,7 +91,9 @@ _ALIGN = Command(
 )
 COMMANDS = {
     "demo": replace(
-        _ALIGN, text="Aligns the miniature world to two objectives, in about three minutes."
+        _ALIGN,
+        text="Aligns the miniature world in about three minutes, or a real one: --model smollm2.",
+        models=("miniature", "smollm2", "smollm2_front"),
     ),
     "align": _ALIGN,
     "init": Command(
@@ -102,6 +108,11 @@ COMMANDS = {
     ),
     "plan": replace(
         _ALIGN, text="Prints the sizes, bytes, memory and steps of a run.", more=("--plan",)
+    ),
+    "fetch smollm2": Command(
+        "Fetches a language model of 135 million parameters, once.",
+        "fetch:main_smollm2",
+        "fetch:FetchConfig",
     ),
     "study": Command(
         "Compares several settings of a run, with several seeds each.",
@@ -224,6 +235,31 @@ def main(argv: Sequence[str] | None = None) -> None:
             file=sys.stderr,
         )
         raise SystemExit(2) from None
+
+
+def _with_config(arguments: Sequence[str], models: Sequence[str]) -> list[str]:
+    """Replaces `--model NAME` by the configuration of this name.
+
+    Raises:
+        UserError: There is no such model.
+    """
+    result, words = list[str](), iter(arguments)
+    for word in words:
+        key, _, name = word.partition("=")
+        if key != "--model":
+            result.append(word)
+            continue
+        name = name or next(words, "")
+        if name not in models:
+            from firm.registry import did_you_mean
+            from firm.run.errors import UserError
+
+            raise UserError(
+                f"--model must be {', '.join(models[:-1])} or {models[-1]}, got {name!r}"
+                f"{did_you_mean(name, models)} For a model of your own, see `firm init`."
+            )
+        result += ["--config", name]
+    return result
 
 
 def _print_usage(words: Sequence[str]) -> NoReturn:

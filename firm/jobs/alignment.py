@@ -46,6 +46,7 @@ from firm.jobs.alignment_loading import (
     serve,
     shared_calibrations,
 )
+from firm.jobs.fetch import fetch_policy
 from firm.jobs.hub import push
 from firm.jobs.loop import Logbook, RoundResult, Wing, train
 from firm.jobs.model_card import markdown_table, model_card, model_name
@@ -151,6 +152,8 @@ class Report:
 
 def main(cfg: AlignmentConfig) -> Path | None:
     """Runs or plans the alignment; returns the run's directory, or None after a plan."""
+    if not cfg.plan:
+        fetch_policy(cfg.policy.path)
     check_sources(with_shipped_paths(cfg))
     if cfg.plan:
         return print_plan(cfg)

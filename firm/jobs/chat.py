@@ -16,6 +16,7 @@ from firm.alignment.rewards import Calibration, score
 from firm.federation.outside import legible
 from firm.federation.randomness import RandomStream
 from firm.fields import configuration
+from firm.jobs.fetch import fetch_policy
 from firm.jobs.finished_runs import adapter_folder, check_code, checked_record, frozen_calibrations
 from firm.jobs.speakers import Speakers, SpeakersConfig
 from firm.run.directory import Run
@@ -70,6 +71,7 @@ class Conversation:
         record = checked_record(cfg.run) if cfg.run else None
         if record and cfg.show_rewards:
             check_code(cfg.rewards, record, allow_code=cfg.allow_code)
+        fetch_policy(cfg.policy.path)
         cfg = with_shipped_paths(cfg)
         self.folder = adapter_folder(cfg.adapter or cfg.run or Path())
         """Folder of the aligned model's adapter."""

@@ -17,6 +17,7 @@ from firm.federation.outside import legible, printable
 from firm.federation.randomness import RandomStream
 from firm.fields import BoundedInt, Hint, NonNegativeInt, PositiveInt, configuration
 from firm.jobs.alignment_config import DEFAULT_SPLITS, GIVEN
+from firm.jobs.fetch import fetch_policy
 from firm.jobs.finished_runs import adapter_folder, check_code, checked_record, frozen_calibrations
 from firm.jobs.speakers import Speakers, SpeakersConfig
 from firm.report.comparison import write_comparison
@@ -108,6 +109,7 @@ def compare(cfg: CompareConfig) -> ComparisonResult:
     records = [checked_record(path) for path in cfg.runs]
     if records:
         check_code({**cfg.rewards, **cfg.metrics}, records[0], allow_code=cfg.allow_code)
+    fetch_policy(cfg.policy.path)
     cfg = with_shipped_paths(cfg)
     check_comparable(cfg.runs, records, calibrated=cfg.calibrated)
     folder_by_name = named_folders([*cfg.runs, *cfg.adapters])

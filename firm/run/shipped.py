@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
+from firm.cache import cache_folder
 from firm.run.errors import UserError
 
 _ROOT = Path(__file__).parents[2]
@@ -13,6 +14,9 @@ _ROOT = Path(__file__).parents[2]
 
 CONFIGS = next(folder for folder in (_ROOT / "firm/configs", _ROOT / "configs") if folder.is_dir())
 """Folder of the shipped configurations: inside an installed package, beside it in a clone."""
+
+FETCHED = "firm/models/"
+"""Prefix of the paths of models that `firm fetch` has put into the cache."""
 
 Value = TypeVar("Value")
 
@@ -62,11 +66,17 @@ def path_in_package(path: str | Path) -> str | None:
     return place.relative_to(package).as_posix() if is_inside else None
 
 
+def fetched_folder(name: str) -> Path:
+    """Returns the folder of a fetched model, which may not exist yet."""
+    return cache_folder("models", name)
+
+
 def with_shipped_paths(value: Value) -> Value:
     """Resolves shipped paths in a dataclass or in a value of its fields.
 
     A string or path that starts with `firm/` and does not exist relative to the working directory
-    becomes absolute if the package contains this file or folder.
+    becomes absolute if the package contains this file or folder; `firm/models/NAME` is the folder
+    of a fetched model.
     """
     result: Any = value
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
@@ -81,5 +91,7 @@ def with_shipped_paths(value: Value) -> Value:
         result = type(value)(with_shipped_paths(each) for each in value)
     elif isinstance(value, str | Path) and str(value).startswith("firm/"):
         shipped = _ROOT / value
+        if str(value).startswith(FETCHED):
+            shipped = fetched_folder(str(value).removeprefix(FETCHED))
         result = type(value)(shipped) if shipped.exists() and not Path(value).exists() else value
     return result

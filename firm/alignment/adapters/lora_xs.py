@@ -13,7 +13,6 @@ folders contain A and U R, an ordinary LoRA adapter of rank r.
 import hashlib
 import os
 from contextlib import suppress
-from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
@@ -29,6 +28,7 @@ from firm.alignment.adapters.lora import (
     freeze_a_,
     register_adapter,
 )
+from firm.cache import cache_folder
 from firm.federation.client import Adapter
 
 CACHED_SIZE = 512
@@ -151,8 +151,7 @@ def _left_singular_vectors(weights: Adapter, rank: int) -> Adapter:
     for name, weight in weights.items():
         digest.update(f"{name} {tuple(weight.shape)} {weight.dtype}".encode())
         digest.update(weight.contiguous().view(torch.uint8).cpu().numpy().tobytes())
-    home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    path = home / "firm" / "lora_xs" / f"{digest.hexdigest()[:32]}.safetensors"
+    path = cache_folder("lora_xs") / f"{digest.hexdigest()[:32]}.safetensors"
     if path.is_file():
         return load_file(path)
     found = {name: _vectors(weight, rank) for name, weight in weights.items()}

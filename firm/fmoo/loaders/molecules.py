@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 
+from firm.cache import cache_folder
 from firm.federation.randomness import derive_seed
 from firm.fmoo.config import DatasetConfig
 from firm.fmoo.loaders.sources import Layout, Table, find_file, read_tables
@@ -118,5 +119,5 @@ def _geometric_qm9(path: str | None) -> Iterable[Any]:
             "QM9 is downloaded by PyTorch Geometric, which is not installed: pip install "
             f"torch_geometric, or provide {QM9.in_words()}."
         ) from None
-    folder = Path.home() / ".cache" / "firm" / "qm9" if path is None else Path(path).expanduser()
+    folder = cache_folder("qm9") if path is None else Path(path).expanduser()
     return GeometricQM9(str(folder))
