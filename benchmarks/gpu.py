@@ -7,9 +7,10 @@
 
 Rounds of FIRM with random bfloat16 weights: PPO with value heads and the critic-free estimator,
 clients in turn (engine local), also with a static cache, and all at once (stacked), beside TRL's
-GRPOTrainer with one adapter and as many replies, epochs and minibatches, also with vLLM where it is
-installed. The cases that say most come first; the page is written after each. Cases run in
-processes of their own: one that fails is a row with its error, and the next starts a new process.
+GRPOTrainer with one adapter and as many replies, epochs and minibatches, also with vLLM, whose row
+says so where it is not installed. The cases that say most come first; the page is written after
+each. Cases run in processes of their own: one that fails is a row with its error, and the next
+starts a new process.
 
 On any accelerator that torch finds, whose tests run once the first case has a row, the first round
 of each estimator warms up. Every other round is measured once, so small differences say nothing.
@@ -77,7 +78,9 @@ ESTIMATORS = ("ppo", "critic_free")
 ENGINES = ("local", "stacked")
 NUM_REPLIES = 4  # to a prompt, critic-free
 PATIENCE = 300
-"""Seconds that a case which began within the budget may take beyond it."""
+"""Most seconds that a case which began within the budget may take beyond it; at most the budget."""
+VLLM = "trl, vLLM"
+"""TRL's trainer with vLLM for its replies, as a row names it."""
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -107,7 +110,8 @@ def write_page(options: argparse.Namespace, device: torch.device) -> None:
     end = time.monotonic() + options.budget
     clients = options.clients or ([2] if options.shape == "tinyllama-short" else [1, 2, 4, 8])
     late = f"not run: {options.budget:g} seconds were over"
-    rows = {case: Row(case, late) for case in cases(clients)}
+    rows = {case: Row(case, _missing(case) or late) for case in cases(clients)}
+    patience = min(PATIENCE, options.budget)
     page = ""
     tests = "not run: no accelerator" if device.type == "cpu" else "not run yet"
     with tempfile.TemporaryDirectory() as folder, closing(Worker()) as worker:
@@ -115,8 +119,8 @@ def write_page(options: argparse.Namespace, device: torch.device) -> None:
         save_models(setting.shape, Path(folder), device)
         peak_flops = _product_flops(setting)
         for case in rows:
-            if time.monotonic() < end:
-                rows[case] = worker.row(setting, case, patience=end + PATIENCE - time.monotonic())
+            if time.monotonic() < end and not _missing(case):
+                rows[case] = worker.row(setting, case, patience=end + patience - time.monotonic())
                 if device.type != "cpu" and tests == "not run yet":
                     tests = _tests(end - time.monotonic())
             page = page_of(setting, list(rows.values()), tests=tests, peak_flops=peak_flops)
@@ -129,13 +133,18 @@ def write_page(options: argparse.Namespace, device: torch.device) -> None:
 def cases(clients: Sequence[int]) -> list[Case]:
     """Returns the cases by value: clients in turn and stacked, beside TRL, then other counts."""
     few, many = clients[0], clients[-1]
-    peers = ["trl", "trl, vLLM"] if find_spec("vllm") else ["trl"]
+    peers = ["trl", VLLM]
     chosen = [Case(e, engine, many) for e in reversed(ESTIMATORS) for engine in ENGINES]
     chosen += [Case("critic_free", peer, many) for peer in peers]
     chosen += [Case("critic_free", STATIC, many)]
     chosen += [Case(e, engine, c) for c in clients for e in ESTIMATORS for engine in ENGINES]
     chosen += [Case("critic_free", peer, few) for peer in peers]
     return list(dict.fromkeys(chosen))
+
+
+def _missing(case: Case) -> str:
+    """Returns a note if a case needs a package that is not installed."""
+    return "not installed" if case.engine == VLLM and not find_spec("vllm") else ""
 
 
 def _quiet() -> None:
@@ -330,7 +339,7 @@ def _peer_row(setting: Setting, case: Case) -> Row:
             "gradient_checkpointing": setting.checkpointing,
             "bf16": setting.device != "cpu" and is_torch_bf16_gpu_available(),
             "use_cpu": setting.device == "cpu",
-            **({"use_vllm": True, "vllm_mode": "colocate"} if "vLLM" in case.engine else {}),
+            **({"use_vllm": True, "vllm_mode": "colocate"} if case.engine == VLLM else {}),
             "beta": 0.05,
             "report_to": [],
             "save_strategy": "no",

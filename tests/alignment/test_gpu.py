@@ -71,6 +71,7 @@ def test_the_page_of_costs_has_every_case_with_its_figures(tmp_path, monkeypatch
     for function in ("set_verbosity_error", "disable_progress_bar"):  # of this whole process
         monkeypatch.setattr(transformers.utils.logging, function, lambda: None)
     monkeypatch.setattr(gpu, "Worker", Here)  # a process for each case takes seconds
+    monkeypatch.setattr(gpu, "find_spec", lambda name: None)
     out = tmp_path / "page.md"
     gpu.main([*("--shape", "tiny", "--device", "cpu", "--clients", "2"), "--out", str(out)])
     page = out.read_text()
@@ -88,8 +89,9 @@ def test_the_page_of_costs_has_every_case_with_its_figures(tmp_path, monkeypatch
         assert all(float(cell.split()[0]) > 0 for cell in (tokens, share, peak, planned))
         sizes = [int(cell.replace(",", "")) for cell in (up, planned_up)]
         assert sizes[0] == pytest.approx(sizes[1], rel=0.05)
-    ((replies, peer, *figures),) = cells(page, "Beside TRL")
+    (replies, peer, *figures), vllm = cells(page, "Beside TRL")
     assert (replies, peer) == ("8", "trl")
+    assert vllm[:3] == ["8", "trl, vLLM", "not installed"]
     assert float(figures[2]) == pytest.approx(float(figures[1]) / float(figures[0]), rel=0.05)
 
 
@@ -178,6 +180,7 @@ def test_the_page_is_written_after_every_case(tmp_path, monkeypatch):
     for name in ("_own_row", "_peer_row"):
         monkeypatch.setattr(gpu, name, measured)
     monkeypatch.setattr(gpu, "Worker", Here)
+    monkeypatch.setattr(gpu, "find_spec", lambda name: None)
     gpu.main([*("--shape", "tiny", "--device", "cpu", "--clients", "2"), "--out", str(out)])
     written = [cells(page, "Seconds by stage") if page else [] for page in before]
     failed = [sum("no kernel" in row[3] for row in rows) for rows in written]

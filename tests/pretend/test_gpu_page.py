@@ -24,5 +24,8 @@ def test_the_page_of_costs_has_every_case_with_its_figures(tmp_path, monkeypatch
     for *_, peak, planned, _, _ in rows:
         assert float(planned) > 0
         assert float(peak) > 0
-    assert float(cells(page, "Beside TRL")[0][2]) > 0
+    _, peer, seconds, stacked, ratio, peak, stacked_peak = cells(page, "Beside TRL")[0]
+    assert peer == "trl"
+    assert float(ratio) == pytest.approx(float(stacked) / float(seconds), rel=0.05)
+    assert min(float(peak), float(stacked_peak)) > 0
     assert torch.pretend.max_memory_allocated() > 0
