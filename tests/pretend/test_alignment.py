@@ -25,6 +25,11 @@ TINY = (
     *("--evaluation.num_calibration_prompts", 4, "--evaluation.num_validation_prompts", 0),
     *("--evaluation.num_test_prompts", 2, "--evaluation.num_shown_samples", 1),
 )
+STEADY = (
+    *("--policy.lora.dropout", 0, "--estimator.actor_optimizer", "sgd"),
+    *("--estimator.actor_learning_rate", 0.1),
+)
+"""Options of runs whose adapters are equal up to rounding: Adam would make steps of it."""
 CRITIC_FREE = ("--estimator.name", "critic_free", "--estimator.num_replies", 4)
 
 
@@ -55,13 +60,15 @@ def classifiers(*devices: str) -> tuple[str, str]:
     ids=["ppo", "critic_free"],
 )
 def test_a_run_ends_as_on_the_cpu(tmp_path, engine, method):
-    options = (*TINY, *method, "--engine", engine, "--policy.lora.dropout", 0)
-    options += ("--estimator.actor_optimizer", "sgd", "--estimator.actor_learning_rate", 0.1)
+    options = (*TINY, *STEADY, *method, "--engine", engine)
     adapters = []
+    before = torch.pretend.memory_allocated("pretend:1")
+    torch.pretend.reset_peak_memory_stats("pretend:1")
     for device in ("cpu", "auto"):
         rewards = classifiers(*["cpu" if device == "cpu" else "pretend:1"] * 2)
         run(*options, *rewards, "--policy.device", device, "--out", tmp_path / device)
         adapters.append(read_adapter(tmp_path / device))
+    assert torch.pretend.max_memory_allocated("pretend:1") > before + 1e5  # the reward models
     assert adapters[0].keys() == adapters[1].keys()
     assert max(v.abs().max() for n, v in adapters[0].items() if "lora_B" in n) > 1e-3  # from 0
     for name, value in adapters[0].items():
@@ -86,6 +93,7 @@ VARIANTS = {
     "secure": "--strategy.secure masks --strategy.masks.num_colluders 0 --num_clients 3",
     "ranks": "--strategy.ranks '{client_0: 2}'",
     "uploads of few bits": "--strategy.upload.bits 4",
+    "proximal": "--strategy.name fedavg --strategy.proximal 0.1",
     "epochs in parts": "--estimator.num_epochs 2 --estimator.micro_batch_size 1",
 }
 
@@ -132,17 +140,20 @@ run_cli(main, AlignmentConfig, sys.argv[1:])
 
 
 def test_two_processes_have_a_device_each_and_share_clients_or_batches(tmp_path):
-    options = (*TINY, "--config", SMOKE, "--policy.lora.dropout", 0)
+    options = (*TINY, *STEADY, "--config", SMOKE)
     imports = "from tests.pretend.device import register; register(); import firm.alignment.trl_ppo"
     with two_processes(tmp_path, imports) as run_program:
         for name, number in (("clients", 1), ("batches", 2)):
             words = (*options, "--processes_per_client", number, "--out", tmp_path / name)
             ends = run_program(PROGRAM, *map(str, words))
             assert [end.returncode for end in ends] == [0, 0], [end.stderr for end in ends]
-    run(*TINY, "--policy.lora.dropout", 0, "--out", tmp_path / "one")
+    run(*TINY, *STEADY, "--out", tmp_path / "one")
     one, clients = read_adapter(tmp_path / "one"), read_adapter(tmp_path / "clients")
     assert all(torch.equal(clients[name], value) for name, value in one.items())
-    assert read_adapter(tmp_path / "batches").keys() == one.keys()
+    batches = read_adapter(tmp_path / "batches")
+    assert batches.keys() == one.keys()
+    for name, value in one.items():
+        torch.testing.assert_close(batches[name], value, atol=2e-5, rtol=0)
 
 
 @pytest.mark.parametrize(
@@ -180,6 +191,33 @@ def test_out_of_memory_names_a_key_and_no_client_is_lost(tmp_path, monkeypatch, 
     (line,) = str(failed.value).splitlines()
     assert "OutOfMemoryError: pretend accelerator out of memory. Tried to allocate" in line
     assert key in line
+    monkeypatch.setitem(STRATEGIES, "firm", strategy)
+    run(*options, "--out", tmp_path / "run", "--resume", "true")
+    adapter = read_adapter(tmp_path / "run")
+    for name, value in read_adapter(tmp_path / "whole").items():
+        assert torch.equal(adapter[name], value)
+
+
+def test_a_reward_model_that_fills_its_device_names_its_key_and_no_batch_is_lost(
+    tmp_path, monkeypatch
+):
+    strategy, options = STRATEGIES["firm"], (*TINY, *classifiers("pretend:1", "pretend:1"))
+
+    def limited(*arguments):
+        room = torch.pretend.memory_allocated("pretend:1") + 1000
+        torch.pretend.limit_memory(room, "pretend:1")
+        try:
+            return strategy(*arguments)
+        finally:
+            torch.pretend.limit_memory(2**62, "pretend:1")
+
+    run(*options, "--out", tmp_path / "whole")
+    monkeypatch.setitem(STRATEGIES, "firm", limited)
+    with pytest.raises(RoundFailed) as failed:
+        run(*options, "--out", tmp_path / "run")
+    (line,) = str(failed.value).splitlines()
+    assert "on device 1" in line
+    assert "lower rewards.NAME.batch_size" in line
     monkeypatch.setitem(STRATEGIES, "firm", strategy)
     run(*options, "--out", tmp_path / "run", "--resume", "true")
     adapter = read_adapter(tmp_path / "run")
