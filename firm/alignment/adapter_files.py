@@ -21,6 +21,7 @@ from safetensors.torch import load_file, save_file
 
 from firm.alignment.adapters.conditioned import fold, is_conditioned
 from firm.alignment.adapters.forward import forward_of
+from firm.alignment.placement import place_
 from firm.alignment.policy import (
     PolicyConfig,
     check_fits,
@@ -86,7 +87,8 @@ def load_adapters(
                 "use the base model that it was made for."
             ) from error
         fill_adapter_(policy, folder, config.path, name=name, preference=preference)
-    policy.to(take_device(config.device)).eval()
+    place_(policy, config, take_device(config.device))
+    policy.eval()
     check_passes(policy, config.path)
     return policy
 

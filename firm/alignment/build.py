@@ -5,6 +5,7 @@ from typing import Any
 
 from firm.alignment.estimators.estimator import EstimatorConfig
 from firm.alignment.estimators.ppo import PPOConfig
+from firm.alignment.placement import is_placed
 from firm.alignment.sharding import ShardedTeam
 from firm.alignment.trainer import MultiObjectiveTrainer
 
@@ -20,15 +21,15 @@ def has_trl_ppo() -> bool:
 def build_trainer(config: EstimatorConfig, **arguments: Any) -> MultiObjectiveTrainer:
     """Returns a trainer with the stages of a local step; for PPO, inside TRL's if available.
 
-    TRL removed `PPOTrainer` in 1.13, and would move a sharded policy. Clients train bitwise
-    identical adapters with and without it.
+    TRL removed `PPOTrainer` in 1.13, and would move a policy of several devices. Clients train
+    bitwise identical adapters with and without it.
 
     Args:
         config: The estimator.
         **arguments: Arguments of `MultiObjectiveTrainer`.
     """
-    is_sharded = isinstance(arguments.get("team"), ShardedTeam)
-    if isinstance(config, PPOConfig) and has_trl_ppo() and not is_sharded:
+    is_divided = isinstance(arguments.get("team"), ShardedTeam) or is_placed(arguments["policy"])
+    if isinstance(config, PPOConfig) and has_trl_ppo() and not is_divided:
         from firm.alignment.trl_ppo import MultiObjectivePPOTrainer
 
         return MultiObjectivePPOTrainer(config, **arguments).stages

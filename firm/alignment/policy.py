@@ -76,6 +76,10 @@ class PolicyConfig:
     """Device of the policy and its training: "auto" takes the accelerator where there is one,
     and each of several processes another; or "cpu", a type that torch knows, such as "cuda", "mps",
     "xpu" or "npu", or one of several by its index, such as "cuda:1"."""
+    device_map: Annotated[dict[str, str] | Literal["auto"] | None, NOT_IN_PAPER] = None
+    """Devices of the modules of a policy that is larger than one device, such as
+    {model.layers.0: "cuda:0", ...}; or auto, which divides the layers evenly among the accelerators
+    of this machine. null: the whole policy is on `device`."""
     shard: Annotated[bool, NOT_IN_PAPER] = False
     """Divide the frozen parameters among the processes of a client (FSDP2): each process keeps its
     part, and every layer is gathered for each pass."""

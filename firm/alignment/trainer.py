@@ -312,7 +312,7 @@ class MultiObjectiveTrainer:
             parameters = self._policy.parameters
             sizes = [parameter.numel() for parameter in parameters]
             for parameter, part in zip(parameters, direction.split(sizes), strict=True):
-                parameter.grad = part.view_as(parameter).to(parameter.dtype)
+                parameter.grad = part.view_as(parameter).to(parameter)
             learner.actor_optimizer.step()
             learner.actor_optimizer.zero_grad()
             learner.estimator.step(gradients.aux.own)

@@ -203,7 +203,7 @@ class PerSequenceGradients:
 
         Called by the backward pass; has no effect in passes that `jacobian` did not start.
         """
-        if self._left_out is not None and deltas[self._left_out].any():
+        if self._left_out is not None and deltas[self._left_out.to(deltas.device)].any():
             raise ValueError(
                 f"{self._names[layer]} gets a gradient from the losses of other sequences than its "
                 f"rows': they interact, or change places, inside the model; {INSTEAD}"
@@ -215,10 +215,16 @@ class PerSequenceGradients:
         inputs = inputs.reshape(num_sequences, -1, inputs.shape[-1])  # [B, T, in]
         deltas = deltas.reshape(num_sequences, -1, deltas.shape[-1])  # [B, T, out]
         if (columns := self._columns.get(layer.weight)) is not None:
-            group = rows[None, :, columns], coefficients[None]
+            own = rows[:, columns]
+            if own.device != deltas.device:  # of a model on several devices
+                own = torch.zeros_like(own, device=deltas.device)
+            group = own[None], coefficients[None].to(own)
             add_weight_gradients_(*group, inputs[None], deltas[None])
+            if own.device != rows.device:
+                rows[:, columns] += own.to(rows)
         if layer.bias is not None and (columns := self._columns.get(layer.bias)) is not None:
-            rows[:, columns].addmm_(coefficients, deltas.sum(dim=1, dtype=rows.dtype))
+            sums = deltas.sum(dim=1, dtype=rows.dtype)
+            rows[:, columns].addmm_(coefficients, sums.to(rows.device))
 
     def _check_graph(self, losses: torch.Tensor) -> None:
         """Raises unless every use of the parameters in the losses' graph goes through a tap."""

@@ -238,7 +238,7 @@ class AlignmentConfig:
         if self.start and sum(self.start.values()) == 0:
             raise ValueError(f"start must have a share above zero, got {self.start}.")
         _check_engine(self)
-        _check_shards(self)
+        _check_division(self)
         _check_participation(self)
         _check_ranks(self)
         if self.strategy.robust.min_updates > self.num_clients:
@@ -429,9 +429,20 @@ def _check_engine(cfg: AlignmentConfig) -> None:
         )
 
 
-def _check_shards(cfg: AlignmentConfig) -> None:
-    """Raises ``ValueError`` if the policy cannot be sharded over a client's processes."""
+def _check_division(cfg: AlignmentConfig) -> None:
+    """Raises ``ValueError`` if the policy cannot be divided among processes or devices."""
     size, estimator = cfg.processes_per_client, cfg.estimator
+    if cfg.policy.device_map:
+        for key, value, default in (
+            ("policy.device", cfg.policy.device, "auto"),
+            ("policy.shard", cfg.policy.shard, False),
+            ("engine", cfg.engine, "local"),
+            ("rollout.cache", cfg.rollout.cache, "dynamic"),
+        ):
+            if value != default:
+                raise ValueError(
+                    f"{key} must be {str(default).lower()} with policy.device_map, got {value}."
+                )
     if not cfg.policy.shard:
         return
     if size == 1:

@@ -12,6 +12,7 @@ from firm.alignment.adapter_files import check_settings, fill_adapter_
 from firm.alignment.attacks import as_attacker, attacked_judges
 from firm.alignment.build import build_trainer
 from firm.alignment.client import AlignmentClient
+from firm.alignment.placement import place_
 from firm.alignment.policy import (
     check_context,
     check_vocabulary,
@@ -107,7 +108,7 @@ def load(
         on_event("loading")
     given = given or Given()
     cfg = with_shipped_paths(cfg)
-    _check_shards(cfg, processes, given)
+    _check_division(cfg, processes, given)
     device = take_device(cfg.policy.device, num_processes=processes.size)
     transformers.utils.logging.disable_progress_bar()
     if isinstance(cfg.num_threads, int):
@@ -161,7 +162,7 @@ def load(
     if team and cfg.policy.shard:
         team = shard_(policy, processes, team, device)
     else:
-        policy.to(device)
+        place_(policy, cfg.policy, device)
     check_vocabulary(policy, tokenizer, f"policy.path: the tokenizer of {cfg.policy.path}")
     with RandomStream(cfg.seed, "critic"):  # a value network is initialized randomly
         trainer = build_trainer(
@@ -197,8 +198,13 @@ def load(
     )
 
 
-def _check_shards(cfg: AlignmentConfig, processes: Processes, given: Given) -> None:
-    """Raises ``UserError`` if the policy cannot be sharded."""
+def _check_division(cfg: AlignmentConfig, processes: Processes, given: Given) -> None:
+    """Raises ``UserError`` if the policy cannot be divided as configured."""
+    if cfg.policy.device_map and (processes.size > 1 or given.model is not None):
+        raise UserError(
+            "policy.device_map must be null with several processes, and for a model that is passed "
+            "to firm.align; shard the policy, or pass the path of its folder."
+        )
     if not cfg.policy.shard:
         return
     if processes.per_client == 1:  # a site may override the checked setting

@@ -539,7 +539,7 @@ def test_models_are_planned_where_they_are_loaded(policy, rewards, expected, mon
     monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device("cuda"))
     monkeypatch.setattr(torch.accelerator, "device_count", lambda: 2)
     figures = {str(i): RewardFigures("", None, 0, device) for i, device in enumerate(rewards)}
-    place = planning._place(0, ["client_0"], Processes(), figures, policy)
+    place = planning._place(0, ["client_0"], Processes(), figures, policy, {})
     assert (place.policy, *place.rewards.values()) == expected
 
 

@@ -8,15 +8,19 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from firm.federation import RoundFailed
+from firm.alignment.placement import place_
+from firm.alignment.policy import load_policy
+from firm.federation import Processes, RoundFailed
+from firm.federation.randomness import RandomStream
 from firm.federation.strategies import STRATEGIES
 from firm.jobs.chat import ChatConfig, Conversation
 from firm.jobs.compare import CompareConfig
 from firm.jobs.compare import main as compare
 from firm.jobs.finished_runs import parse_over_run
+from firm.jobs.plan import make_plan
 from tests.nursery import two_processes
 from tests.runs import read_adapter, read_rows
-from tests.smoke import FRONT, SMOKE, run
+from tests.smoke import FRONT, SMOKE, WHOLE, config, run
 
 TINY = (
     *("--rounds", 1, "--estimator.batch_size", 4, "--estimator.minibatch_size", 4),
@@ -223,3 +227,45 @@ def test_a_reward_model_that_fills_its_device_names_its_key_and_no_batch_is_lost
     adapter = read_adapter(tmp_path / "run")
     for name, value in read_adapter(tmp_path / "whole").items():
         assert torch.equal(adapter[name], value)
+
+
+@pytest.mark.parametrize("method", [(), CRITIC_FREE], ids=["ppo", "critic_free"])
+@pytest.mark.parametrize("placed", ["auto", "by module"])
+def test_a_policy_on_two_devices_ends_as_on_one(tmp_path, method, placed):
+    options = (*TINY, *method, "--policy.path", WHOLE, "--policy.lora.dropout", 0)
+    options += ("--estimator.actor_optimizer", "sgd", "--estimator.actor_learning_rate", 0.1)
+    options += ("--rollout.max_new_tokens", 24)  # shorter ones have equal rewards
+    options += ("--evaluation.num_calibration_prompts", 16)
+    device_map = placed
+    if placed == "by module":  # the last layer on the first device: rows go there and back
+        names = (
+            ["embed_tokens", "layers.0", "layers.3"],
+            ["layers.1", "layers.2", "rotary_emb", "norm"],
+        )
+        places = [{f"model.{n}": f"pretend:{i}" for n in own} for i, own in enumerate(names)]
+        device_map = json.dumps({**places[0], **places[1], "lm_head": "pretend:0"})
+    run(*options, "--out", tmp_path / "one")
+    plan = make_plan(config(*options, "--policy.device_map", device_map), ["c"], Processes())
+    (place,) = plan.places
+    assert list(place.policy_bytes) == ["pretend:0", "pretend:1"]
+    assert sum(place.policy_bytes.values()) == plan.policy.part_bytes
+    assert min(place.policy_bytes.values()) > 0.4 * plan.policy.part_bytes
+    gc.collect()
+    before = torch.pretend.memory_allocated(1)
+    torch.pretend.reset_peak_memory_stats(1)
+    run(*options, "--policy.device_map", device_map, "--out", tmp_path / "two")
+    assert torch.pretend.max_memory_allocated(1) > before + 5e5  # a layer is there
+    words = ["--run", str(tmp_path / "two")]
+    cfg = parse_over_run(ChatConfig, words, key="run", description="")
+    assert Conversation(cfg).answer("Hello.", 0)["aligned"]
+    one, two = read_adapter(tmp_path / "one"), read_adapter(tmp_path / "two")
+    assert max(value.abs().max() for name, value in one.items() if "lora_B" in name) > 1e-3
+    for name, value in one.items():
+        torch.testing.assert_close(two[name], value, atol=2e-5, rtol=0)
+
+
+def test_a_module_is_on_one_device():
+    policy = load_policy(config("--policy.path", WHOLE).policy, stream=RandomStream(0, "adapter"))
+    twice = json.dumps({"model": "pretend:0", "model.norm": "pretend:1", "lm_head": "pretend:0"})
+    with pytest.raises(ValueError, match="model contains or shares a parameter of another device"):
+        place_(policy, config("--policy.device_map", twice).policy, torch.device("cpu"))

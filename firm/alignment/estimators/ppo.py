@@ -299,7 +299,7 @@ class PPO:
             hidden = self._policy.forward(rows, trunk).hidden_states[-1]
         else:
             output = output or self._policy.forward(rows)
-            hidden = output.hidden_states[-1].detach().float()
+            hidden = output.hidden_states[-1].detach().to(critic.score.weight)  # float32
         values = critic.score(hidden)[:, rows.context_length - 1 : -1]  # [b, T, M]
         return torch.stack([values[..., j] for j in range(values.size(-1))])
 

@@ -9,6 +9,7 @@ import torch
 from transformers import AutoModelForSequenceClassification, PretrainedConfig
 
 from firm.alignment.hyperparameters import hyperparameters
+from firm.alignment.placement import bytes_by_device, devices_by_module
 from firm.alignment.policy import adapter_parameters, read_architecture, read_tokenizer
 from firm.alignment.prompt_data import load_prompts
 from firm.alignment.sharding import gathered_bytes, part_bytes
@@ -49,6 +50,7 @@ def make_plan(cfg: AlignmentConfig, clients: Sequence[str], processes: Processes
     """
     notes: list[str] = []
     policy, memory, traffic = None, None, round_traffic(cfg, clients)
+    policy_bytes: dict[str, int] = {}
     hosted = max(len(processes.hosted(clients, rank)) for rank in range(processes.size))
     busiest = min(hosted, cfg.strategy.clients_per_round or hosted)
     architecture = _architecture(cfg.policy.path, "--policy.path", notes)
@@ -56,6 +58,11 @@ def make_plan(cfg: AlignmentConfig, clients: Sequence[str], processes: Processes
         model = policy_without_storage(architecture, cfg.policy, len(cfg.rewards))
         traffic = round_traffic(cfg, clients, adapter_parameters(model))
         policy = _policy_figures(model, traffic, cfg)
+        try:
+            devices = devices_by_module(model.get_base_model(), cfg.policy.device_map)
+            policy_bytes = bytes_by_device(model.get_base_model(), devices)
+        except ValueError as error:  # the devices of another machine
+            notes.append(f"{error} The policy is counted on one device.")
         try:
             memory = process_memory(architecture, policy, cfg, traffic, busiest)
         except (RuntimeError, AttributeError) as error:  # operations that depend on tensor content
@@ -98,7 +105,7 @@ def make_plan(cfg: AlignmentConfig, clients: Sequence[str], processes: Processes
         rewards=rewards,
         work=_work(cfg, len(clients), traffic, busiest, shares),
         places=[
-            _place(rank, clients, processes, rewards, cfg.policy.device)
+            _place(rank, clients, processes, rewards, cfg.policy.device, policy_bytes)
             for rank in range(processes.size)
         ],
         hyperparameters=list(hyperparameters(cfg)),
@@ -251,6 +258,7 @@ def _place(
     processes: Processes,
     rewards: Mapping[str, RewardFigures],
     device: str,
+    policy_bytes: dict[str, int],
 ) -> Placement:
     """Returns the devices of a process's models, if all processes are on this machine."""
     accelerator, here = torch.accelerator.current_accelerator(), "cpu"
@@ -262,7 +270,8 @@ def _place(
     current = here if own == "cpu" else own  # meaning of "cuda" without an index
     return Placement(
         clients=processes.hosted(clients, rank),
-        policy=own,
+        policy=next(iter(policy_bytes), own),
+        policy_bytes=policy_bytes,
         rewards={
             name: current if reward.device in ("auto", current.partition(":")[0]) else reward.device
             for name, reward in rewards.items()

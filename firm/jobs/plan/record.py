@@ -123,6 +123,8 @@ class Placement:
 
     clients: list[str]
     policy: str
+    policy_bytes: dict[str, int]
+    """Bytes of the frozen parameters by device, if they are divided by `policy.device_map`."""
     rewards: dict[str, str]
     """Device by objective, metric or GROUP/OBJECTIVE; functions have none."""
 
@@ -156,9 +158,11 @@ class RunPlan:
         update = memory.jacobian + memory.update[self.gradient_checkpointing]
         rollout = max(memory.cache + memory.scores, memory.scoring)
         for place in self.places:
+            parts = place.policy_bytes or {place.policy: self.policy.part_bytes}
+            for device, size in parts.items():
+                total[device] += size
             total[place.policy] += (
-                self.policy.part_bytes
-                + self.policy.gathered_bytes
+                self.policy.gathered_bytes
                 + self.policy.bytes_by_dtype["buffers"]
                 + adapter
                 + len(place.clients) * memory.learner

@@ -108,7 +108,8 @@ def _placement_table(plan: RunPlan) -> PlanTable:
     names = [name for name, reward in plan.rewards.items() if reward.device]
     rows = []
     for rank, place in enumerate(plan.places):
-        devices = [place.policy, *(place.rewards[name] for name in names)]
+        policy = " ".join(place.policy_bytes) or place.policy
+        devices = [policy, *(place.rewards[name] for name in names)]
         rows.append((str(rank), " ".join(place.clients) or "-", *devices))
     header = ("process", "clients", "policy", *(f"reward {name}" for name in names))
     return PlanTable(f"Placement, {len(rows)} process{'es' * (len(rows) > 1)}", header, rows)
