@@ -20,7 +20,7 @@ from firm.jobs.sources import check_data, check_policy, check_reward, is_file
 from firm.run.config import compose
 from firm.run.errors import UserError
 from firm.run.files import replace_text
-from firm.run.shipped import CONFIGS
+from firm.run.shipped import CONFIGS, with_shipped_paths
 from reward_models.registry import reward_settings
 
 TEMPLATE = CONFIGS / "own.yaml"
@@ -89,7 +89,7 @@ def init(cfg: InitConfig, ask: Callable[[str], str] | None = None) -> Written:
         _num_rows(cfg.test_prompts, is_whole=True)
     check_policy("policy", answers["policy"])
     notes: list[str] = []
-    inspection = inspect_policy(answers["policy"], on_note=notes.append)
+    inspection = inspect_policy(with_shipped_paths(answers["policy"]), on_note=notes.append)
     text = TEMPLATE.read_text(encoding="utf-8")
     text = text.replace("path: POLICY", f"path: {_quoted(answers['policy'])}")
     text = _fitted(text, inspection, num_rows)

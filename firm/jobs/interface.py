@@ -18,6 +18,7 @@ from firm.jobs.alignment import Result, run_folder
 from firm.jobs.alignment import align as run_alignment
 from firm.jobs.alignment_config import DEFAULT_SPLITS, GIVEN, AlignmentConfig
 from firm.jobs.alignment_loading import Given
+from firm.jobs.fetch import fetch_policy
 from firm.jobs.finished_runs import keep_test_prompts
 from firm.run.config import compose, to_dict
 from firm.run.errors import UserError
@@ -96,7 +97,10 @@ def align(
             directory is in use.
     """
     is_object = isinstance(model, PreTrainedModel)
-    path = with_shipped_paths(str(model.name_or_path or "") if is_object else str(model))
+    path = str(model.name_or_path or "") if is_object else str(model)
+    if not is_object:
+        fetch_policy(path)
+    path = with_shipped_paths(path)
     if is_object and not path and tokenizer is None:
         raise UserError(
             "tokenizer must be given, since the model does not know the path it was loaded from; "

@@ -7,7 +7,7 @@ from pathlib import Path
 from firm.alignment.policy import is_gguf
 from firm.jobs.alignment_config import AlignmentConfig
 from firm.run.errors import UserError
-from firm.run.shipped import FETCHED
+from firm.run.shipped import FETCHED, with_shipped_paths
 from reward_models.registry import check_name
 
 
@@ -64,6 +64,7 @@ def is_file(source: str) -> bool:
 
 def check_policy(key: str, path: str) -> None:
     """Raises `UserError` if a model's folder or GGUF file does not exist; accepts hub names."""
+    path = with_shipped_paths(path)
     if path.startswith(FETCHED):
         raise UserError(
             f"{key}: {path} is not on this machine; `firm fetch {path.removeprefix(FETCHED)}` "

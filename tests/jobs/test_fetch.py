@@ -12,6 +12,7 @@ from firm.alignment.policy import PolicyConfig, load_base_model, load_tokenizer
 from firm.cli.main import COMMANDS, main
 from firm.jobs import fetch as module
 from firm.jobs.fetch import MODELS, SOURCE_NAME, Source, Wheel, fetch, fetch_policy
+from firm.jobs.init import InitConfig, init
 from firm.run import UserError
 from firm.run.shipped import fetched_folder, with_shipped_paths
 from tests.gguf_files import TEMPLATE, write_gguf
@@ -166,7 +167,7 @@ def test_two_at_once_fetch_it_once(offer, monkeypatch):
     assert len(downloads) == 1
 
 
-def test_runs_fetch_what_they_name_and_plans_do_not(offer, monkeypatch, capsys, refusal):
+def test_runs_fetch_what_they_name_and_plans_do_not(offer, tmp_path, capsys, refusal):
     path = "firm/models/smollm2"
     with pytest.raises(SystemExit):
         main(["plan", "--config", "smoke", "--policy.path", path])
@@ -176,8 +177,17 @@ def test_runs_fetch_what_they_name_and_plans_do_not(offer, monkeypatch, capsys, 
     fetch_policy("firm/models/other")  # no model of this name: left to the check of sources
     line = refusal(COMMANDS["align"].run, ["--config", "smoke", "--policy.path", path + "s"])
     assert "firm/models/smollm2s" in line
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text("".join(f'{{"prompt": "{index}?"}}\n' for index in range(20)))
+    own = InitConfig(path, {"x": "brevity"}, str(prompts), out=tmp_path / "own.yaml")
+    with pytest.raises(UserError, match="policy: firm/models/smollm2 is not on this machine"):
+        init(own)
     fetch_policy(path)
     assert fetched_folder("smollm2").is_dir()
+    written = init(own)
+    assert written.config.policy.path == path
+    assert written.inspection is not None
+    assert written.inspection.context == 512
 
 
 def test_the_demo_takes_a_model_by_name(refusal):
