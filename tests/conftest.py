@@ -45,6 +45,7 @@ LONGEST = (
     "report/test_browser.py",
     "alignment/test_client.py",
     "alignment/test_stacked.py",
+    "alignment/test_sharding.py",
     "jobs/test_fmoo.py",
     "jobs/test_explore.py",
     "docs/test_notebook.py",
