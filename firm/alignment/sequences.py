@@ -8,6 +8,7 @@ from typing import Any, Self
 import numpy as np
 import torch
 
+from firm.alignment.head import Head, chosen_logprobs, head_of
 from firm.alignment.prompts import Prompt
 from firm.federation.engines.processes import Team
 
@@ -228,6 +229,16 @@ class Rollouts(Sequences):
         return self.num_tokens.clamp(max=self.logprobs.size(1) - 1)
 
 
+@dataclass(frozen=True)
+class TokenScores:
+    """Log-probabilities of a response's tokens, and the entropies of their distributions."""
+
+    logprobs: torch.Tensor
+    """Log-probabilities, [B, T]; arbitrary at padding."""
+    entropies: Callable[[], torch.Tensor]
+    """Returns the entropies in nats, without a gradient, [B, T]."""
+
+
 def left_padded(rows: Sequence[Sequence[int]], *, fill: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Pads rows on the left; returns token ids [B, Q] and the length of each row, [B]."""
     lengths = [len(ids) for ids in rows]
@@ -260,13 +271,16 @@ def forward(model: Any, token_ids: torch.Tensor, attention_mask: torch.Tensor) -
     For a language model the only entry of `hidden_states` is the input of its head:
     `output_hidden_states` would keep the states of all layers, and those of Gemma 3n are [4, B, L,
     H]. Positions count only the tokens in the mask [B, L], so that padding does not shift a text.
+    If `head_of` knows the model's head, `head` is set and the logits are empty, [B, 0, V]; see
+    `token_scores`.
     """
-    head, states = model.get_output_embeddings(), []
+    module, head, states = model.get_output_embeddings(), head_of(model), []
 
-    def keep(module: torch.nn.Module, inputs: tuple[torch.Tensor, ...]) -> None:
+    def keep(module: torch.nn.Module, inputs: tuple[torch.Tensor, ...]) -> Any:
         states.append(inputs[0])
+        return None if head is None else (inputs[0][:, :0], *inputs[1:])
 
-    hook = head.register_forward_pre_hook(keep) if head is not None else None
+    hook = module.register_forward_pre_hook(keep) if module is not None else None
     try:
         output = model(
             input_ids=torch.masked_fill(token_ids, ~attention_mask, 0),
@@ -279,6 +293,7 @@ def forward(model: Any, token_ids: torch.Tensor, attention_mask: torch.Tensor) -
         if hook is not None:
             hook.remove()
     output.hidden_states = (states[0] if states else output.last_hidden_state,)
+    output.head = head
     return output
 
 
@@ -302,12 +317,34 @@ def response_logits(logits: torch.Tensor, context_length: int, temperature: floa
     return _at_least_float32(logits) / (temperature + TEMPERATURE_GUARD)
 
 
+def token_scores(output: Any, sequences: Sequences, temperature: float) -> TokenScores:
+    """Returns the scores of the responses' tokens from the output of `forward`."""
+    if output.head is not None:
+        states = output.hidden_states[0][:, sequences.context_length - 1 : -1]
+        return scores_of_states(output.head, states, sequences.responses, temperature)
+    logits = response_logits(output.logits, sequences.context_length, temperature)
+    return scores_of_logits(logits, sequences.responses)
+
+
+def scores_of_logits(logits: torch.Tensor, token_ids: torch.Tensor) -> TokenScores:
+    """Returns the scores of tokens [B, T] under tempered logits [B, T, V]."""
+    logprobs = token_logprobs(logits, token_ids)
+    return TokenScores(logprobs, lambda: entropy(logits.detach()))
+
+
+def scores_of_states(
+    head: Head, states: torch.Tensor, token_ids: torch.Tensor, temperature: float
+) -> TokenScores:
+    """Returns the scores of tokens [B, T] from the head's inputs [B, T, H]."""
+    logprobs, entropies = chosen_logprobs(head, states, token_ids, temperature + TEMPERATURE_GUARD)
+    return TokenScores(logprobs, lambda: entropies)
+
+
 def response_logprobs(model: Any, sequences: Sequences, temperature: float) -> torch.Tensor:
     """Returns the responses' log-probabilities from a forward pass, shape [B, T]."""
     set_preferences(model, sequences.queries.preferences)
-    logits = forward(model, sequences.query_responses, sequences.attention_mask).logits
-    logits = response_logits(logits, sequences.context_length, temperature)
-    return token_logprobs(logits, sequences.responses)
+    output = forward(model, sequences.query_responses, sequences.attention_mask)
+    return token_scores(output, sequences, temperature).logprobs
 
 
 def _at_least_float32(logits: torch.Tensor) -> torch.Tensor:

@@ -16,7 +16,7 @@ from firm.alignment.estimators import (
     MinibatchGradients,
     register_estimator,
 )
-from firm.alignment.sequences import BY_OBJECTIVE, token_logprobs
+from firm.alignment.sequences import BY_OBJECTIVE
 from firm.fields import configuration
 
 
@@ -63,8 +63,7 @@ class Reinforce:
         policy, rollouts = self._policy, part.rollouts
         coefficients = part.coefficients / minibatch.num_rows
         with policy.per_sequence() as per_sequence:
-            logits = policy.logits(policy.forward(rollouts), rollouts)
-            logprobs = token_logprobs(logits, rollouts.responses)
+            logprobs = policy.token_scores(policy.forward(rollouts), rollouts).logprobs
             reply_losses = -(logprobs * rollouts.mask).sum(1)  # [b]
             mixed = coefficients if weights is None else weights[None] @ coefficients
             jacobian = per_sequence.jacobian(reply_losses, mixed)

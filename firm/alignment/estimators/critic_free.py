@@ -28,8 +28,6 @@ from firm.alignment.sequences import (
     BY_OBJECTIVE,
     INVALID_LOGPROB,
     Rollouts,
-    entropy,
-    token_logprobs,
 )
 from firm.fields import NOT_IN_PAPER, BoundedInt, NonNegativeFloat, PositiveFloat, configuration
 from firm.quantities import PERCENT, Quantity, register
@@ -161,9 +159,8 @@ class CriticFree:
         set_mode(policy.model, is_training=True)
         with policy.per_sequence() as per_sequence:
             with policy.timed("forward"):
-                logits = policy.logits(policy.forward(rollouts), rollouts)
-                logprobs = token_logprobs(logits, rollouts.responses)
-                logprobs = logprobs.masked_fill(~rollouts.mask, INVALID_LOGPROB)
+                scores = policy.token_scores(policy.forward(rollouts), rollouts)
+                logprobs = scores.logprobs.masked_fill(~rollouts.mask, INVALID_LOGPROB)
                 terms, held = reply_losses(
                     logprobs,
                     rollouts.logprobs,
@@ -197,7 +194,7 @@ class CriticFree:
             values.detach(),
             {
                 "clip_fraction": (held * own).sum() / whole.sum().clamp(min=1),
-                "entropy": masked_mean(entropy(logits.detach()), rollouts.mask) * share,
+                "entropy": masked_mean(scores.entropies(), rollouts.mask) * share,
                 LOG_RATIO: mean_square_log_ratio(logprobs, rollouts) * share,
             },
         )

@@ -21,10 +21,11 @@ from firm.alignment.sequences import (
     Rollouts,
     Rows,
     Sequences,
+    TokenScores,
     by_chunks,
     forward,
-    response_logits,
     set_preferences,
+    token_scores,
 )
 from firm.federation.engines.processes import Team
 from firm.fields import (
@@ -120,9 +121,9 @@ class Policy:
         set_preferences(self.model, rows.queries.preferences)
         return forward(model or self.model, rows.query_responses, rows.attention_mask)
 
-    def logits(self, output: Any, rows: Sequences) -> torch.Tensor:
-        """Returns the tempered logits of the responses, shape [b, T, V]."""
-        return response_logits(output.logits, rows.context_length, self.config.temperature)
+    def token_scores(self, output: Any, rows: Sequences) -> TokenScores:
+        """Returns log-probabilities and entropies of the responses' tokens, each [b, T]."""
+        return token_scores(output, rows, self.config.temperature)
 
     def by_chunks(self, function: Callable[[Any], torch.Tensor], rows: Rows) -> torch.Tensor:
         """Applies a function to rows in chunks that fit into memory; returns values [B, ...]."""

@@ -38,8 +38,6 @@ from firm.alignment.sequences import (
     INVALID_LOGPROB,
     Rollouts,
     Sequences,
-    entropy,
-    token_logprobs,
 )
 from firm.fields import (
     NOT_IN_PAPER,
@@ -218,9 +216,8 @@ class PPO:
         set_mode(policy.model, is_training=True)
         with policy.timed("forward"):
             output = policy.forward(rollouts)
-            logits = policy.logits(output, rollouts)
-            logprobs = token_logprobs(logits, rollouts.responses)
-            logprobs = logprobs.masked_fill(~mask, INVALID_LOGPROB)
+            scores = policy.token_scores(output, rollouts)
+            logprobs = scores.logprobs.masked_fill(~mask, INVALID_LOGPROB)
             losses, clip_fractions = policy_losses(
                 logprobs,
                 rollouts.logprobs,
@@ -248,7 +245,7 @@ class PPO:
             {
                 "value_loss": critic_losses.detach(),
                 "clip_fraction": clip_fractions.mean() * share,
-                "entropy": masked_mean(entropy(logits.detach()), mask) * share,
+                "entropy": masked_mean(scores.entropies(), mask) * share,
                 LOG_RATIO: mean_square_log_ratio(logprobs, rollouts) * share,
             },
             own=torch.cat([gradient.flatten() for gradient in critic_gradients]),

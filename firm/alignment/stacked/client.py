@@ -8,7 +8,7 @@ import torch
 
 from firm.alignment.estimators.estimator import Policy
 from firm.alignment.rollout import Sampler
-from firm.alignment.sequences import Queries, Sequences
+from firm.alignment.sequences import Queries, Sequences, TokenScores
 from firm.alignment.stacked.model import Losses, StackedModel, Weighted
 from firm.alignment.stacked.passes import ClientPart, Output, PassPosition
 from firm.federation.devices import copy_of_generator, set_generator
@@ -53,11 +53,11 @@ class StackedPolicy(Policy):
             self._latest.place = output.place
         return output
 
-    def logits(self, output: Any, rows: Sequences) -> torch.Tensor:
-        """Returns the tempered logits of the responses, shape [b, T, V]."""
+    def token_scores(self, output: Any, rows: Sequences) -> TokenScores:
+        """Returns log-probabilities and entropies of the responses' tokens, each [b, T]."""
         if isinstance(output, Output):
-            return output.response_logits(self.config.temperature)
-        return super().logits(output, rows)
+            return output.token_scores(self.config.temperature)
+        return super().token_scores(output, rows)
 
     def jacobian(self, losses: torch.Tensor) -> torch.Tensor:
         """Returns the gradients of the latest pass's M losses in this client's adapter."""

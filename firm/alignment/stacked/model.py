@@ -15,7 +15,7 @@ import torch
 
 from firm.alignment.adapters.forward import forward_of
 from firm.alignment.policy import adapter_parameters, set_mode
-from firm.alignment.sequences import forward, token_logprobs
+from firm.alignment.sequences import forward
 from firm.alignment.stacked.passes import ClientPart, Output, Pass, PassPosition
 from firm.alignment.stacked.replies import SamplingState
 from firm.federation.lockstep import outcome_of
@@ -75,8 +75,7 @@ class StackedModel:
         joint = self._pass(parts)
         with self._forward.of(joint), torch.set_grad_enabled(parts[0].has_gradient):
             output = forward(self.policy, joint.token_ids, joint.mask)
-        logits, hidden = output.logits, output.hidden_states[-1]
-        return [Output(PassPosition(joint, index), logits, hidden) for index in range(len(parts))]
+        return [Output(PassPosition(joint, index), output) for index in range(len(parts))]
 
     def jacobian(self, wanted: "list[Losses]") -> Sequence[Any]:
         """Returns each part's Jacobian [M, d] in its own adapter, or the error of its losses.
@@ -132,7 +131,7 @@ class StackedModel:
     def logprobs(self, parts: list[ClientPart]) -> list[torch.Tensor]:
         """Returns the log-probabilities [b, T] of each part's responses."""
         return [
-            token_logprobs(output.response_logits(part.temperature), part.rows.responses)
+            output.token_scores(part.temperature).logprobs
             for part, output in zip(parts, self.forward(parts), strict=True)
         ]
 

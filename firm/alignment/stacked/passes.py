@@ -8,7 +8,13 @@ from typing import Any
 import torch
 
 from firm.alignment.generation import RolloutConfig
-from firm.alignment.sequences import Queries, response_logits
+from firm.alignment.sequences import (
+    Queries,
+    TokenScores,
+    response_logits,
+    scores_of_logits,
+    scores_of_states,
+)
 from firm.gradients.jacobian import jacobian_buffer
 from firm.gradients.per_sequence import Tap, add_weight_gradients_
 
@@ -248,27 +254,29 @@ class Target:
 class Output:
     """The model's output for the rows of one part, with the part's padding."""
 
-    def __init__(self, place: PassPosition, logits: torch.Tensor, hidden: torch.Tensor) -> None:
+    def __init__(self, place: PassPosition, joint_output: Any) -> None:
         self.place = place
-        self._logits, self._hidden = logits, hidden
+        self._joint_output = joint_output
 
     @property
     def hidden_states(self) -> tuple[torch.Tensor]:
         """Hidden states of the last layer, [b, Q + T, H], zero at padding."""
-        return (self.place.joint.of_part(self._hidden, self.place.index),)
+        (hidden,) = self._joint_output.hidden_states
+        return (self.place.joint.of_part(hidden, self.place.index),)
 
-    @property
-    def logits(self) -> torch.Tensor:
-        """Logits, [b, Q + T, V], zero at padding."""
-        return self.place.joint.of_part(self._logits, self.place.index)
-
-    def response_logits(self, temperature: float) -> torch.Tensor:
-        """Returns the tempered logits of the responses, [b, T, V], zero at padding."""
-        part, joint = self.place.part, self.place.joint
+    def token_scores(self, temperature: float) -> TokenScores:
+        """Returns log-probabilities and entropies of the responses' tokens, each [b, T]."""
+        joint, part = self.place.joint, self.place.part
+        span, output = joint.span(self.place.index), self._joint_output
         width = part.token_ids.size(1) - part.context_length
-        own = self._logits[joint.span(self.place.index)]
-        own = response_logits(own, joint.context, temperature)[:, :width]
-        return torch.nn.functional.pad(own, (0, 0, 0, width - own.size(1)))
+        responses = part.token_ids[:, part.context_length :]
+        if output.head is not None:
+            states = output.hidden_states[0][span, joint.context - 1 : -1][:, :width]
+            states = torch.nn.functional.pad(states, (0, 0, 0, width - states.size(1)))
+            return scores_of_states(output.head, states, responses, temperature)
+        logits = response_logits(output.logits[span], joint.context, temperature)[:, :width]
+        logits = torch.nn.functional.pad(logits, (0, 0, 0, width - logits.size(1)))
+        return scores_of_logits(logits, responses)
 
 
 def _widths(mask: torch.Tensor, context_length: int) -> tuple[int, int]:

@@ -1,0 +1,172 @@
+"""Log-probabilities of chosen tokens from hidden states, without logits [B, T, V].
+
+The log-probability of a token y under the logits z = f(W h + b) / τ, and its gradient in h,
+
+    log p = z_y - log Σ_v exp z_v,    g = ∂ log p / ∂h = Wᵀ (f'(W h + b) ⊙ (e_y - p)) / τ,
+
+are computed for some positions at a time and only log p, the entropy and g [B, T, H] are kept. All
+losses of a pass depend on h through log p, so that M backward passes share g, in place of M passes
+through the head, whose cost grows with the vocabulary.
+"""
+
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensor
+
+LARGE_VOCABULARY = 8192
+"""Smaller heads go the plain way: their logits cost less than the layers."""
+MAX_ENTRIES = 2**23
+"""Entries of logits held at a time: 32 MB in float32."""
+NUM_CHECKED = 3
+"""Tokens of the text on which a head's formula is compared with its model."""
+
+
+@dataclass(frozen=True, eq=False)
+class Head:
+    """A language model's head z = f(W h + b), with f a scale and a soft cap c tanh(z / c)."""
+
+    module: torch.nn.Linear
+    scale: float = 1.0
+    cap: float | None = None
+
+    def logits(self, states: torch.Tensor) -> torch.Tensor:
+        """Returns the logits [..., V] of hidden states [..., H], at least in float32."""
+        logits = torch.nn.functional.linear(states, self.module.weight, self.module.bias)
+        logits = logits.to(torch.promote_types(logits.dtype, torch.float32)) * self.scale
+        return logits if self.cap is None else self.cap * torch.tanh(logits / self.cap)
+
+
+_formulas: WeakKeyDictionary[torch.nn.Module, tuple[float, float | None] | None]
+_formulas = WeakKeyDictionary()
+"""Scale and cap of heads by module; None for those that go the plain way."""
+
+
+def head_of(model: Any) -> Head | None:
+    """Returns the head of a language model, or None if its logits must be computed in full.
+
+    That is so for small vocabularies, for heads that are trained or no linear layer, and for models
+    that do anything else to their logits: the formula is compared with the model on a few tokens.
+    """
+    module = model.get_output_embeddings()
+    if module is None:
+        return None
+    if module not in _formulas:
+        head = _checked_head(model, module)
+        _formulas[module] = None if head is None else (head.scale, head.cap)
+    formula = _formulas[module]
+    return None if formula is None else Head(module, *formula)
+
+
+def _checked_head(model: Any, module: torch.nn.Module) -> Head | None:
+    if type(module) is not torch.nn.Linear:
+        return None
+    weight = module.weight
+    if (
+        type(weight.data) not in (torch.Tensor, FakeTensor)  # a shard, or quantised
+        or weight.size(0) < LARGE_VOCABULARY
+        or any(parameter.requires_grad for parameter in module.parameters())
+    ):
+        return None
+    config = model.config.get_text_config()
+    scale = getattr(config, "logit_scale", None) or 1 / (
+        getattr(config, "logits_scaling", None) or 1.0
+    )
+    head = Head(module, scale, getattr(config, "final_logit_softcapping", None))
+    if isinstance(weight.data, FakeTensor) or weight.is_meta or _agrees(model, head):
+        return head
+    return None
+
+
+@torch.no_grad()
+def _agrees(model: Any, head: Head) -> bool:
+    """Returns whether a head's formula gives a model's logits, up to rounding."""
+    states: list[torch.Tensor] = []
+    hook = head.module.register_forward_pre_hook(lambda _, inputs: states.append(inputs[0]))
+    ids = torch.arange(1, NUM_CHECKED + 1, device=head.module.weight.device)[None]
+    is_training = model.training
+    model.eval()
+    try:
+        logits = model(input_ids=ids, use_cache=False, return_dict=True).logits
+    finally:
+        hook.remove()
+        model.train(is_training)
+    if len(states) != 1 or states[0].shape[:2] != ids.shape:
+        return False
+    expected, own = logits.float(), head.logits(states[0]).float()
+    rounding = 16 * torch.finfo(logits.dtype).eps * expected.abs().max()
+    return own.shape == expected.shape and bool((own - expected).abs().max() <= rounding)
+
+
+def chosen_logprobs(
+    head: Head, states: torch.Tensor, token_ids: torch.Tensor, temperature: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Returns log-probabilities and entropies of tokens in nats, each [B, T].
+
+    Only the log-probabilities have a gradient, and only in the hidden states: the head is frozen.
+
+    Args:
+        head: The head.
+        states: Hidden states from which the tokens are predicted, [B, T, H].
+        token_ids: Tokens, [B, T]. Ids outside the vocabulary are padding, with arbitrary values.
+        temperature: Temperature τ > 0.
+    """
+    vocabulary = head.module.weight.size(0)
+    rows = states.flatten(0, 1), token_ids.flatten().clamp(max=vocabulary - 1)
+    logprobs, entropies = _Chosen.apply(*rows, head, temperature)  # type: ignore[misc]
+    return logprobs.view_as(token_ids), entropies.view_as(token_ids)
+
+
+class _Chosen(torch.autograd.Function):
+    """Log-probabilities [N] and entropies [N] of tokens, with the gradient of the former."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, states: torch.Tensor, ids: torch.Tensor, head: Head, temperature: float
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        has_gradient = ctx.needs_input_grad[0]
+        size = max(1, MAX_ENTRIES // head.module.weight.size(0))
+        part = partial(_part, head=head, temperature=temperature, has_gradient=has_gradient)
+        parts = [part(*each) for each in zip(states.split(size), ids.split(size), strict=True)]
+        logprobs, entropies, gradients = (torch.cat(column) for column in zip(*parts, strict=True))
+        ctx.save_for_backward(gradients)
+        ctx.mark_non_differentiable(entropies)
+        return logprobs, entropies
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Any) -> Any:
+        (gradients,) = ctx.saved_tensors  # [N, H]
+        return (grad_outputs[0].unsqueeze(1) * gradients).to(gradients.dtype), None, None, None
+
+
+def _part(
+    states: torch.Tensor,
+    ids: torch.Tensor,
+    *,
+    head: Head,
+    temperature: float,
+    has_gradient: bool,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Returns log-probabilities [n], entropies [n] and gradients [n, H], or [n, 0] without."""
+    logits = head.logits(states)  # [n, V]
+    slopes = None
+    if has_gradient and head.cap is not None:
+        slopes = 1 - (logits / head.cap).square()
+    logits = logits / temperature
+    sums = torch.logsumexp(logits, dim=-1)  # [n]
+    chosen = logits.gather(1, ids.unsqueeze(1)).squeeze(1)
+    probabilities = (logits - sums.unsqueeze(1)).exp_()  # [n, V]
+    entropies = sums - (probabilities * logits).sum(-1)
+    del logits
+    if not has_gradient:
+        return chosen - sums, entropies, states.new_empty(len(states), 0)
+    gradients = probabilities.neg_()
+    gradients.scatter_add_(1, ids.unsqueeze(1), torch.ones_like(chosen).unsqueeze(1))
+    if slopes is not None:
+        gradients *= slopes
+    gradients *= head.scale / temperature
+    weight = head.module.weight
+    return chosen - sums, entropies, gradients.to(weight.dtype) @ weight
