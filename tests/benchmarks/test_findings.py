@@ -20,9 +20,11 @@ from benchmarks.findings import (
     equality_p,
     expected_utility,
     family_a,
+    family_b,
     findings,
     gained_volume,
     holm,
+    interval,
     older_differences,
     verdicts,
     written,
@@ -165,12 +167,14 @@ def test_the_readme_states_the_intervals_of_the_findings():
     text = (ROOT / "README.md").read_text(encoding="utf-8")
     section = text[text.index("## What to expect") : text.index("| policy |")]
     found = {key[:2]: mean_difference(own) for key, own in older_differences().items()}
+    claims = {each.name: each for each in (*family_a(), *family_b())}
     ends = "With PPO: FIRM at p = ({}), at ({})"
     low, high = "0.1, 0.9", "0.9, 0.1"
     stated = [
         found["With PPO: fixed equal weights, FIRM", "reward helpful"].text(),
         f"{found[ends.format(high, low), 'reward helpful'].mean:.2f}",
         f"{found[ends.format(low, high), 'reward harmless'].mean:.2f}",
+        *(interval(claims[name].differences) for name in ("A1", "A3", "B5", "B6")),
     ]
     for figure in stated:
         assert figure in section
