@@ -32,5 +32,7 @@ def build_trainer(config: EstimatorConfig, **arguments: Any) -> MultiObjectiveTr
     if isinstance(config, PPOConfig) and has_trl_ppo() and not is_divided:
         from firm.alignment.trl_ppo import MultiObjectivePPOTrainer
 
-        return MultiObjectivePPOTrainer(config, **arguments).stages
+        trainer = MultiObjectivePPOTrainer(config, **arguments)
+        trainer.leave_training_to_clients_()
+        return trainer.stages
     return MultiObjectiveTrainer(config, **arguments)

@@ -158,11 +158,14 @@ def _generate(
     pad_id = int(tokenizer.pad_token_id)  # type: ignore[arg-type]  # checked when it was loaded
     attention_mask = queries.mask
     set_preferences(model, queries.preferences)
+    sampled = _SampledLogprobs(config.temperature)
     with _without_sampling_defaults(model):
-        output = model.generate(
+        sequences = model.generate(
             input_ids=torch.masked_fill(query_ids, ~attention_mask, 0),
             attention_mask=attention_mask,
-            logits_processor=LogitsProcessorList([_Told(on_token), *([draws] if draws else [])]),
+            logits_processor=LogitsProcessorList(
+                [_Told(on_token), sampled, *([draws] if draws else [])]
+            ),
             generation_config=GenerationConfig(
                 max_new_tokens=config.max_new_tokens,
                 do_sample=draws is None,
@@ -172,15 +175,13 @@ def _generate(
                 eos_token_id=list(end_ids) or None,
                 pad_token_id=end_ids[0] if end_ids else 0,  # must have an embedding, unlike padding
                 cache_implementation="static" if config.cache == "static" else None,
-                output_scores=True,
-                return_dict_in_generate=True,
             ),
         )
-    responses = output.sequences[:, query_ids.size(1) :]
+    responses = sequences[:, query_ids.size(1) :]
+    logprobs = sampled.logprobs(responses)
     is_end = torch.isin(responses, torch.tensor(end_ids, device=responses.device))
     responses = responses.masked_fill(is_end.cumsum(1) - is_end.long() > 0, pad_id)
-    scores = torch.stack(output.scores if draws is None else draws.logits, dim=1)  # [B, T, V]
-    return torch.cat((query_ids, responses), dim=1), token_logprobs(scores, responses)
+    return torch.cat((query_ids, responses), dim=1), logprobs
 
 
 class _Told(LogitsProcessor):
@@ -195,6 +196,39 @@ class _Told(LogitsProcessor):
         return scores
 
 
+class _SampledLogprobs(LogitsProcessor):
+    """Computes the log-probability of each sampled token; leaves the scores unchanged.
+
+    Holds the scores [B, V] of one token at a time: those of all, [B, T, V], would take more memory
+    than anything else in a rollout.
+    """
+
+    def __init__(self, temperature: float) -> None:
+        self._temperature = temperature + TEMPERATURE_GUARD
+        self._scores: torch.Tensor | None = None
+        self._logprobs: list[torch.Tensor] = []
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        self._add(input_ids)
+        self._scores = scores
+        return scores
+
+    def logprobs(self, responses: torch.Tensor) -> torch.Tensor:
+        """Returns the log-probabilities of the responses' tokens, both [B, T]."""
+        num_tokens = responses.size(1)
+        if len(self._logprobs) < num_tokens:
+            self._add(responses)
+        # on "mps", transformers may sample a token after the last one, and take it back
+        return torch.cat(self._logprobs[:num_tokens], dim=1)
+
+    def _add(self, input_ids: torch.Tensor) -> None:
+        """Adds the log-probability of the last token, if it was sampled."""
+        if self._scores is not None:
+            scores = (self._scores / self._temperature)[:, None]  # [B, 1, V]
+            self._logprobs.append(token_logprobs(scores, input_ids[:, -1:]))
+            self._scores = None
+
+
 class _SharedDraws(LogitsProcessor):
     """Samples some rows of a batch as a single process would if it sampled all of them.
 
@@ -205,19 +239,20 @@ class _SharedDraws(LogitsProcessor):
 
     def __init__(self, num_rows: int, rows: slice, config: RolloutConfig) -> None:
         self.rows = rows
-        self.logits: list[torch.Tensor] = []
+        self.num_tokens = 0
         self.vocabulary = 0  # unknown before the first token, hence to processes without rows
         self._num_rows = num_rows
         self._temperature = config.temperature + TEMPERATURE_GUARD
 
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
-        self.logits.append(scores / self._temperature)
+        self.num_tokens += 1
         self.vocabulary = scores.size(-1)
-        return torch.softmax(self.logits[-1], dim=-1) / self._draw(scores.device)[self.rows]
+        probabilities = torch.softmax(scores / self._temperature, dim=-1)
+        return probabilities / self._draw(scores.device)[self.rows]
 
     def skip_to(self, num_tokens: int, device: torch.device) -> None:
         """Draws for the remaining tokens of the team's longest row, to keep generators equal."""
-        for _ in range(num_tokens - len(self.logits)):
+        for _ in range(num_tokens - self.num_tokens):
             self._draw(device)
 
     def _draw(self, device: torch.device) -> torch.Tensor:

@@ -13,7 +13,7 @@ from accelerate import infer_auto_device_map
 from accelerate.utils import send_to_device
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from firm.alignment.policy import PolicyConfig
+from firm.alignment.policy import PolicyConfig, move_
 from firm.federation.devices import accelerator_type, named_device, num_accelerators
 
 
@@ -29,7 +29,7 @@ def place_(policy: Any, config: PolicyConfig, device: torch.device) -> None:
     model = policy.get_base_model()
     devices = devices_by_module(model, config.device_map)
     if len(set(devices.values())) < 2:
-        policy.to(next(iter(devices.values()), device))
+        move_(policy, next(iter(devices.values()), device))
         return
     for name, own in devices.items():
         module = model.get_submodule(name)

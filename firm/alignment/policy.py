@@ -397,6 +397,23 @@ def add_adapter(model: Any, config: PolicyConfig, *, num_objectives: int = 1) ->
     return policy.eval()
 
 
+def move_(model: torch.nn.Module, device: torch.device) -> None:
+    """Moves a model to a device.
+
+    Some backends replace parameters on the way: modules that share one, as a head that is tied to
+    the embedding, would have a copy each.
+    """
+    places = [
+        (part._parameters, name, parameter)
+        for part in model.modules()
+        for name, parameter in part._parameters.items()
+    ]
+    model.to(device)
+    moved: dict[torch.nn.Parameter | None, torch.nn.Parameter | None] = {}
+    for parameters, name, parameter in places:
+        parameters[name] = moved.setdefault(parameter, parameters[name])
+
+
 @contextmanager
 def borrowed(model: PreTrainedModel | None) -> Iterator[None]:
     """Restores a model given by the user at the end: removes adapters, resets modes and dropout.

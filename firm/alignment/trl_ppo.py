@@ -109,6 +109,15 @@ class MultiObjectivePPOTrainer(PPOTrainer):
                 for name, dropout in layer.lora_dropout.items():
                     dropout.p = policy.peft_config[name].lora_dropout
 
+    def leave_training_to_clients_(self) -> None:
+        """Frees what `train` alone needs: the learner, and the critic's memory on an accelerator.
+
+        The critic is then only copied to the clients' learners.
+        """
+        del self.learner
+        if self.stages.critic is not None:
+            self.stages.critic.to("cpu")
+
     def create_optimizer_and_scheduler(self, num_training_steps: int) -> None:
         """Exposes the learner's optimizer to the callbacks; called by TRL."""
         self.optimizer = self.learner.actor_optimizer

@@ -254,6 +254,7 @@ def _train_on_solves(client: Client, request: LocalTraining) -> dict[str, Any]:
                 solves.append(solve)
                 factors = weights
             client.step(_pulled_back(gradients, client, request), factors)
+            del gradients  # or the next minibatch needs memory for a second Jacobian
     metrics = client.metrics()
     seconds = {stage: sum(solve.pop(stage) for solve in solves) for stage in ("gram", "solve")}
     grams = [solve.pop("gram_matrix") for solve in solves]
@@ -284,6 +285,7 @@ def train_on_sum(client: Client, request: LocalTraining) -> dict[str, Any]:
             num_passes += 1
             gradients = client.weighted_gradients(minibatch, weights * factors)
             client.step(_pulled_back(gradients, client, request), torch.ones(1))
+            del gradients  # as in `_train_on_solves`
     return {**client.metrics(), "weights": [weights.tolist()] * num_passes, "num_steps": num_steps}
 
 

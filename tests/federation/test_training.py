@@ -1,4 +1,5 @@
 import math
+import weakref
 from dataclasses import replace
 from functools import partial
 
@@ -103,6 +104,22 @@ def test_batches_are_drawn_by_the_model_after_the_step_before(new_client, start)
     client.batches, client.step = batches, recorded_step
     local_training(client, _request(start, num_local_steps=2))
     assert events == ["batch", "step", "step", "batch", "step", "step"]
+
+
+def test_a_minibatchs_jacobian_is_freed_before_the_next_is_computed(new_client, start):
+    client, freed = new_client(), []
+    compute, before = client.gradients, lambda: None
+
+    def gradients(minibatch):
+        nonlocal before
+        freed.append(before() is None)
+        found = compute(minibatch)
+        before = weakref.ref(found.jacobian)
+        return found
+
+    client.gradients = gradients
+    local_training(client, _request(start, num_local_steps=2))
+    assert freed == [True] * 4
 
 
 def test_a_gradient_that_is_not_finite_stops_the_training_before_its_step(new_client, start):

@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import nn
 
+from firm.alignment.policy import move_
 from firm.federation import RandomStream
 
 HERE, THERE = "pretend:0", "pretend:1"
@@ -75,6 +76,14 @@ def test_a_module_that_moves_there_has_new_parameters():
     layer = nn.Linear(2, 2)
     before = layer.weight
     assert layer.to(HERE).weight is not before
+
+
+def test_a_tied_head_is_still_tied_after_a_move():
+    embedding, head = nn.Embedding(4, 2), nn.Linear(2, 4, bias=False)
+    head.weight = embedding.weight
+    move_(nn.ModuleList([embedding, head]), torch.device(HERE))
+    assert head.weight is embedding.weight
+    assert str(head.weight.device) == HERE
 
 
 @pytest.mark.parametrize("device", [HERE, THERE])

@@ -75,7 +75,13 @@ class StackedModel:
         joint = self._pass(parts)
         with self._forward.of(joint), torch.set_grad_enabled(parts[0].has_gradient):
             output = forward(self.policy, joint.token_ids, joint.mask)
-        return [Output(PassPosition(joint, index), output) for index in range(len(parts))]
+            # one gradient of all rows; slices would each have one, zero at the other parts' rows
+            logits = output.logits.split(joint.counts)
+            hidden = output.hidden_states[-1].split(joint.counts)
+        return [
+            Output(PassPosition(joint, i), output.head, logits[i], hidden[i])
+            for i in range(len(parts))
+        ]
 
     def jacobian(self, wanted: "list[Losses]") -> Sequence[Any]:
         """Returns each part's Jacobian [M, d] in its own adapter, or the error of its losses.

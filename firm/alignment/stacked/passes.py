@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from firm.alignment.generation import RolloutConfig
+from firm.alignment.head import Head
 from firm.alignment.sequences import (
     Queries,
     TokenScores,
@@ -156,15 +157,13 @@ class Pass:
         return self._spans[index]
 
     def of_part(self, values: torch.Tensor, index: int) -> torch.Tensor:
-        """Extracts a part's rows from values [N, L, ...], zero at the part's padding."""
+        """Aligns values [b, L, ...] of a part's rows to the part; zero at its padding."""
         part = self.parts[index]
         before = part.context_length - self.context
         width = part.token_ids.size(1)
         if before <= 0 and width - before <= self.length:
-            return values[
-                self.span(index), -before : width - before
-            ]  # a plain slice, without padding
-        return _fitted(values[self.span(index)], before, width - before, 0.0)
+            return values[:, -before : width - before]  # a plain slice, without padding
+        return _fitted(values, before, width - before, 0.0)
 
     def is_base(self, layer: Any) -> bool:
         """Returns whether the parts use the base model; see `PassRows`."""
@@ -252,29 +251,36 @@ class Target:
 
 
 class Output:
-    """The model's output for the rows of one part, with the part's padding."""
+    """The model's output for the rows of one part, with the part's padding.
 
-    def __init__(self, place: PassPosition, joint_output: Any) -> None:
+    Args:
+        place: The part's position.
+        head: The model's head, if `forward` knows it; the logits are then empty.
+        logits: Logits of the part's rows, [b, L, V].
+        hidden: Hidden states of the last layer, [b, L, H].
+    """
+
+    def __init__(
+        self, place: PassPosition, head: Head | None, logits: torch.Tensor, hidden: torch.Tensor
+    ) -> None:
         self.place = place
-        self._joint_output = joint_output
+        self._head, self._logits, self._hidden = head, logits, hidden
 
     @property
     def hidden_states(self) -> tuple[torch.Tensor]:
         """Hidden states of the last layer, [b, Q + T, H], zero at padding."""
-        (hidden,) = self._joint_output.hidden_states
-        return (self.place.joint.of_part(hidden, self.place.index),)
+        return (self.place.joint.of_part(self._hidden, self.place.index),)
 
     def token_scores(self, temperature: float) -> TokenScores:
         """Returns log-probabilities and entropies of the responses' tokens, each [b, T]."""
         joint, part = self.place.joint, self.place.part
-        span, output = joint.span(self.place.index), self._joint_output
         width = part.token_ids.size(1) - part.context_length
         responses = part.token_ids[:, part.context_length :]
-        if output.head is not None:
-            states = output.hidden_states[0][span, joint.context - 1 : -1][:, :width]
+        if self._head is not None:
+            states = self._hidden[:, joint.context - 1 : -1][:, :width]
             states = torch.nn.functional.pad(states, (0, 0, 0, width - states.size(1)))
-            return scores_of_states(output.head, states, responses, temperature)
-        logits = response_logits(output.logits[span], joint.context, temperature)[:, :width]
+            return scores_of_states(self._head, states, responses, temperature)
+        logits = response_logits(self._logits, joint.context, temperature)[:, :width]
         logits = torch.nn.functional.pad(logits, (0, 0, 0, width - logits.size(1)))
         return scores_of_logits(logits, responses)
 
