@@ -118,6 +118,16 @@ def has_generator_states() -> bool:
     return num_accelerators() == _num_generators()
 
 
+def generator_note(device: torch.device) -> str | None:
+    """Returns a line for the user of a run on a device whose generators cannot be saved."""
+    if device.type == "cpu" or has_generator_states():
+        return None
+    return (
+        f"torch cannot save the random generators of {device.type} devices: a resumed run draws "
+        "other numbers than one that was not stopped, and runs with equal seeds may differ."
+    )
+
+
 def copy_of_generator(device: torch.device) -> torch.Generator:
     """Returns a copy of torch's default generator of a device.
 

@@ -33,6 +33,7 @@ from firm.alignment.stacked.trainer import stacked_trainers
 from firm.alignment.trainer import MultiObjectiveTrainer
 from firm.federation.aggregation import weighted_mean
 from firm.federation.client import Adapter, Client
+from firm.federation.devices import generator_note
 from firm.federation.engines.engine import ENGINES, Engine
 from firm.federation.engines.local import LocalEngine
 from firm.federation.engines.processes import Processes, ProcessesEngine
@@ -121,7 +122,7 @@ def load(
     )
     plain_tokenizer = given.tokenizer or read_tokenizer(cfg.policy.path)
     tokenizer = load_tokenizer(cfg.policy, plain_tokenizer)
-    notes: list[str] = []
+    notes = [note for note in [generator_note(device)] if note]
 
     def prompts_of(use: str) -> list[Prompt]:
         config, own = getattr(cfg.data, use), given.prompts.get(use)

@@ -15,7 +15,7 @@ from torch import nn
 
 from firm.console import accept_any_text
 from firm.federation.client import State
-from firm.federation.devices import named_device
+from firm.federation.devices import generator_note, named_device
 from firm.federation.diagnostics import failure_alarms
 from firm.federation.outside import legible, printable
 from firm.federation.server import ServerState
@@ -129,6 +129,8 @@ def run_classic(cfg: ClassicConfig) -> ClassicResult:
         device = named_device(cfg.device)
     except ValueError as error:
         raise UserError(f"device: {error}") from error
+    if note := generator_note(device):
+        print(f"note: {note}", flush=True)
     splits = load_data(cfg.data).to(device)
     if not len(getattr(splits, cfg.split)):
         raise ValueError(

@@ -120,6 +120,16 @@ def test_a_resumed_run_ends_as_one_that_was_not_stopped(tmp_path, engine):
     assert all(torch.equal(adapter[name], value) for name, value in read_adapter(whole).items())
 
 
+@pytest.mark.parametrize("can_save", [True, False])
+def test_a_run_says_once_that_generators_cannot_be_saved(tmp_path, monkeypatch, capsys, can_save):
+    if not can_save:
+        monkeypatch.delattr(torch.pretend, "get_rng_state")
+    run(*TINY, "--out", tmp_path / "run")
+    line = "note: torch cannot save the random generators of pretend devices"
+    before, _, _ = capsys.readouterr().out.partition("round 1/1")
+    assert before.count(line) == (not can_save)
+
+
 def test_a_front_is_trained_measured_and_picked_from_and_its_adapters_speak(tmp_path):
     out = tmp_path / "run"
     run(*TINY, *FRONT, "--evaluation.num_validation_prompts", 2, "--out", out)

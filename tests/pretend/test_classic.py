@@ -40,6 +40,14 @@ def test_a_study_ends_as_on_the_cpu(tmp_path, model):
             assert own["losses"] == pytest.approx(row["losses"], abs=1e-4)
 
 
+def test_a_study_says_that_generators_cannot_be_saved(tmp_path, monkeypatch, capsys):
+    monkeypatch.delattr(torch.pretend, "get_rng_state")
+    study(tmp_path, DEVICE, ["fedavg"])
+    note, *others = capsys.readouterr().out.split("note: ")[1:]
+    assert note.startswith("torch cannot save the random generators of pretend devices")
+    assert not others
+
+
 # The device has no fused cells, which torch wants of a GRU and an LSTM on other devices than CPUs.
 @pytest.mark.parametrize("name", sorted(EXAMPLES.keys() - {"molecule_net", "character_lstm"}))
 def test_every_model_is_trained_and_evaluated_there(name):
