@@ -72,16 +72,17 @@ SHAPES = {
 def save_models(shape: Shape, folder: Path, device: torch.device) -> None:
     """Writes folder/policy and folder/reward, bfloat16: 4 GB in the shape of TinyLlama."""
     torch.manual_seed(0)
-    _save(LlamaForCausalLM, shape.policy, folder / "policy", device)
-    _save(GPT2ForSequenceClassification, shape.reward, folder / "reward", device)
+    save_model(LlamaForCausalLM, shape.policy, folder / "policy", device)
+    save_model(GPT2ForSequenceClassification, shape.reward, folder / "reward", device)
 
 
-def _save(
+def save_model(
     model_class: type[PreTrainedModel],
     config: transformers.PretrainedConfig,
     folder: Path,
     device: torch.device,
 ) -> None:
+    """Writes a random model in bfloat16, and a tokenizer with one token per word."""
     words = [*SPECIAL.values(), *(f"w{i}" for i in range(config.vocab_size - len(SPECIAL)))]
     tokenizer = Tokenizer(
         models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="<unk>")
@@ -97,8 +98,13 @@ def _save(
 
 def prompts(shape: Shape, count: int) -> list[str]:
     """Returns dialogues of random words of the policy."""
+    return dialogues(shape.policy.vocab_size, shape.prompt_words, count)
+
+
+def dialogues(vocabulary: int, num_words: int, count: int) -> list[str]:
+    """Returns dialogues of random words of a vocabulary."""
     generator = torch.Generator().manual_seed(0)
-    size = (count, shape.prompt_words)
-    numbers = torch.randint(shape.policy.vocab_size - len(SPECIAL), size, generator=generator)
+    size = (count, num_words)
+    numbers = torch.randint(vocabulary - len(SPECIAL), size, generator=generator)
     texts = [" ".join(f"w{number}" for number in row) for row in numbers.tolist()]
     return [f"\n\nHuman: {text}\n\nAssistant:" for text in texts]

@@ -139,7 +139,7 @@ def jacobian_buffer(
     dtype = reduce(torch.promote_types, {p.dtype for p in parameters}, torch.float32)
     shape = [num_objectives, sum(parameter.numel() for parameter in parameters)]
     if out is None:
-        return torch.empty(shape, dtype=dtype, device=device)
+        return parameters[0].new_empty(shape, dtype=dtype)  # fake if the parameters are
     if (
         list(out.shape) != shape
         or out.dtype != dtype
@@ -183,7 +183,8 @@ def check_losses(losses: torch.Tensor | Sequence[torch.Tensor]) -> None:
                 "compute it from parameters that require grad."
             )
     # before the backward passes: losses share operations, so a NaN in one reaches every row
-    is_finite = torch.stack(list(losses)).isfinite().tolist()
+    stacked = torch.stack(list(losses))
+    is_finite = stacked.isfinite().tolist() if has_values(stacked) else []
     if not all(is_finite):
         raise ValueError(
             f"The loss of objective {is_finite.index(False)} is not finite; "

@@ -22,6 +22,7 @@ from firm.alignment.sequences import (
     token_logprobs,
 )
 from firm.federation import RandomStream, Team
+from firm.jobs.plan.memory import LiveBytes
 from tests.tokens import queries
 
 PAD, BOS, EOS = 0, 1, 2
@@ -48,6 +49,15 @@ def policy(make_policy):
 def query_ids(tokenizer) -> torch.Tensor:
     """Four prompts of different lengths, padded on the left, [4, 8]."""
     return tokenizer(QUERIES, padding=True, return_tensors="pt")["input_ids"]
+
+
+def test_sampling_holds_the_scores_of_one_token_at_a_time(make_model, tokenizer, query_ids):
+    model = make_model(vocab_size=2_000, num_hidden_layers=1)
+    num_new, config = 40, settings_of(max_new_tokens=40)
+    with LiveBytes(model) as live:
+        ids, _ = generate(model, queries(query_ids), tokenizer=tokenizer, config=config, end_ids=[])
+    assert ids.size(1) == query_ids.size(1) + num_new
+    assert live.peak < len(query_ids) * num_new * 2_000 * 4 / 2  # half of all scores
 
 
 def settings_of(**changes) -> RolloutConfig:

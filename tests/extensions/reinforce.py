@@ -37,10 +37,6 @@ class ReinforceConfig(EstimatorConfig):
         assert critic is None
         return Reinforce(self, policy)
 
-    def rehearsal(self, rollouts, num_objectives) -> "ReinforceExperience":
-        zeros = torch.zeros(num_objectives, rollouts.num_rows)
-        return ReinforceExperience(rollouts, zeros, zeros, zeros)
-
 
 @dataclass(frozen=True)
 class ReinforceExperience(Experience):

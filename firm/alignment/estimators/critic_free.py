@@ -105,13 +105,6 @@ class CriticFreeConfig(EstimatorConfig):
         """Returns a fresh estimator; see `EstimatorConfig`."""
         return CriticFree(self, policy)
 
-    def rehearsal(self, rollouts: Rollouts, num_objectives: int) -> "CriticFreeExperience":
-        """Returns a placeholder experience; see `EstimatorConfig`."""
-        zeros = torch.zeros(num_objectives, rollouts.num_rows)
-        return CriticFreeExperience(
-            rollouts, zeros, zeros, zeros, torch.zeros_like(rollouts.logprobs)
-        )
-
 
 @dataclass(frozen=True)
 class CriticFreeExperience(Experience):

@@ -285,10 +285,6 @@ class EstimatorConfig(ABC):
             optimizer: Adam factory, called with parameters and `lr`.
         """
 
-    @abstractmethod
-    def rehearsal(self, rollouts: Rollouts, num_objectives: int) -> Experience:
-        """Returns a placeholder experience for the dry run of `gradients` when planning."""
-
 
 ESTIMATORS: Registry[str, type[EstimatorConfig]] = Registry("estimator")
 """Configurations of all estimators, by name."""

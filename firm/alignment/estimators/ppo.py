@@ -115,12 +115,6 @@ class PPOConfig(EstimatorConfig):
         assert critic is not None
         return PPO(self, policy, critic, optimizer)
 
-    def rehearsal(self, rollouts: Rollouts, num_objectives: int) -> "PPOExperience":
-        """Returns a placeholder experience; see `EstimatorConfig`."""
-        zeros = torch.zeros(num_objectives, *rollouts.logprobs.shape)  # [M, B, T]
-        scores, kl = zeros[:, :, 0], zeros[0]
-        return PPOExperience(rollouts, scores, scores, zeros, zeros, zeros, kl)
-
 
 class ValueHeads(torch.nn.Module):
     """One linear value head per objective on hidden states: [B, L, H] to [B, L, M].

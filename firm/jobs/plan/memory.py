@@ -1,52 +1,67 @@
-"""Estimates the memory of a process by tracing passes, with real or fake tensors.
+"""Estimates the memory of a process by rehearsing the stages of a local step on fake tensors.
 
-With torch's fake tensors no weights are needed; the functions and attention kernels are those of a
-CPU run. On the miniature, the estimated peak of an update was 1 to 3 % above the growth of the
-resident set and that of a rollout 7 % below, with a malloc that returns freed blocks; glibc's
-default malloc took 1.8 times as much, and 2.4 times with gradient checkpointing.
+Fake tensors of torch have shapes and devices, but no content, so that no weights are needed. The
+rehearsal calls the trainers of a run, and counts the bytes of all tensors that live at a time. If
+the policy's device is on this machine, operations and attention kernels are those of the device;
+otherwise they are those of the CPU.
+
+On an accelerator the estimate stands for the bytes that torch allocates; whole runs are compared
+with it in `benchmarks/plan_memory.py`. On a CPU the resident set grows by more, as the allocator
+holds freed blocks: a run of "49k, PPO" there took 2.0 times the estimate with glibc's malloc.
 """
 
 import dataclasses
+import inspect
 import weakref
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial, wraps
 from typing import Any
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map_only
 from transformers import AutoModelForCausalLM, PretrainedConfig
 
-from firm.alignment.estimators.estimator import EstimatorConfig, Policy
-from firm.alignment.generation import RolloutConfig
-from firm.alignment.policy import PolicyConfig, adapter_parameters, add_adapter
+from firm.alignment.policy import PolicyConfig, add_adapter, set_mode
 from firm.alignment.prompts import Prompt
-from firm.alignment.sequences import Queries, Rollouts, response_logprobs
+from firm.alignment.sequences import Queries, Rollouts, set_preferences
+from firm.alignment.stacked.trainer import stacked_trainers
+from firm.alignment.trainer import Learner, MultiObjectiveTrainer
+from firm.federation.engines.stacked import MAX_ROWS
+from firm.federation.lockstep import lockstep
 from firm.federation.objective_training import ObjectiveTraining
-from firm.gradients.per_sequence import PerSequenceGradients
-from firm.jobs.alignment_config import AlignmentConfig
+from firm.jobs.alignment_config import AlignmentConfig, solves_at_preferences
 from firm.jobs.plan.passes import minibatch_share, preferences_of_minibatch, rollouts, updates
 from firm.jobs.plan.record import Memory, PolicyFigures
 from firm.jobs.plan.traffic import Traffic
 
 EVALUATION_BATCH = 64
-"""Number of replies in a batch of `firm.alignment.evaluate`."""
-
-STATES_PER_CLIENT = 3
-"""Copies of a client's learner: live, after the last accepted round, and after the pending one."""
+"""Maximum number of replies in a batch of `firm.alignment.evaluate`."""
 
 
 class LiveBytes(TorchDispatchMode):
     """Counts the bytes of live tensors created in the context; ``now`` and at most, ``peak``.
 
-    Excludes the model's parameters and buffers, and views of them.
+    Counts those on the device of `owned`, and excludes `owned` and views of it.
+
+    Args:
+        owned: Modules and tensors that exist already, such as the model.
     """
 
-    def __init__(self, model: torch.nn.Module) -> None:
+    def __init__(self, *owned: torch.nn.Module | torch.Tensor) -> None:
         super().__init__()
         self.now = self.peak = 0
         self._live: dict[int, int] = {}
-        tensors = (*model.parameters(), *model.buffers())
+        tensors = [
+            tensor
+            for each in owned
+            for tensor in (
+                [each] if isinstance(each, torch.Tensor) else [*each.parameters(), *each.buffers()]
+            )
+        ]
+        self._device = tensors[0].device.type
         self._owned = {tensor.untyped_storage()._cdata for tensor in tensors}
 
     def __torch_dispatch__(
@@ -54,7 +69,7 @@ class LiveBytes(TorchDispatchMode):
     ) -> Any:
         result = func(*args, **(kwargs or {}))
         for tensor in tree_leaves(result):
-            if isinstance(tensor, torch.Tensor):
+            if isinstance(tensor, torch.Tensor) and tensor.device.type == self._device:
                 self._note(tensor.untyped_storage())
         return result
 
@@ -71,116 +86,237 @@ class LiveBytes(TorchDispatchMode):
 
 
 @dataclass(frozen=True)
-class _Rehearsal(Policy):
-    """A policy for dry runs, with a Jacobian that is excluded from the count."""
+class UpdateMemory:
+    """Bytes of a minibatch's gradients, excluding parameters and learners."""
 
-    live: LiveBytes = field(kw_only=True)
-    rows: torch.Tensor = field(kw_only=True)
-    """Preallocated Jacobian, [M, d]."""
-    kept: list[int] = field(default_factory=list, kw_only=True)
-    """Live bytes before each backward pass."""
-
-    def jacobian(self, losses: torch.Tensor) -> torch.Tensor:
-        """Runs the backward passes and returns a Jacobian without columns, shape [M, 0]."""
-        for objective, loss in enumerate(losses):
-            self.kept.append(self.live.now)
-            is_last = objective == len(losses) - 1
-            torch.autograd.grad(loss, self.parameters, retain_graph=not is_last)
-        return torch.empty(len(losses), 0)
-
-    def per_sequence(self) -> PerSequenceGradients:
-        """Returns a context that records the live bytes before each backward pass."""
-        return _RehearsedSequences(self)
+    values: int
+    """Peak of the advantages, with the critic's pass over a batch."""
+    jacobian: int
+    """The clients' Jacobians, and their running sums over micro-batches, if any."""
+    saved: int
+    """Bytes between forward and backward pass, excluding the Jacobian."""
+    peak: int
+    """Peak of both passes, excluding the Jacobian."""
 
 
-class _RehearsedSequences(PerSequenceGradients):
-    def __init__(self, policy: _Rehearsal) -> None:
-        super().__init__(policy.model, policy.parameters)
-        self._policy = policy
+class Rehearsal:
+    """Trainers of a run whose policy and critic have no content.
 
-    def jacobian(self, losses: Any, coefficients: Any, **options: Any) -> torch.Tensor:
-        """Writes the Jacobian to the preallocated rows, after recording the live bytes."""
-        self._policy.kept.append(self._policy.live.now)
-        return super().jacobian(losses, coefficients, out=self._policy.rows, **options)
-
-
-def update_memory(
-    model: Any,
-    config: EstimatorConfig,
-    rollout: RolloutConfig,
-    *,
-    num_rows: int,
-    num_objectives: int,
-) -> tuple[int, int]:
-    """Returns the memory of one micro-batch, excluding parameters, critic and Jacobian.
-
-    The two numbers are the bytes live between forward and backward pass, and the peak of both.
+    Their parameters are fake tensors, and so is all that is computed from them. Token ids, masks
+    and rewards are small real tensors, since shapes depend on their content.
 
     Args:
-        model: The policy, with its adapter; real, or fake inside a fake mode.
-        config: The estimator whose update is traced.
-        rollout: Settings with the maximum lengths of prompts and replies.
-        num_rows: Rows of the micro-batch.
-        num_objectives: Number of objectives, M.
+        architecture: The policy's architecture.
+        cfg: The run.
+        num_clients: Clients whose rows share a pass of the update.
+        device: Device of the policy.
     """
-    critic = config.new_critic(model, num_objectives)
-    owners = torch.nn.ModuleList([model] if critic is None else [model, critic])
-    experience = config.rehearsal(_full_length(num_rows, rollout), num_objectives)
-    live = LiveBytes(owners)
-    parameters = list(adapter_parameters(model).values())
-    num_columns = sum(parameter.numel() for parameter in parameters)
-    policy = _Rehearsal(
-        model,
-        parameters,
-        config=rollout,
-        live=live,
-        rows=torch.empty(num_objectives, num_columns),
-    )
-    estimator = config.estimator(policy, critic=critic, optimizer=torch.optim.AdamW)
-    with live:
-        estimator.gradients(experience, experience)
-    return max(policy.kept, default=live.peak), live.peak
+
+    def __init__(
+        self,
+        architecture: PretrainedConfig,
+        cfg: AlignmentConfig,
+        *,
+        num_clients: int,
+        device: torch.device,
+    ) -> None:
+        self._cfg, self._device = cfg, device
+        model = policy_without_storage(architecture, cfg.policy, len(cfg.rewards))
+        self._mode = FakeTensorMode(allow_non_fake_inputs=True)
+        with_fake_parameters(model, self._mode, device)
+        self._model = model
+        self.alone = MultiObjectiveTrainer(
+            cfg.estimator,
+            rollout_config=cfg.rollout,
+            policy=model,
+            tokenizer=None,  # type: ignore[arg-type]  # there are no texts
+            reward_fns=dict.fromkeys(cfg.rewards, _no_reward),
+            num_rounds=1,
+            value_model=self._critic(),
+        )
+        """Trainer of evaluations, and of clients in turn."""
+        self.trainers = [self.alone]
+        """Trainers of clients whose passes are joint."""
+        if cfg.engine == "stacked":
+            new_trainer = stacked_trainers(self.alone)
+            self.trainers = [new_trainer() for _ in range(num_clients)]
+        self._learners = [self._learner(trainer) for trainer in self.trainers]
+
+    def _learner(self, trainer: MultiObjectiveTrainer) -> Learner:
+        """Returns a learner whose critic is not a copy of the trainer's, which has no content."""
+        policy, sgd = trainer._policy, torch.optim.SGD
+        estimator = self._cfg.estimator.estimator(policy, critic=self._critic(), optimizer=sgd)
+        return Learner(estimator, sgd(policy.parameters))
+
+    def _critic(self) -> torch.nn.Module | None:
+        with torch.device("meta"):
+            critic = self._cfg.estimator.new_critic(self._model, len(self._cfg.rewards))
+        if critic is not None:
+            with_fake_parameters(critic, self._mode, self._device)
+        return critic
+
+    def sampling(self, trainers: Sequence[MultiObjectiveTrainer], num_rows: int) -> tuple[int, int]:
+        """Returns the bytes of a rollout's keys and values, and the rollout's peak.
+
+        The peak is that of the pass that samples the last token, or of the pass that computes the
+        replies' log-probabilities, which takes more than the one over the prompts.
+
+        Args:
+            trainers: Trainers whose passes are joint.
+            num_rows: Rows of each.
+        """
+        set_mode(self._model, is_training=False)
+        rollout, total = self._cfg.rollout, num_rows * len(trainers)
+        set_preferences(self._model, self._rollouts(total).queries.preferences)
+        with torch.no_grad():
+            with self._counted() as last:
+                num_before = rollout.max_prompt_tokens + rollout.max_new_tokens - 1
+                cache = self._sampled_token(total, num_before)
+                last.peak = cache_size = last.now  # excluding this pass, which no rollout has
+                self._sampled_token(total, num_before + 1, cache)
+            del cache
+            with self._counted() as scoring:
+                rows = [self._rollouts(num_rows) for _ in trainers]
+                samplers = [trainer._sampler for trainer in trainers]
+                self._together(lambda s, r: s.logprobs(r, of_reference=False), samplers, rows)
+        return cache_size, max(last.peak, scoring.peak)
+
+    def _sampled_token(self, num_rows: int, num_tokens: int, cache: Any = None) -> Any:
+        """Samples a token after `num_tokens` others, and returns the keys and values.
+
+        Makes the tensors that `generate` makes in transformers: the logits in float32, the tempered
+        ones, and the probabilities.
+        """
+        model, rollout = self._model, self._cfg.rollout
+        known = inspect.signature(model.get_base_model().forward).parameters
+        mask = torch.ones(num_rows, num_tokens, dtype=torch.long, device=self._device)
+        mask[0, 0] = 0
+        ids = mask if cache is None else mask[:, -1:]
+        output = model(
+            input_ids=ids,
+            attention_mask=mask,
+            position_ids=(mask.cumsum(1) - 1)[:, -ids.size(1) :],
+            use_cache=True,
+            **({} if cache is None else {"past_key_values": cache}),
+            **({"logits_to_keep": 1} if "logits_to_keep" in known else {}),
+        )
+        scores = output.logits[:, -1].to(torch.float32, copy=True) / rollout.temperature
+        torch.multinomial(torch.softmax(scores, dim=-1), num_samples=1)
+        return output.past_key_values
+
+    def update(self, num_rows: int, num_preferences: int | None) -> UpdateMemory:
+        """Returns the memory of a minibatch's gradients.
+
+        Args:
+            num_rows: Rows of each client's minibatch.
+            num_preferences: Preferences with separate gradients; None if there are none.
+        """
+        config, rollout = self._cfg.estimator, self._cfg.rollout
+        part = min(config.micro_batch_size or num_rows, num_rows)
+        num_rows = min(num_rows, 2 * part)  # further parts take as much as the second
+        size = max(num_rows, min(rollout.forward_batch_size, config.batch_size))
+        size += -size % config.replies_per_prompt
+        marks: list[int] = []
+
+        def clock() -> float:  # read where a stage begins or ends
+            marks.append(live.now)
+            return 0.0
+
+        with self._counted() as live:
+            batches = [self._rollouts(size, num_preferences or 1) for _ in self.trainers]
+            rewards = torch.arange(size, dtype=torch.float32, device=self._device)
+            rewards = rewards.expand(len(self._cfg.rewards), -1)
+            experiences = self._together(
+                lambda learner, rows: learner.estimator.experience(rows, rewards, rewards),
+                self._learners,
+                batches,
+            )
+            values, live.peak = live.peak, live.now
+            minibatches = [experience.rows(slice(num_rows)) for experience in experiences]
+            for trainer in self.trainers:
+                trainer._clock = clock  # type: ignore[method-assign]
+            gradients = self._together(
+                lambda trainer, learner, minibatch: trainer.gradients(
+                    learner, minibatch, by_preference=num_preferences is not None
+                ),
+                self.trainers,
+                self._learners,
+                minibatches,
+            )
+        jacobian = sum(each.jacobian.nbytes for each in gradients)
+        sums = jacobian if num_rows > part else 0
+        return UpdateMemory(values, jacobian + sums, max(marks) - sums, live.peak - jacobian - sums)
+
+    def _counted(self) -> LiveBytes:
+        states = [learner.estimator.state() for learner in self._learners]
+        critics = [each for each in tree_leaves(states) if isinstance(each, torch.Tensor)]
+        adapters = [p for each in self.trainers for p in each.adapter_parameters.values()]
+        return LiveBytes(self._model, *critics, *adapters)
+
+    def _together(self, function: Callable[..., Any], *arguments: Sequence[Any]) -> list[Any]:
+        """Calls a function for each client in lockstep, as the engine does."""
+        calls = [partial(function, *own) for own in zip(*arguments, strict=True)]
+        return lockstep(calls, max_size=self._cfg.max_rows or MAX_ROWS)
+
+    def _rollouts(self, num_rows: int, num_preferences: int = 1) -> Rollouts:
+        """Returns rollouts with prompts and replies of maximum length, one prompt padded."""
+        rollout, num_objectives = self._cfg.rollout, len(self._cfg.rewards)
+        num_prompt, num_new = rollout.max_prompt_tokens, rollout.max_new_tokens
+        ids = torch.ones(num_rows, num_prompt + num_new, dtype=torch.long, device=self._device)
+        lengths = torch.full((num_rows,), num_prompt, device=self._device)
+        lengths[0] -= int(num_prompt > 1)
+        preferences = None
+        if self._cfg.policy.conditioning.kind != "none":
+            numbers = torch.arange(num_rows, device=self._device) % num_preferences
+            preferences = torch.ones(num_rows, num_objectives, device=self._device)
+            preferences[:, 0] += numbers  # not scaled to sum 1, which takes no memory
+        logprobs = torch.zeros(num_rows, num_new, device=self._device)
+        return Rollouts(
+            Queries([Prompt("")] * num_rows, ids[:, :num_prompt], lengths, preferences),
+            ids,
+            torch.full((num_rows,), num_new, device=self._device),
+            completions=[""] * num_rows,
+            logprobs=logprobs,
+            reference_logprobs=logprobs,
+            ended=torch.ones(num_rows, dtype=torch.bool, device=self._device),
+        )
 
 
-def scoring_memory(model: Any, rollout: RolloutConfig, *, num_rows: int) -> int:
-    """Returns the peak bytes of a pass that computes log-probabilities of replies."""
-    sequences = _full_length(num_rows, rollout)
-    with LiveBytes(model) as live:
-        response_logprobs(model, sequences, rollout.temperature)
-    return live.peak
+def _no_reward(**_: Any) -> list[float]:
+    raise AssertionError("a rehearsal has no texts to score")
 
 
-def _full_length(num_rows: int, rollout: RolloutConfig) -> Rollouts:
-    """Returns rollouts with prompts and replies of maximum length, without content."""
-    num_tokens = rollout.max_prompt_tokens + rollout.max_new_tokens
-    logprobs = torch.zeros(num_rows, rollout.max_new_tokens)
-    queries = Queries(
-        [Prompt("")] * num_rows,
-        torch.ones(num_rows, rollout.max_prompt_tokens, dtype=torch.long),
-        torch.full((num_rows,), rollout.max_prompt_tokens),
-    )
-    return Rollouts(
-        queries,
-        torch.ones(num_rows, num_tokens, dtype=torch.long),
-        torch.full((num_rows,), rollout.max_new_tokens),
-        completions=[""] * num_rows,
-        logprobs=logprobs,
-        reference_logprobs=logprobs,
-        ended=torch.ones(num_rows, dtype=torch.bool),
-    )
+def with_fake_parameters(module: Any, mode: FakeTensorMode, device: torch.device) -> None:
+    """Replaces meta tensors by fake ones on a device, and runs the passes in the fake mode.
 
-
-def with_fake_parameters(model: Any) -> Any:
-    """Replaces the model's meta tensors by fake tensors of the active mode, and returns it."""
-    for module in model.modules():
-        for tensors in (module._parameters, module._buffers):
+    Tied parameters stay tied.
+    """
+    fakes: dict[torch.Tensor, torch.Tensor] = {}
+    for part in module.modules():
+        for tensors in (part._parameters, part._buffers):
             for name, tensor in tensors.items():
                 if tensor is None:
                     continue
-                tensors[name] = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
-                if isinstance(tensor, torch.nn.Parameter):
-                    tensors[name] = torch.nn.Parameter(tensors[name], tensor.requires_grad)
-    return model
+                if tensor not in fakes:
+                    with mode:
+                        fake = torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
+                    if isinstance(tensor, torch.nn.Parameter):
+                        fake = torch.nn.Parameter(fake, tensor.requires_grad)
+                    fakes[tensor] = fake
+                tensors[name] = fakes[tensor]
+    # also the trunk, which the critic's pass calls
+    for model in {module, getattr(module, module.base_model_prefix, module)}:
+        model.forward = _within(mode, model.forward)
+
+
+def _within(mode: FakeTensorMode, forward: Callable[..., Any]) -> Callable[..., Any]:
+    @wraps(forward)
+    def call(*arguments: Any, **options: Any) -> Any:
+        arguments, options = tree_map_only(torch.Tensor, mode.from_tensor, (arguments, options))
+        with mode:
+            return forward(*arguments, **options)
+
+    return call
 
 
 def policy_without_storage(
@@ -198,57 +334,70 @@ def process_memory(
     cfg: AlignmentConfig,
     traffic: Traffic,
     num_clients: int,
+    device: torch.device,
 ) -> Memory:
-    """Returns the memory of a process with `num_clients` clients, by passes of fake models."""
-    num_objectives = len(cfg.rewards)
-    num_rows = num_objectives * preferences_of_minibatch(cfg)
+    """Returns the memory of a process that trains `num_clients` clients in a round.
+
+    Args:
+        architecture: The policy's architecture.
+        policy: Sizes of the policy.
+        cfg: The run.
+        traffic: Traffic of one round.
+        num_clients: Number of clients.
+        device: Device of the policy, which must be on this machine.
+    """
     joint, sampled = updates(cfg, traffic, num_clients), rollouts(cfg, traffic, num_clients)
     is_stacked = cfg.engine == "stacked"
-    in_parts = joint.rows < joint.clients * minibatch_share(cfg, traffic)
-    # clients in lockstep each keep the Jacobian of their last minibatch
-    jacobians = (num_clients if is_stacked else 1) + joint.clients * in_parts
-    calibration, evaluation = cfg.evaluation.num_calibration_prompts, EVALUATION_BATCH
-    measured = min(cfg.rollout.forward_batch_size, max(calibration, evaluation))
-    rows = max(measured, sampled.rows)
-    update, saved = {}, {}
-    for checkpointing in (False, True):
+    num_preferences = preferences_of_minibatch(cfg) if solves_at_preferences(cfg) else None
+    # joint passes draw other masks when they are recomputed
+    can_recompute = not is_stacked or cfg.policy.lora.dropout == 0
+    rehearsals, found = {}, {}
+    for checkpointing in (False, True) if can_recompute else (False,):
         changed = dataclasses.replace(cfg.policy, gradient_checkpointing=checkpointing)
-        model = policy_without_storage(architecture, changed, num_objectives)
-        with FakeTensorMode() as mode:
-            with_fake_parameters(model)
-            saved[checkpointing], update[checkpointing] = update_memory(
-                model,
-                cfg.estimator,
-                cfg.rollout,
-                num_rows=joint.rows,
-                num_objectives=num_rows,
-            )
-    model.eval()
-    with mode, torch.no_grad():
-        one_token = model(input_ids=torch.ones(rows, 1, dtype=torch.long), use_cache=True)
-        layers = one_token.past_key_values.layers
-        cache = sum(layer.keys.nbytes + layer.values.nbytes for layer in layers)
-        scoring = scoring_memory(model, cfg.rollout, num_rows=rows)
-    vocabulary = one_token.logits.size(-1)
-    num_tokens = cfg.rollout.max_prompt_tokens + cfg.rollout.max_new_tokens
-    logged = measured if is_stacked else rows  # batched rollouts keep no logits
+        rehearsals[checkpointing] = rehearsal = Rehearsal(
+            architecture,
+            dataclasses.replace(cfg, policy=changed),
+            num_clients=max(joint.clients, sampled.clients),
+            device=device,
+        )
+        share = minibatch_share(cfg, traffic)
+        found[checkpointing] = rehearsal.update(share, num_preferences)
+    rehearsal = rehearsals[False]
+    own_rows = -(-sampled.rows // sampled.clients // cfg.processes_per_client)
+    cache, rollout = rehearsal.sampling(rehearsal.trainers[: sampled.clients], own_rows)
+    evaluation = rollout
+    if is_stacked or own_rows != evaluated_rows(cfg):
+        _, evaluation = rehearsal.sampling([rehearsal.alone], evaluated_rows(cfg))
+    critic, learner = _learner_bytes(architecture, policy, cfg)
+    # the state before the first round has no moments
+    oldest = critic if cfg.rounds == 1 else learner
     own_adapter = policy.adapter_bytes if is_stacked else 0
-    stacks = 2 * joint.clients * own_adapter  # the clients' LoRA matrices and their gradients
     return Memory(
-        learner=STATES_PER_CLIENT * _learner_bytes(architecture, policy, cfg) + own_adapter,
-        jacobian=jacobians * num_rows * policy.num_trainable * 4,
-        update={key: size + stacks for key, size in update.items()},
-        saved=saved,
-        cache=cache * num_tokens,
-        scores=2 * logged * cfg.rollout.max_new_tokens * vocabulary * 4,  # float32 in transformers
-        scoring=scoring,
+        training=learner + oldest + own_adapter,
+        waiting=2 * learner + oldest + own_adapter,
+        num_training=num_clients if is_stacked else 1,
+        jacobian=found[False].jacobian,
+        update={key: update.peak for key, update in found.items()},
+        saved={key: update.saved for key, update in found.items()},
+        values=found[False].values,
+        cache=cache,
+        rollout=rollout,
+        evaluation=evaluation,
     )
+
+
+def evaluated_rows(cfg: AlignmentConfig) -> int:
+    """Returns the maximum rows of a pass in evaluations and calibration."""
+    evaluation = cfg.evaluation
+    num_prompts = max(evaluation.num_validation_prompts, evaluation.num_test_prompts)
+    replies = min(EVALUATION_BATCH, num_prompts * evaluation.num_samples)
+    return min(cfg.rollout.forward_batch_size, max(evaluation.num_calibration_prompts, replies))
 
 
 def _learner_bytes(
     architecture: PretrainedConfig, policy: PolicyFigures, cfg: AlignmentConfig
-) -> int:
-    """Returns the bytes of one copy of a client's critic and optimizer moments."""
+) -> tuple[int, int]:
+    """Returns the bytes of a client's critics, and of its critics and optimizer moments."""
     model = policy_without_storage(architecture, cfg.policy, len(cfg.rewards))
     with torch.device("meta"):
         module = cfg.estimator.new_critic(model, len(cfg.rewards))
@@ -256,5 +405,6 @@ def _learner_bytes(
     moments = 2 * policy.adapter_bytes if cfg.estimator.actor_optimizer == "adam" else 0
     learner = 3 * critic + moments  # Adam trains all parameters outside the adapter
     if ObjectiveTraining in cfg.strategy.requests(tuple(cfg.rewards)):
-        return len(cfg.rewards) * learner + critic  # the common learner never steps: no moments
-    return learner
+        # the common learner never steps: no moments
+        return critic, len(cfg.rewards) * learner + critic
+    return critic, learner

@@ -13,6 +13,7 @@ from firm.alignment.placement import bytes_by_device, devices_by_module
 from firm.alignment.policy import adapter_parameters, read_architecture, read_tokenizer
 from firm.alignment.prompt_data import load_prompts
 from firm.alignment.sharding import gathered_bytes, part_bytes
+from firm.federation.devices import named_device
 from firm.federation.engines.processes import Processes
 from firm.federation.outside import first_line
 from firm.jobs.alignment_config import (
@@ -31,8 +32,8 @@ from reward_models.registry import RewardModelConfig
 
 LEFT_OUT = (
     "Memory is an estimate, for prompts and replies of maximum length. It excludes the reward "
-    "models' activations, libraries and drivers (0.5 to 1 GB), workspaces, the allocator's cache "
-    "(on a CPU up to 1.5 times the estimate), and texts."
+    "models' activations, libraries and drivers (0.5 to 1 GB), workspaces of kernels, the blocks "
+    "that the allocator holds back (many on a CPU), and texts."
 )
 
 
@@ -64,8 +65,10 @@ def make_plan(cfg: AlignmentConfig, clients: Sequence[str], processes: Processes
         except ValueError as error:  # the devices of another machine
             notes.append(f"{error} The policy is counted on one device.")
         try:
-            memory = process_memory(architecture, policy, cfg, traffic, busiest)
-        except (RuntimeError, AttributeError) as error:  # operations that depend on tensor content
+            device = _device_here(cfg.policy.device)
+            memory = process_memory(architecture, policy, cfg, traffic, busiest, device)
+        except (AttributeError, RuntimeError, TypeError, ValueError) as error:
+            # operations that depend on tensors' content, or that the engine lacks
             notes.append(
                 f"{cfg.policy.path}: no estimate of its memory without weights "
                 f"({first_line(error)})."
@@ -111,6 +114,17 @@ def make_plan(cfg: AlignmentConfig, clients: Sequence[str], processes: Processes
         hyperparameters=list(hyperparameters(cfg)),
         notes=[*notes, LEFT_OUT],
     )
+
+
+def _device_here(name: str) -> torch.device:
+    """Returns the policy's device, or the CPU if the device is not on this machine."""
+    try:
+        device = named_device(name)
+    except ValueError:
+        return torch.device("cpu")
+    if device.type == "cpu" or device.index is not None:
+        return device
+    return torch.device(device.type, torch.accelerator.current_device_index())
 
 
 def _prompts_per_client(cfg: AlignmentConfig, *, has_tokenizer: bool) -> tuple[int, int] | None:

@@ -47,8 +47,13 @@ class PolicyFigures:
 class Memory:
     """Estimated bytes in one process."""
 
-    learner: int
-    """Critic and optimizer moments of one client, live and saved, and its adapter if stacked."""
+    training: int
+    """Critic and optimizer moments of a client in training, live and after the last accepted round;
+    and its adapter if stacked."""
+    waiting: int
+    """The same of another client, whose last state is not accepted yet and stored as well."""
+    num_training: int
+    """Number of clients in training at a time."""
     jacobian: int
     """The M gradients of the clients in training, and running sums over micro-batches, if any."""
     update: dict[bool, int]
@@ -56,12 +61,14 @@ class Memory:
     checkpointing."""
     saved: dict[bool, int]
     """The part of `update` saved for the backward pass."""
+    values: int
+    """Peak of the pass of the critic over a batch, if any, and of the advantages."""
     cache: int
     """Keys and values of a rollout."""
-    scores: int
-    """Logits kept by a rollout, and the tensor [B, T, V] that they are stacked to."""
-    scoring: int
-    """Peak of a pass that computes the log-probabilities of a whole rollout."""
+    rollout: int
+    """Peak of a rollout in training, including the passes that compute log-probabilities."""
+    evaluation: int
+    """The same in evaluations and calibration."""
 
 
 @dataclass(frozen=True)
@@ -156,17 +163,22 @@ class RunPlan:
             return {device: size for device, size in total.items() if size}
         memory, adapter = self.memory, self.policy.adapter_bytes
         update = memory.jacobian + memory.update[self.gradient_checkpointing]
-        rollout = max(memory.cache + memory.scores, memory.scoring)
+        step = max(update, memory.values, memory.rollout)
         for place in self.places:
             parts = place.policy_bytes or {place.policy: self.policy.part_bytes}
             for device, size in parts.items():
                 total[device] += size
+            num_training = min(len(place.clients), memory.num_training)
+            num_waiting = len(place.clients) - num_training
+            learners = num_training * memory.training + num_waiting * memory.waiting
             total[place.policy] += (
                 self.policy.gathered_bytes
                 + self.policy.bytes_by_dtype["buffers"]
                 + adapter
-                + len(place.clients) * memory.learner
-                + max(update, rollout)
+                + max(
+                    learners + step,
+                    len(place.clients) * memory.waiting + memory.evaluation,
+                )
             )
         total["cpu"] += self.policy.uploads + adapter  # on the server
         return dict(total)

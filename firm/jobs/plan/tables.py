@@ -123,7 +123,8 @@ def _memory_tables(plan: RunPlan) -> Iterator[PlanTable]:
             *((f"policy, {dtype}", formats.size(size)) for dtype, size in sizes),
             *_shard_rows(plan.policy),
             ("adapter", formats.size(plan.policy.adapter_bytes)),
-            ("per client: critic, moments, saved states", formats.size(memory.learner)),
+            ("client in training: critic, moments, saved state", formats.size(memory.training)),
+            ("other client: critic, moments, saved states", formats.size(memory.waiting)),
             ("Jacobian [M, d]", formats.size(memory.jacobian)),
         ]
         for is_on, peak in memory.update.items():
@@ -133,9 +134,10 @@ def _memory_tables(plan: RunPlan) -> Iterator[PlanTable]:
                 ("  saved for the backward pass", formats.size(memory.saved[is_on])),
             ]
         rows += [
-            ("rollout: keys and values", formats.size(memory.cache)),
-            ("rollout: logits of the reply", formats.size(memory.scores)),
-            ("log-probabilities of a rollout", formats.size(memory.scoring)),
+            ("values and advantages", formats.size(memory.values)),
+            ("rollout, with log-probabilities", formats.size(memory.rollout)),
+            ("  keys and values", formats.size(memory.cache)),
+            ("rollout of an evaluation or calibration", formats.size(memory.evaluation)),
         ]
         yield PlanTable("Memory of a process", ("", "bytes"), rows)
     by_device = sorted(plan.memory_by_device().items())
