@@ -115,9 +115,11 @@ def chosen_logprobs(
         temperature: Temperature τ > 0.
     """
     vocabulary = head.module.weight.size(0)
-    rows = states.flatten(0, 1), token_ids.flatten().clamp(max=vocabulary - 1)
-    logprobs, entropies = _Chosen.apply(*rows, head, temperature)  # type: ignore[misc]
-    return logprobs.view_as(token_ids), entropies.view_as(token_ids)
+    ids = token_ids.to(states.device).clamp(max=vocabulary - 1)  # a head may be on another device
+    rows = states.flatten(0, 1), ids.flatten()
+    found = _Chosen.apply(*rows, head, temperature)  # type: ignore[misc]
+    logprobs, entropies = (each.view_as(token_ids).to(token_ids.device) for each in found)
+    return logprobs, entropies
 
 
 class _Chosen(torch.autograd.Function):

@@ -19,7 +19,7 @@ from firm.alignment.estimators.critic_free import (
     reply_losses,
 )
 from firm.alignment.policy import set_mode, without_needless_warnings
-from firm.alignment.sequences import INVALID_LOGPROB, token_logprobs
+from firm.alignment.sequences import INVALID_LOGPROB, response_logits, token_logprobs
 from firm.gradients import jacobian
 from tests.draws import draw_mask, draw_normal
 from tests.stages import experience_of
@@ -205,7 +205,8 @@ def looped_rows(trainer, minibatch) -> torch.Tensor:
     """The Jacobian by a loop of backward passes over the printed losses, [M, d]."""
     config, rollouts, policy = trainer.config, minibatch.rollouts, trainer._policy
     set_mode(policy.model, is_training=True)
-    logits = policy.logits(policy.forward(rollouts), rollouts)
+    logits = policy.forward(rollouts).logits
+    logits = response_logits(logits, rollouts.context_length, policy.config.temperature)
     mask = rollouts.mask
     logprobs = token_logprobs(logits, rollouts.responses).masked_fill(~mask, INVALID_LOGPROB)
     losses = []
