@@ -12,6 +12,7 @@ from transformers import GenerationConfig
 
 from firm.alignment.adapters.forward import forward_of
 from firm.alignment.policy import adapter_parameters, set_mode
+from firm.alignment.sequences import forward
 from firm.federation.outside import first_line
 from firm.gradients.per_sequence import PerSequenceGradients
 
@@ -80,7 +81,7 @@ def check_passes(policy: Any, path: str) -> None:
             f"policy.path: {path} does not run as a causal language model "
             f"({first_line(error).rstrip('.')}): choose another model."
         ) from error
-    by_token = torch.stack(generated.logits, dim=1).float().log_softmax(-1)
+    by_token = torch.stack(generated.logits, dim=1).float().log_softmax(-1).cpu()
 
     rounding = _rounding(embedding.dtype)
     for one, other, reason in (
@@ -117,9 +118,11 @@ def check_rows(policy: Any, path: str) -> None:
     ids = torch.randint(size, (NUM_ROWS, LENGTH), generator=generator).to(policy.device)
     parameters = list(adapter_parameters(policy).values())
     with PerSequenceGradients(policy, parameters) as gradients:
-        logprobs = _logprobs(policy, ids, torch.ones_like(ids))
+        # the head sees positions one by one: what interacts does so before, in the hidden states
+        states = forward(policy, ids, torch.ones_like(ids, dtype=torch.bool)).hidden_states[0]
+        weights = torch.randn(states.size(-1), generator=generator).to(states)
         try:
-            gradients.check_independence(logprobs[..., 0].sum(1))
+            gradients.check_independence((states @ weights).sum(1))
         except ValueError as error:
             raise ValueError(
                 f"policy.path: the rows of a batch of {path} are not independent "
@@ -128,14 +131,14 @@ def check_rows(policy: Any, path: str) -> None:
 
 
 def _logprobs(policy: Any, ids: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-    """Returns log-probabilities [B, L, V], with positions that skip padding."""
+    """Returns log-probabilities [B, L, V] on the CPU, with positions that skip padding."""
     logits = policy(
         input_ids=ids,
         attention_mask=mask,
         position_ids=mask.cumsum(1) - mask.long(),
         use_cache=False,
     ).logits
-    return logits.float().log_softmax(-1)
+    return logits.float().log_softmax(-1).cpu()  # a large vocabulary's are tens of megabytes
 
 
 def _rounding(dtype: torch.dtype) -> float:
