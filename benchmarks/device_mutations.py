@@ -54,8 +54,8 @@ MUTATIONS = (
     ),
     Mutation(
         "firm/alignment/adapter_files.py",
-        "policy.to(take_device(config.device)).eval()",
-        "policy.eval()",
+        "place_(policy, config, take_device(config.device))",
+        "pass",
         FRONT,
     ),
     Mutation(
@@ -84,7 +84,7 @@ MUTATIONS = (
     ),
     Mutation(
         "firm/gradients/jacobian.py",
-        "torch.empty(shape, dtype=dtype, device=device)",
+        "parameters[0].new_empty(shape, dtype=dtype)",
         "torch.empty(shape, dtype=dtype)",
         FIRM,
     ),
@@ -141,7 +141,9 @@ MUTATIONS = (
     Mutation(
         "firm/fmoo/task_data.py", "targets=self.targets.to(device)", "targets=self.targets", LENET
     ),
-    Mutation("firm/jobs/alignment_loading.py", "policy.to(device)", "pass", FEDAVG),
+    Mutation(
+        "firm/jobs/alignment_loading.py", "place_(policy, cfg.policy, device)", "pass", FEDAVG
+    ),
     Mutation(
         "firm/jobs/fmoo.py",
         "load_data(cfg.data).to(device)",

