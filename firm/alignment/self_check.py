@@ -118,11 +118,14 @@ def check_rows(policy: Any, path: str) -> None:
     ids = torch.randint(size, (NUM_ROWS, LENGTH), generator=generator).to(policy.device)
     parameters = list(adapter_parameters(policy).values())
     with PerSequenceGradients(policy, parameters) as gradients:
-        # the head sees positions one by one: what interacts does so before, in the hidden states
-        states = forward(policy, ids, torch.ones_like(ids, dtype=torch.bool)).hidden_states[0]
-        weights = torch.randn(states.size(-1), generator=generator).to(states)
+        output = forward(policy, ids, torch.ones_like(ids, dtype=torch.bool))
+        if output.head is None:  # a sharded model's backward pass must begin at its output
+            values = output.logits[..., 0]
+        else:  # without logits: the head sees positions one by one, and lets no rows interact
+            states = output.hidden_states[0]
+            values = states @ torch.randn(states.size(-1), generator=generator).to(states)
         try:
-            gradients.check_independence((states @ weights).sum(1))
+            gradients.check_independence(values.sum(1))
         except ValueError as error:
             raise ValueError(
                 f"policy.path: the rows of a batch of {path} are not independent "
