@@ -49,7 +49,9 @@ def head_of(model: Any) -> Head | None:
     """Returns the head of a language model, or None if its logits must be computed in full.
 
     That is so for small vocabularies, for heads that are trained or no linear layer, and for models
-    that do anything else to their logits: the formula is compared with the model on a few tokens.
+    that do anything else to their logits: the formula is compared with the model on a few tokens,
+    once. `check_passes` does this when a policy is loaded, since later passes may have set
+    preferences or adapters for other rows.
     """
     module = model.get_output_embeddings()
     if module is None:
@@ -86,17 +88,14 @@ def _agrees(model: Any, head: Head) -> bool:
     """Returns whether a head's formula gives a model's logits, up to rounding."""
     states: list[torch.Tensor] = []
     hook = head.module.register_forward_pre_hook(lambda _, inputs: states.append(inputs[0]))
-    ids = torch.arange(1, NUM_CHECKED + 1, device=head.module.weight.device)[None]
-    is_training = model.training
-    model.eval()
+    ids = torch.arange(1, NUM_CHECKED + 1, device=model.get_input_embeddings().weight.device)[None]
     try:
         logits = model(input_ids=ids, use_cache=False, return_dict=True).logits
     finally:
         hook.remove()
-        model.train(is_training)
     if len(states) != 1 or states[0].shape[:2] != ids.shape:
         return False
-    expected, own = logits.float(), head.logits(states[0]).float()
+    expected, own = logits.float(), head.logits(states[0]).float().to(logits.device)
     rounding = 16 * torch.finfo(logits.dtype).eps * expected.abs().max()
     return own.shape == expected.shape and bool((own - expected).abs().max() <= rounding)
 

@@ -11,6 +11,7 @@ import torch
 from transformers import GenerationConfig
 
 from firm.alignment.adapters.forward import forward_of
+from firm.alignment.head import head_of
 from firm.alignment.policy import adapter_parameters, set_mode
 from firm.alignment.sequences import forward
 from firm.federation.outside import first_line
@@ -55,6 +56,7 @@ def check_passes(policy: Any, path: str) -> None:
 
     try:
         with policy.disable_adapter():
+            head_of(policy)  # compares the head now, while no rows have preferences or adapters
             set_mode(policy, is_training=True)
             update = _logprobs(policy, ids, mask)
             set_mode(policy, is_training=False)

@@ -10,10 +10,11 @@ from peft import LoraConfig, get_peft_model
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from firm.alignment import head as heads
-from firm.alignment import sequences
 from firm.alignment.head import Head, chosen_logprobs, head_of
+from firm.alignment.self_check import check_passes
 from firm.alignment.sequences import Queries, Sequences, forward, token_scores
 from firm.gradients.per_sequence import PerSequenceGradients
+from firm.jobs.plan.memory import LiveBytes
 from tests.tokens import queries
 from tests.zoo.architectures import ARCHITECTURES
 
@@ -30,6 +31,13 @@ def large(monkeypatch) -> None:
     monkeypatch.setattr(heads, "LARGE_VOCABULARY", 0)
     monkeypatch.setattr(heads, "MAX_ENTRIES", 1000)
     monkeypatch.setattr(heads, "_formulas", weakref.WeakKeyDictionary())
+
+
+def tiny(vocabulary: int) -> LlamaConfig:
+    return LlamaConfig(
+        vocab_size=vocabulary, hidden_size=16, intermediate_size=16, num_hidden_layers=1,
+        num_attention_heads=2,
+    )  # fmt: skip
 
 
 def batch(vocabulary: int, *, seed: int = 0) -> Sequences:
@@ -80,10 +88,7 @@ def test_gradients_are_those_of_differences(cap) -> None:
 
 
 def test_several_objectives_share_one_gradient_of_the_head(large) -> None:
-    config = LlamaConfig(
-        vocab_size=400, hidden_size=16, intermediate_size=16, num_hidden_layers=1,
-        num_attention_heads=2,
-    )  # fmt: skip
+    config = tiny(400)
     torch.manual_seed(0)
     model = get_peft_model(
         LlamaForCausalLM(config), LoraConfig(r=2, init_lora_weights=False, lora_dropout=0.0)
@@ -120,8 +125,6 @@ def test_nothing_of_the_size_of_the_logits_is_held(large, monkeypatch) -> None:
     monkeypatch.setattr(heads, "MAX_ENTRIES", 50_000)
     module = torch.nn.Linear(4, 5_000, bias=False).requires_grad_(False)
     states = torch.randn(2, 64, 4, requires_grad=True)
-    from firm.jobs.plan.memory import LiveBytes
-
     with LiveBytes(module) as live:
         logprobs, _ = chosen_logprobs(
             Head(module), states, torch.zeros(2, 64, dtype=torch.long), 1.0
@@ -131,10 +134,7 @@ def test_nothing_of_the_size_of_the_logits_is_held(large, monkeypatch) -> None:
 
 
 def test_a_head_that_is_trained_or_altered_goes_the_plain_way(large) -> None:
-    config = LlamaConfig(
-        vocab_size=300, hidden_size=16, intermediate_size=16, num_hidden_layers=1,
-        num_attention_heads=2,
-    )  # fmt: skip
+    config = tiny(300)
     model = LlamaForCausalLM(config).requires_grad_(False)
     assert head_of(model) is not None
     trained = LlamaForCausalLM(config)
@@ -150,16 +150,21 @@ def test_a_head_that_is_trained_or_altered_goes_the_plain_way(large) -> None:
 
 
 def test_small_vocabularies_go_the_plain_way_and_heads_are_forgotten_with_their_models() -> None:
-    config = LlamaConfig(
-        vocab_size=9_000, hidden_size=8, intermediate_size=8, num_hidden_layers=1,
-        num_attention_heads=2,
-    )  # fmt: skip
+    config = tiny(9_000)
     model = LlamaForCausalLM(config).requires_grad_(False)
     assert head_of(model) is not None
     module = weakref.ref(model.lm_head)
     del model
     gc.collect()
     assert module() is None
-    small = LlamaForCausalLM(LlamaConfig(**{**config.to_dict(), "vocab_size": 819}))
+    small = LlamaForCausalLM(tiny(819))
     assert head_of(small.requires_grad_(False)) is None
-    assert sequences.head_of is head_of
+
+
+def test_a_head_is_compared_when_its_policy_is_loaded(large, monkeypatch) -> None:
+    """Later passes may have preferences, or adapters of several clients, for other rows."""
+    model = get_peft_model(LlamaForCausalLM(tiny(300)).eval(), LoraConfig(r=2))
+    check_passes(model, "the policy")
+    monkeypatch.setattr(heads, "_agrees", lambda *_: pytest.fail("compared in a pass"))
+    rows = batch(300)
+    assert forward(model, rows.query_responses, rows.attention_mask).head is not None
