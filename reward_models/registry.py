@@ -230,9 +230,9 @@ def _function(
 ) -> FunctionReward:
     assert not isinstance(config.output, int)  # RewardModelConfig has refused it
     if needs is not None and find_spec(needs) is None:
+        remedy = "pip install 'firm-align[real]'" if _is_shipped(function) else "install it"
         raise ValueError(
-            f"{config.name!r} needs the package {needs}, which is not installed: "
-            "pip install 'firm-align[real]'."
+            f"{config.name!r} needs the package {needs}, which is not installed: {remedy}."
         )
     if not isinstance(function, type):
         reward = as_reward(objective, function, name=config.name, options=config.options)
@@ -299,7 +299,7 @@ def _check_call(
 ) -> None:
     """Checks that a reward function can be called; `bound` are arguments that it will have."""
     signature = inspect.signature(function)
-    if str(getattr(function, "__module__", "")).split(".")[0] in ("firm", "reward_models"):
+    if _is_shipped(function):
         _check_options(name, signature, options)
     try:
         signature.bind_partial(*bound, prompts=[], completions=[], **options)
@@ -309,6 +309,10 @@ def _check_call(
             f"{''.join(f', {option}' for option in options)} ({error}): "
             f"its signature is {signature}."
         ) from None
+
+
+def _is_shipped(function: Callable[..., Any]) -> bool:
+    return str(getattr(function, "__module__", "")).split(".")[0] in ("firm", "reward_models")
 
 
 def _check_options(name: str, signature: inspect.Signature, options: dict[str, Any]) -> None:

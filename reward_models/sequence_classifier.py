@@ -16,6 +16,7 @@ from weakref import WeakValueDictionary
 import torch
 from huggingface_hub.errors import StrictDataclassError
 from peft import PeftConfig, PeftModel
+from peft.utils import SAFETENSORS_WEIGHTS_NAME
 from safetensors import SafetensorError
 from transformers import (
     AutoConfig,
@@ -356,17 +357,18 @@ def _load_adapter(folder: str, dtype: str, device: torch.device) -> PeftModel:
             path = str(settings.base_model_name_or_path)
             if not getattr(settings, "modules_to_save", None):  # the trained head
                 raise ValueError("it is not an adapter of a sequence classifier")
+            if not (Path(folder) / SAFETENSORS_WEIGHTS_NAME).is_file():  # PEFT would read a pickle
+                raise ValueError(f"it has no {SAFETENSORS_WEIGHTS_NAME}")
             key = (str(Path(path).resolve()) if Path(path).is_dir() else path, dtype, device)
             if (model := _adapted.get(key)) is not None:
                 if name not in model.peft_config:
                     model.load_adapter(folder, name, is_trainable=False)
-                    cast(Any, model.get_base_model()).score.float()
                 return model
             base = AutoModelForSequenceClassification.from_pretrained(
                 path, num_labels=1, dtype=getattr(torch, dtype), use_safetensors=True
             )
+            base.score.float()  # before the copy that the trained head fills, or it is rounded
             model = PeftModel.from_pretrained(base.to(device), folder, adapter_name=name)
-            base.score.float()
     except _LOADING_ERRORS as error:
         raise ValueError(
             f"no reward model could be loaded from the adapter in {folder} ({first_line(error)}): "

@@ -1,6 +1,6 @@
 """Pairs of replies that people ranked, in the forms of TRL's preference data."""
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any
 
@@ -28,13 +28,7 @@ class PairsConfig(PromptsConfig):
     PKU-SafeRLHF. Empty: rows hold `chosen` and `rejected`."""
 
 
-def load_pairs(
-    config: PairsConfig,
-    *,
-    given: Iterable[Prompt] | None = None,
-    default_split: str = "train",
-    on_note: Callable[[str], None] | None = None,
-) -> list[Pair]:
+def load_pairs(config: PairsConfig, *, on_note: Callable[[str], None] | None = None) -> list[Pair]:
     """Returns the pairs of one or more sources, in order.
 
     A row has a `prompt`, text or chat messages, and `chosen` and `rejected` as texts or as messages
@@ -45,7 +39,7 @@ def load_pairs(
     Raises:
         ValueError: A source cannot be read, a row holds no two replies, or no pair is left.
     """
-    prompts = load_prompts(config, given=given, default_split=default_split, on_note=on_note)
+    prompts = load_prompts(config, on_note=on_note)
     rows = [pair_of(row, config.ranked_by, place=f"pair {n}") for n, row in enumerate(prompts, 1)]
     pairs = [pair for pair in rows if pair and pair.chosen.strip() != pair.rejected.strip()]
     if not pairs:

@@ -185,6 +185,7 @@ def train_reward(cfg: RewardConfig) -> TrainedReward:
         format=reward.format,
         append_eos=reward.append_eos,
         max_length=reward.max_length,
+        dtype=_dtype(cfg),
     )
     with whole_folder(out) as folder:
         model: Any = reward.whole_model
@@ -236,11 +237,14 @@ def _split(pairs: Sequence[Pair], cfg: RewardConfig) -> tuple[list[Pair], list[P
     return sides[0], sides[1]
 
 
+def _dtype(cfg: RewardConfig) -> Literal["float32", "bfloat16"]:
+    return fast_dtype() if cfg.dtype == "auto" else cfg.dtype
+
+
 def _new_reward(cfg: RewardConfig) -> SequenceClassifierReward:
     """Returns the base with a new head and adapter, as the reward model that it will be."""
     device = named_device(cfg.device)
     tokenizer = read_tokenizer(cfg.base)
-    dtype = fast_dtype() if cfg.dtype == "auto" else cfg.dtype
     with (
         checkpoint_errors("language model", cfg.base),
         quiet_transformers(),
@@ -248,7 +252,7 @@ def _new_reward(cfg: RewardConfig) -> SequenceClassifierReward:
         RandomStream(cfg.seed, "reward"),
     ):
         base = AutoModelForSequenceClassification.from_pretrained(
-            cfg.base, num_labels=1, dtype=getattr(torch, dtype), use_safetensors=True
+            cfg.base, num_labels=1, dtype=getattr(torch, _dtype(cfg)), use_safetensors=True
         )
         lora = LoraConfig(
             task_type=TaskType.SEQ_CLS,
@@ -364,7 +368,8 @@ def _yaml(name: str, settings: RewardModelConfig, reward: SequenceClassifierRewa
             GOLDEN, reward([p for p, _ in GOLDEN], [c for _, c in GOLDEN]), strict=True
         )
     ]
-    own = {key: getattr(settings, key) for key in ("path", "format", "append_eos", "max_length")}
+    keys = ("path", "format", "append_eos", "max_length", "dtype")  # another dtype scores otherwise
+    own = {key: getattr(settings, key) for key in keys}
     return yaml.safe_dump(
         {"rewards": {name: {**own, "golden": golden}}}, sort_keys=False, allow_unicode=True
     )

@@ -9,6 +9,7 @@ import yaml
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from firm.jobs import reward as job
+from firm.jobs.inspection import fast_dtype
 from firm.jobs.reward import RewardConfig, train_reward
 from firm.run.config import compose
 from firm.run.errors import UserError
@@ -68,6 +69,7 @@ def test_the_written_settings_load_the_model_that_was_reported(trained) -> None:
     (text,) = yaml.safe_load((trained.path / "reward.yaml").read_text())["rewards"].values()
     settings = compose(RewardModelConfig, [], list(text.items()))
     assert [golden.score for golden in settings.golden] != [None, None]
+    assert settings.dtype == fast_dtype()  # that of the golden scores
     reward = load_reward_model(settings, "polite")  # checks the golden scores
     prompts, replies = ["Question 3?"] * 2, ["Yes 3, please", "No 3!!"]
     chosen, rejected = reward(prompts=prompts, completions=replies)
@@ -154,4 +156,14 @@ def test_an_adapter_without_its_base_is_named(trained, base, tmp_path) -> None:
     settings["base_model_name_or_path"] = str(tmp_path / "gone")
     (folder / "adapter_config.json").write_text(json.dumps(settings))
     with pytest.raises(ValueError, match="keep its base model where it was"):
+        load_reward_model(RewardModelConfig(path=str(folder), format="chat_template"), "r")
+
+
+def test_an_adapter_that_is_a_pickle_is_refused(trained, tmp_path) -> None:
+    folder = tmp_path / "pickled"
+    folder.mkdir()
+    for file in trained.path.iterdir():
+        name = "adapter_model.bin" if file.name == "adapter_model.safetensors" else file.name
+        (folder / name).write_bytes(file.read_bytes())
+    with pytest.raises(ValueError, match=r"it has no adapter_model.safetensors"):
         load_reward_model(RewardModelConfig(path=str(folder), format="chat_template"), "r")
