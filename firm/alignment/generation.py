@@ -14,6 +14,7 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
+from firm.alignment.head import LARGE_VOCABULARY
 from firm.alignment.prompts import PromptFormat
 from firm.alignment.sequences import (
     ALONE,
@@ -124,9 +125,9 @@ def generate(
         Token ids [B, Q + T], which start with the queries, and log-probabilities [B, T] under the
         tempered sampling distribution.
     """
+    draws = _Draws(queries.num_rows, team.share(queries.num_rows), config)
     if team.size == 1:
-        return _generate(model, queries, tokenizer, config, end_ids, on_token)
-    draws = _SharedDraws(queries.num_rows, team.share(queries.num_rows), config)
+        return _generate(model, queries, tokenizer, config, end_ids, on_token, draws)
     own = queries.rows(draws.rows)
     with team.unanimous():
         ids, logprobs = _generate(model, own, tokenizer, config, end_ids, on_token, draws)
@@ -149,36 +150,30 @@ def _generate(
     config: RolloutConfig,
     end_ids: Sequence[int],
     on_token: Callable[[int], None],
-    draws: "_SharedDraws | None" = None,
+    draws: "_Draws",
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Samples with the global generator or a team's shared draws."""
+    """Samples with the global generator; the rows may be a team's share."""
     query_ids = queries.token_ids
     if not len(query_ids):  # the batch has fewer rows than the team has processes
         return query_ids, torch.empty(0, 0, device=query_ids.device)
     pad_id = int(tokenizer.pad_token_id)  # type: ignore[arg-type]  # checked when it was loaded
     attention_mask = queries.mask
     set_preferences(model, queries.preferences)
-    sampled = _SampledLogprobs(config.temperature)
     with _without_sampling_defaults(model):
         sequences = model.generate(
             input_ids=torch.masked_fill(query_ids, ~attention_mask, 0),
             attention_mask=attention_mask,
-            logits_processor=LogitsProcessorList(
-                [_Told(on_token), sampled, *([draws] if draws else [])]
-            ),
+            logits_processor=LogitsProcessorList([_Told(on_token), draws]),
             generation_config=GenerationConfig(
                 max_new_tokens=config.max_new_tokens,
-                do_sample=draws is None,
-                temperature=config.temperature + TEMPERATURE_GUARD if draws is None else None,
-                top_k=0 if draws is None else None,
-                top_p=1.0 if draws is None else None,
+                do_sample=False,  # `draws` samples
                 eos_token_id=list(end_ids) or None,
                 pad_token_id=end_ids[0] if end_ids else 0,  # must have an embedding, unlike padding
                 cache_implementation="static" if config.cache == "static" else None,
             ),
         )
     responses = sequences[:, query_ids.size(1) :]
-    logprobs = sampled.logprobs(responses)
+    logprobs = draws.logprobs(responses.size(1))
     is_end = torch.isin(responses, torch.tensor(end_ids, device=responses.device))
     responses = responses.masked_fill(is_end.cumsum(1) - is_end.long() > 0, pad_id)
     return torch.cat((query_ids, responses), dim=1), logprobs
@@ -196,67 +191,98 @@ class _Told(LogitsProcessor):
         return scores
 
 
-class _SampledLogprobs(LogitsProcessor):
-    """Computes the log-probability of each sampled token; leaves the scores unchanged.
+class _Draws(LogitsProcessor):
+    """Samples tokens and records their log-probabilities; greedy search then selects the tokens.
 
-    Holds the scores [B, V] of one token at a time: those of all, [B, T, V], would take more memory
-    than anything else in a rollout.
-    """
+    A team's process samples some rows of a batch as a single process would if it sampled all of
+    them: every process draws the random numbers of all rows and uses those of its own. Holds the
+    scores [b, V] of one token at a time: those of all would take more memory than anything else in
+    a rollout.
 
-    def __init__(self, temperature: float) -> None:
-        self._temperature = temperature + TEMPERATURE_GUARD
-        self._scores: torch.Tensor | None = None
-        self._logprobs: list[torch.Tensor] = []
-
-    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
-        self._add(input_ids)
-        self._scores = scores
-        return scores
-
-    def logprobs(self, responses: torch.Tensor) -> torch.Tensor:
-        """Returns the log-probabilities of the responses' tokens, both [B, T]."""
-        num_tokens = responses.size(1)
-        if len(self._logprobs) < num_tokens:
-            self._add(responses)
-        # on "mps", transformers may sample a token after the last one, and take it back
-        return torch.cat(self._logprobs[:num_tokens], dim=1)
-
-    def _add(self, input_ids: torch.Tensor) -> None:
-        """Adds the log-probability of the last token, if it was sampled."""
-        if self._scores is not None:
-            scores = (self._scores / self._temperature)[:, None]  # [B, 1, V]
-            self._logprobs.append(token_logprobs(scores, input_ids[:, -1:]))
-            self._scores = None
-
-
-class _SharedDraws(LogitsProcessor):
-    """Samples some rows of a batch as a single process would if it sampled all of them.
-
-    `torch.multinomial` draws one exponential variate per token of the vocabulary and takes the
-    largest ratio of probability to variate. Here every process draws the variates of all rows and
-    uses those of its own; greedy search then selects the largest ratio.
+    Args:
+        num_rows: Rows of the whole batch.
+        rows: Rows of this process.
+        config: Temperature of the samples.
     """
 
     def __init__(self, num_rows: int, rows: slice, config: RolloutConfig) -> None:
         self.rows = rows
-        self.num_tokens = 0
         self.vocabulary = 0  # unknown before the first token, hence to processes without rows
         self._num_rows = num_rows
         self._temperature = config.temperature + TEMPERATURE_GUARD
+        self._logprobs: list[torch.Tensor] = []
 
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
-        self.num_tokens += 1
         self.vocabulary = scores.size(-1)
-        probabilities = torch.softmax(scores / self._temperature, dim=-1)
-        return probabilities / self._draw(scores.device)[self.rows]
+        tokens, logprobs = sampled_tokens(scores / self._temperature, self._draw(scores.device))
+        if not logprobs.isfinite().all():
+            raise RuntimeError(
+                f"sampling token {len(self._logprobs) + 1} of the replies: the policy's logits are "
+                "not finite; lower the learning rate, or use policy.dtype float32 or bfloat16."
+            )
+        self._logprobs.append(logprobs)
+        return torch.zeros_like(scores).scatter_(1, tokens[:, None], 1.0)
+
+    def logprobs(self, num_tokens: int) -> torch.Tensor:
+        """Returns the log-probabilities of the first tokens, [b, T]."""
+        # on "mps", transformers may sample a token after the last one, and take it back
+        return torch.stack(self._logprobs[:num_tokens], dim=1)
 
     def skip_to(self, num_tokens: int, device: torch.device) -> None:
         """Draws for the remaining tokens of the team's longest row, to keep generators equal."""
-        for _ in range(num_tokens - self.num_tokens):
+        for _ in range(num_tokens - len(self._logprobs)):
             self._draw(device)
 
     def _draw(self, device: torch.device) -> torch.Tensor:
-        return torch.empty(self._num_rows, self.vocabulary, device=device).exponential_()
+        return random_numbers(self._num_rows, self.vocabulary, device=device)[self.rows]
+
+
+def random_numbers(
+    num_rows: int,
+    vocabulary: int,
+    *,
+    device: torch.device,
+    generator: torch.Generator | None = None,
+) -> torch.Tensor:
+    """Returns the random numbers by which `sampled_tokens` samples one token of each of N rows.
+
+    Returns:
+        Exponential variates [N, V], as `torch.multinomial` draws; or, for large vocabularies, for
+        which these take longer than a model's layers, one uniform variate per row, [N].
+    """
+    if vocabulary < LARGE_VOCABULARY:
+        draws = torch.empty(num_rows, vocabulary, device=device)
+        return draws.exponential_(generator=generator)
+    # sums in float32 would end before the rarest tokens; "mps" has nothing else
+    dtype = torch.float32 if device.type == "mps" else torch.float64
+    return torch.rand(num_rows, dtype=dtype, device=device, generator=generator)
+
+
+def sampled_tokens(
+    scores: torch.Tensor, numbers: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Samples a token from each row of tempered logits, by `random_numbers` of the rows.
+
+    Samples the token with the largest ratio of probability to exponential variate, or the one at
+    which the cumulative probability exceeds the uniform variate; never one of probability 0.
+
+    Args:
+        scores: Tempered logits, [n, V].
+        numbers: Exponential variates [n, V] or uniform ones [n].
+
+    Returns:
+        Tokens and their log-probabilities, each [n]. A log-probability is NaN if logits of its row
+        are.
+    """
+    probabilities = torch.softmax(scores, dim=-1)
+    if numbers.ndim == 2:
+        tokens = (probabilities / numbers).argmax(-1)
+        return tokens, token_logprobs(scores[:, None], tokens[:, None])[:, 0]
+    sums = probabilities.cumsum(-1, dtype=numbers.dtype)
+    thresholds = numbers[:, None] * sums[:, -1:]  # below the sum even if the number rounds to 1
+    tokens = torch.searchsorted(sums, thresholds, right=True)
+    tokens = tokens.clamp(max=scores.size(-1) - 1)  # NaN is above all sums
+    return tokens[:, 0], probabilities.gather(1, tokens)[:, 0].log()
 
 
 @contextmanager

@@ -8,8 +8,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import GenerationConfig
 
+from firm.alignment import generation
 from firm.alignment.advantages import kl_penalty
-from firm.alignment.generation import RolloutConfig, end_token_ids, find_ends, generate
+from firm.alignment.generation import (
+    RolloutConfig,
+    end_token_ids,
+    find_ends,
+    generate,
+    random_numbers,
+    sampled_tokens,
+)
 from firm.alignment.prompts import Prompt, PromptFormat
 from firm.alignment.rollout import Sampler, encode_prompts, rollout
 from firm.alignment.sequences import (
@@ -162,8 +170,18 @@ def test_a_static_cache_samples_the_same_tokens(model, query_ids, tokenizer):
     assert set(kinds) == {"DynamicCache", "StaticCache"}
 
 
+@pytest.fixture(params=["exponential", "uniform"])
+def numbers(request, monkeypatch) -> str:
+    """The random numbers that tokens are sampled by: those of a small or a large vocabulary."""
+    if request.param == "uniform":
+        monkeypatch.setattr(generation, "LARGE_VOCABULARY", 0)
+    return request.param
+
+
 @pytest.mark.parametrize("temperature", [0.4, 2.0])
-def test_tokens_are_sampled_from_the_whole_tempered_distribution(llama, tokenizer, temperature):
+def test_tokens_are_sampled_from_the_whole_tempered_distribution(
+    llama, tokenizer, temperature, numbers
+):
     query = torch.tensor([[4, 9, 7]])
     with torch.no_grad():
         logits = llama(input_ids=query).logits[0, -1]
@@ -182,7 +200,35 @@ def test_tokens_are_sampled_from_the_whole_tempered_distribution(llama, tokenize
     assert distance(logits.softmax(0)) > 0.1
 
 
-def test_a_temperature_near_zero_gives_the_greedy_reply(llama, tokenizer):
+@settings(max_examples=50, derandomize=True)
+@given(st.integers(0, 2**32), st.sampled_from([0.0, 0.5, 1 - 2**-53, None]))
+def test_a_uniform_number_chooses_the_token_at_which_the_probabilities_sum_to_it(seed, number):
+    """Rows of a large vocabulary in which most tokens have probability 0, or nearly so."""
+    generator = torch.Generator().manual_seed(seed)
+    scores = 10 * torch.randn(4, 9_000, generator=generator)
+    scores[:2, 3:] = -torch.inf
+    scores[1, :2] = -torch.inf
+    numbers = random_numbers(4, 9_000, device=scores.device, generator=generator)
+    assert numbers.shape == (4,)
+    numbers = numbers if number is None else torch.full_like(numbers, number)
+    tokens, logprobs = sampled_tokens(scores, numbers)
+    exact = scores.double().log_softmax(-1)
+    own = exact.gather(1, tokens[:, None])[:, 0]
+    torch.testing.assert_close(logprobs.double(), own, rtol=1e-5, atol=1e-6)
+    assert tokens[1] == 2
+    for row, token, own in zip(exact.exp(), tokens.tolist(), numbers.tolist(), strict=True):
+        assert row[:token].sum() <= own + 1e-6
+        assert own - 1e-6 <= row[: token + 1].sum()
+
+
+def test_logits_that_are_not_finite_are_an_error_when_sampled(make_model, tokenizer, numbers):
+    model, query = make_model(), torch.tensor([[4, 9, 7]])
+    model.lm_head.weight.data[5] = torch.nan
+    with pytest.raises(RuntimeError, match="token 1 of the replies: the policy's logits are not"):
+        generate(model, queries(query), tokenizer=tokenizer, config=settings_of(), end_ids=[])
+
+
+def test_a_temperature_near_zero_gives_the_greedy_reply(llama, tokenizer, numbers):
     query = torch.tensor([[4, 9, 7]])
     config = settings_of(max_new_tokens=6, temperature=1e-3)
     ids, logprobs = generate(llama, queries(query), tokenizer=tokenizer, config=config, end_ids=[])
@@ -662,7 +708,7 @@ class Seat(Team):
 
 @pytest.mark.parametrize("num_members", [2, 3, 7])  # of 7, two have no row
 def test_a_team_samples_what_one_process_samples_and_leaves_its_generator_alike(
-    make_model, tokenizer, num_members
+    make_model, tokenizer, num_members, numbers
 ):
     model, config = make_model(), RolloutConfig(max_new_tokens=10, stop_strings=[])
     query_ids = torch.randint(4, 10, (5, 6), generator=torch.Generator().manual_seed(0))

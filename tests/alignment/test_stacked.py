@@ -13,6 +13,7 @@ from firm.alignment import (
     LoraSettings,
     PolicyConfig,
     copy_adapter,
+    generation,
     load_policy,
 )
 from firm.alignment.policy import add_adapter
@@ -110,6 +111,13 @@ def test_two_rounds_of_adam_end_as_with_clients_in_turn(both, options, max_rows)
     results = both(firm_round, FirmConfig(num_local_steps=2), max_rows=max_rows, **options)
     first = [rows[0]["clients"][0]["weights"][0] for _, rows, _ in results.values()]
     assert first[0] == pytest.approx(first[1], abs=1e-6)
+    assert_same(results)
+
+
+def test_large_vocabularies_end_as_with_clients_in_turn(both, monkeypatch):
+    """Their tokens are sampled by one random number per row."""
+    monkeypatch.setattr(generation, "LARGE_VOCABULARY", 0)
+    results = both(firm_round, FirmConfig(num_local_steps=2), estimator="critic_free")
     assert_same(results)
 
 

@@ -2,7 +2,8 @@
 
 import torch
 
-from firm.alignment.sequences import INVALID_LOGPROB, TEMPERATURE_GUARD, token_logprobs
+from firm.alignment.generation import random_numbers, sampled_tokens
+from firm.alignment.sequences import INVALID_LOGPROB, TEMPERATURE_GUARD
 from firm.alignment.stacked.passes import ClientPart
 
 
@@ -26,15 +27,18 @@ class SamplingState:
         if not self.num_open:
             return torch.zeros_like(self._rows)
         scores = logits / (self._config.temperature + TEMPERATURE_GUARD)
-        probabilities = torch.softmax(scores, dim=-1)
-        # torch.multinomial draws for all rows, so finished rows must consume random numbers too
-        draws = probabilities.new_empty(len(self._is_open), logits.size(-1))
-        draws.exponential_(generator=self._part.generator)
-        chosen = (probabilities / draws[self._rows]).argmax(-1)
+        # generators advance as for all rows, so finished rows must consume random numbers too
+        numbers = random_numbers(
+            len(self._is_open),
+            logits.size(-1),
+            device=logits.device,
+            generator=self._part.generator,
+        )
+        chosen, own_logprobs = sampled_tokens(scores, numbers[self._rows])
         tokens = torch.full_like(self._is_open, -1, dtype=torch.long)
         logprobs = tokens.new_full(tokens.shape, INVALID_LOGPROB, dtype=scores.dtype)
         tokens[self._rows] = chosen
-        logprobs[self._rows] = token_logprobs(scores[:, None], chosen[:, None])[:, 0]
+        logprobs[self._rows] = own_logprobs
         self._tokens.append(tokens.masked_fill(~self._is_open, -1))
         self._logprobs.append(logprobs)
         self._is_open = self._is_open & ~torch.isin(tokens, self._ends)

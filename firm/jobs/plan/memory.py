@@ -24,6 +24,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 from transformers import AutoModelForCausalLM, PretrainedConfig
 
+from firm.alignment.generation import random_numbers, sampled_tokens
 from firm.alignment.policy import PolicyConfig, add_adapter, set_mode
 from firm.alignment.prompts import Prompt
 from firm.alignment.sequences import Queries, Rollouts, set_preferences
@@ -184,8 +185,8 @@ class Rehearsal:
     def _sampled_token(self, num_rows: int, num_tokens: int, cache: Any = None) -> Any:
         """Samples a token after `num_tokens` others, and returns the keys and values.
 
-        Makes the tensors that `generate` makes in transformers: the logits in float32, the tempered
-        ones, and the probabilities.
+        Makes the tensors that `generate` makes: the logits in float32, the tempered ones, the
+        probabilities, and what chooses a token by them.
         """
         model, rollout = self._model, self._cfg.rollout
         known = inspect.signature(model.get_base_model().forward).parameters
@@ -200,8 +201,9 @@ class Rehearsal:
             **({} if cache is None else {"past_key_values": cache}),
             **({"logits_to_keep": 1} if "logits_to_keep" in known else {}),
         )
-        scores = output.logits[:, -1].to(torch.float32, copy=True) / rollout.temperature
-        torch.multinomial(torch.softmax(scores, dim=-1), num_samples=1)
+        logits = output.logits[:, -1].to(torch.float32, copy=True)
+        numbers = random_numbers(*logits.shape, device=logits.device)
+        sampled_tokens(logits / rollout.temperature, numbers)
         return output.past_key_values
 
     def update(self, num_rows: int, num_preferences: int | None) -> UpdateMemory:
