@@ -19,6 +19,7 @@ from transformers import PreTrainedTokenizerBase
 from firm.alignment.adapter_files import Reference
 from firm.alignment.advantages import kl_penalty
 from firm.alignment.generation import RolloutConfig
+from firm.alignment.hacking import ReplyText, hacking_signs
 from firm.alignment.prompt_data import loose_text
 from firm.alignment.prompts import Prompt, PromptFormat
 from firm.alignment.rewards import Calibration, RewardFn, score, values_or_none
@@ -75,6 +76,8 @@ class Replies:
     """True if the reply ended with an end token or stop string, bool [N]."""
     completion_ids: list[list[int]]
     """Token ids of the replies, end tokens included."""
+    has_template: list[bool]
+    """True if the reply contains a special token before its end."""
 
 
 Generate = Callable[..., Replies]
@@ -109,8 +112,15 @@ def sample_replies(
     sampler = Sampler(model, tokenizer, config, reference, prompt_format)
     rollouts = rollout(sampler, queries, on_progress=on_progress)
     kl = kl_penalty(rollouts.logprobs, rollouts.reference_logprobs).sum(1)
+    special = {id for id, token in tokenizer.added_tokens_decoder.items() if token.special}
     return Replies(
-        rollouts.completions, kl, rollouts.num_tokens, rollouts.ended, rollouts.completion_ids
+        rollouts.completions,
+        kl,
+        rollouts.num_tokens,
+        rollouts.ended,
+        rollouts.completion_ids,
+        # the last token may be the reply's end
+        [not special.isdisjoint(row[:-1]) for row in rollouts.completion_ids],
     )
 
 
@@ -137,6 +147,8 @@ class Evaluation:
     samples: list[dict[str, Any]]
     """First reply to each row: `prompt` as text, its `messages`, `completion` and `scores`, None
     for scores that do not apply."""
+    has_template: list[bool]
+    """True for rows whose first reply contains a special token before its end."""
 
     @property
     def num_rows(self) -> int:
@@ -175,10 +187,26 @@ class Evaluation:
         _check_scored(change, self.prompt_of_row, "of both policies")
         return change
 
-    def row(self, base: "Evaluation | None" = None, *, round: int, split: str) -> dict[str, Any]:
+    def hacking_signs(self, base: "Evaluation", *, has_quotes: bool = True) -> list[str]:
+        """Returns texts on signs of reward hacking in the first replies to the rows."""
+        return hacking_signs(base._texts(), self._texts(), has_quotes=has_quotes)
+
+    def _texts(self) -> list[ReplyText]:
+        replies = zip(self.samples, self.has_template, strict=True)
+        return [ReplyText(row["completion"], has_template) for row, has_template in replies]
+
+    def row(
+        self,
+        base: "Evaluation | None" = None,
+        *,
+        round: int,
+        split: str,
+        has_quotes: bool = True,
+    ) -> dict[str, Any]:
         """Returns the row of `metrics.jsonl`, with paired changes from the base model.
 
-        `round` is the round after which the policy was evaluated, 0 for the base model.
+        `round` is the round after which the policy was evaluated, 0 for the base model. Signs of
+        reward hacking quote phrases from the replies unless `has_quotes` is False.
         """
         groups = self.prompt_of_row
         kl, kl_error = mean_and_error(self.kl, groups)
@@ -191,7 +219,14 @@ class Evaluation:
             "num_samples": self.num_samples,
             "scores": _summaries(self.scores, groups),
             "rewards": _summaries(self.rewards, groups),
-            **({} if base is None else {"change": _summaries(self.change(base), groups)}),
+            **(
+                {}
+                if base is None
+                else {
+                    "change": _summaries(self.change(base), groups),
+                    "hacking_signs": self.hacking_signs(base, has_quotes=has_quotes),
+                }
+            ),
             "kl": kl,
             "kl_se": kl_error,
             "length": self.length.mean().item(),
@@ -285,6 +320,7 @@ def evaluate(
         on_progress(len(asked), len(asked))
     completions = [text for replies in chunks for text in replies.completions]
     ids = [row for replies in chunks for row in replies.completion_ids]
+    has_template = [each for replies in chunks for each in replies.has_template]
     fns = {**reward_fns, **extra_fns}
     rows = score(fns, asked, completions, ids) if fns else ()  # [M + extras, R * S]
     scores = dict(zip(fns, rows, strict=True))
@@ -311,6 +347,7 @@ def evaluate(
             }
             for prompt, at in zip(prompts, range(0, len(asked), num_samples), strict=True)
         ],
+        has_template=has_template[::num_samples],
     )
     _check_scored(evaluation.scores, evaluation.prompt_of_row)
     return evaluation

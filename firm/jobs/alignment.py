@@ -265,6 +265,8 @@ def print_result(cfg: AlignmentConfig, result: Result) -> None:
         ["", "base", "aligned", "change", "z"],
         [row.cells() for row in result.comparison],
     )
+    for sign in read_record(result.path).hacking_signs:
+        print(f"note: sign of reward hacking: {printable(sign, max_length=5_000)}")
     for alarm in alarms(row for row in result.rows if row["kind"] in ("run", "round")):
         print(f"note: {alarm.when}: {printable(alarm.text, max_length=5_000)}")
     print(legible(f"report   {result.page}\nadapter  {result.adapter}"))
@@ -374,8 +376,7 @@ class _LanguageWing(Wing):
         if not (prompts := self._loaded.validation):
             return RoundResult(rows)
         measured = self._evaluate(after.adapter, prompts, "validation")
-        base = self._base["validation"]
-        rows.append(measured.row(base, round=after.round, split="validation"))
+        rows.append(self._row(measured, after, "validation"))
         if is_front_due(self._cfg, after.round):
             rows += self._at_preferences(after, "validation")
         return RoundResult(rows, quality=self._quality(measured))
@@ -396,11 +397,10 @@ class _LanguageWing(Wing):
         Logs both, and saves the final adapter, which stays loaded in the policy.
         """
         base, final = self._base["test"], self._evaluate(state.adapter, self._loaded.test, "test")
-        self.book.log(final.row(base, round=state.round, split="test"))
+        self.book.log(self._row(final, state, "test"))
         if self._loaded.validation and not self._cfg.rounds:  # rounds measure it otherwise
             measured = self._evaluate(state.adapter, self._loaded.validation, "validation")
-            row = measured.row(self._base["validation"], round=state.round, split="validation")
-            self.book.log(row)
+            self.book.log(self._row(measured, state, "validation"))
         for row in self._final_front(state):
             self.book.log(row)
         self._log_samples(final, state)
@@ -427,10 +427,21 @@ class _LanguageWing(Wing):
         return [self._at_preference(state, split, preference) for preference in self.preferences]
 
     def _at_preference(self, state: ServerState, split: str, preference: Sequence[float]) -> Row:
-        prompts, base = getattr(self._loaded, split), self._base[split]
+        prompts = getattr(self._loaded, split)
         measured = self._evaluate(state.adapter, prompts, split, preference)
-        row = measured.row(base, round=state.round, split=split_at(split, preference))
-        return {**row, "preference": list(preference)}
+        if split == "test":
+            self._log_samples(measured, state, preference)
+        row = self._row(measured, state, split)
+        return {**row, "split": split_at(split, preference), "preference": list(preference)}
+
+    def _row(self, measured: Evaluation, state: ServerState, split: str) -> Row:
+        """Returns the row of an evaluation, with changes from the base model."""
+        return measured.row(
+            self._base[split],
+            round=state.round,
+            split=split,
+            has_quotes=self._cfg.evaluation.num_shown_samples > 0,
+        )
 
     def _final_front(self, state: ServerState) -> list[Row]:
         """Returns the rows on the test prompts, including new ones in the widest gaps of the front.
@@ -476,9 +487,14 @@ class _LanguageWing(Wing):
             ),
         )
 
-    def _log_samples(self, evaluation: Evaluation, state: ServerState) -> None:
+    def _log_samples(
+        self, evaluation: Evaluation, state: ServerState, preference: Sequence[float] | None = None
+    ) -> None:
         limit = self._cfg.evaluation.num_shown_samples
-        self.book.log_samples(evaluation.sample_rows(round=state.round, limit=limit))
+        rows = evaluation.sample_rows(round=state.round, limit=limit)
+        if preference is not None:
+            rows = [{**row, "preference": list(preference)} for row in rows]
+        self.book.log_samples(rows)
 
     def _quality(self, measured: Evaluation | None) -> float | None:
         if measured is None or not self._cfg.checkpoints.keep_best:

@@ -1,7 +1,7 @@
 """Reads run directories, finished or not."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +37,9 @@ class Record:
     rounds: list[Row]
     """One row per round, by rising round."""
     samples: list[Row]
+    """Replies of the base and the aligned model, for a conditioned one at equal shares."""
+    front_samples: list[Row] = field(default_factory=list)
+    """Replies of a conditioned model, each at a preference."""
     left_out: tuple[str, ...] = ()
     """Invalid entries of the rows, one text each."""
 
@@ -74,6 +77,17 @@ class Record:
         """The last round that is complete, 0 before the first."""
         return self.rounds[-1]["round"] if self.rounds else 0
 
+    @property
+    def hacking_signs(self) -> list[str]:
+        """Signs of reward hacking in the final model's replies to the test prompts."""
+        final = final_row(self) or {}
+        signs: list[str] = [*(final.get("hacking_signs") or ())]
+        for split, rows in self.evaluations.items():
+            if split.startswith("test at ") and rows[-1]["round"] == final.get("round"):
+                at = split.removeprefix("test at ")
+                signs += [f"at preference {at}, {s}" for s in rows[-1].get("hacking_signs") or ()]
+        return signs
+
     def extra_scores(self) -> list[str]:
         """Names of the scores other than the objectives, in order of appearance."""
         rows = [row for rows in self.evaluations.values() for row in rows]
@@ -97,6 +111,7 @@ def read_record(run_path: Path) -> Record:
     config = config_path.read_text(encoding="utf-8")
     run = Run(run_path)
     rows, left_out = run.checked_rows()
+    samples = [row for row in run.samples() if {"prompt", "completion"} <= row.keys()]
     header = next((row for row in rows if row.get("kind") == "run"), {})
     evaluations = _latest(rows, "evaluation", "split")
     trainings = [as_one_training(row) for row in _latest(rows, "client", "client")]
@@ -115,7 +130,8 @@ def read_record(run_path: Path) -> Record:
         evaluations=_grouped(evaluations, "split"),
         trainings=_grouped(trainings, "client"),
         rounds=_latest(rows, "round", "kind"),
-        samples=[row for row in run.samples() if {"prompt", "completion"} <= row.keys()],
+        samples=[row for row in samples if "preference" not in row],
+        front_samples=[row for row in samples if "preference" in row],
         left_out=tuple(left_out),
     )
 

@@ -2,7 +2,7 @@
 
 import json
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -35,7 +35,7 @@ from firm.report.page import (
 )
 from firm.report.record import Record, read_record
 from firm.report.run_front import front_of_run, volume_section
-from firm.report.samples import Sample, samples_of
+from firm.report.samples import sample_preferences, samples_of
 from firm.report.tables import Setting
 from firm.run.comparison import score_notes
 from firm.run.guard import drawing
@@ -80,7 +80,8 @@ def run_page(record: Record) -> Page:
         draws["evaluation"] = partial(_evaluation, record, comparison)
     draws |= part("The front", lambda: _front(record), {})
     blocks = {name: drawn_block(name, draw) for name, draw in draws.items()}
-    blocks["samples"] = _samples(part("The section 'Samples'", lambda: samples_of(record), []))
+    no_samples = Samples("", [], [])
+    blocks["samples"] = part("The section 'Samples'", lambda: _samples(record), no_samples)
     blocks["failures"] = failures = _failures(record)
     blocks["settings"] = _origin(record)
     summary = part("The summary", lambda: _summary(record, comparison), "")
@@ -93,7 +94,7 @@ def run_page(record: Record) -> Page:
         product="FIRM run report",
         title=record.name,
         status=record.run.get("status", "unknown"),
-        summary=[summary],
+        summary=[summary, *_hacking(record)],
         facts=facts,
         headlines=_headlines(record, comparison) if comparison else [],
         stats=_stats(record, comparison) if record.rounds else [],
@@ -172,6 +173,12 @@ def _summary(record: Record, comparison: Comparison | None) -> str:
         f"{formats.count(len(record.clients), 'client')}: {'; '.join(changes)}. Change of the mean "
         f"score against the base model, ± standard error, on {comparison.prompts}."
     )
+
+
+def _hacking(record: Record) -> list[str]:
+    """Returns a sentence on signs of reward hacking; none without signs."""
+    signs = record.hacking_signs
+    return [f"Signs of reward hacking, so read the samples: {'; '.join(signs)}."] if signs else []
 
 
 def _headlines(record: Record, comparison: Comparison) -> list[Headline]:
@@ -381,7 +388,16 @@ def _privacy(run: Setting) -> Section:
     )
 
 
-def _samples(samples: Sequence[Sample]) -> Samples:
+def _samples(record: Record) -> Samples:
+    samples, preferences = samples_of(record), sample_preferences(record)
+    if preferences:
+        names = ", ".join(record.objectives)
+        return Samples(
+            "The same prompts answered by the base model and by the aligned one at each measured "
+            f"preference. A column is headed by its preference: the shares of {names}.",
+            samples,
+            ["Base", *map(formats.shares, preferences)],
+        )
     text = (
         " and by the aligned one; small numbers are the changes of each score."
         if samples and len(samples[0].replies) > 1

@@ -42,20 +42,40 @@ class Sample:
 
 
 def samples_of(record: Record) -> list[Sample]:
-    """Returns the base model's samples in file order, with the aligned model's latest replies."""
+    """Returns the base model's samples in file order, with the aligned model's latest replies.
+
+    A conditioned model has a reply at each preference, by falling share of the first objective.
+    """
     latest = max((row["round"] for row in record.samples), default=0)
     bases = [row for row in record.samples if row["round"] == 0]
-    replies: dict[str, list[Row]] = {}
-    for row in record.samples:
-        if row["round"] == latest and latest > 0:
-            replies.setdefault(row["prompt"], []).append(row)
+    columns = [_by_prompt(record.samples, latest)] if latest > 0 else []
+    if preferences := sample_preferences(record):
+        columns = [
+            _by_prompt([r for r in record.front_samples if tuple(r["preference"]) == each], latest)
+            for each in preferences
+        ]
     samples = []
     for row in bases:
-        matching = replies.get(row["prompt"])
         # a prompt may be asked several times: its replies are paired in order
-        aligned = [_reply(matching.pop(0))] if matching else []
+        found = [replies.get(row["prompt"]) for replies in columns]
+        aligned = [_reply(matching.pop(0)) for matching in found if matching]
         samples.append(Sample(turns_of(row), [_reply(row), *aligned]))
     return samples
+
+
+def sample_preferences(record: Record) -> list[tuple[float, ...]]:
+    """Returns the preferences with replies of the final model; empty if it is not conditioned."""
+    latest = max((row["round"] for row in record.samples), default=0)
+    rows = [row for row in record.front_samples if row["round"] == latest]
+    return sorted({tuple(row["preference"]) for row in rows}, reverse=True)
+
+
+def _by_prompt(rows: Sequence[Row], round: int) -> dict[str, list[Row]]:
+    replies: dict[str, list[Row]] = {}
+    for row in rows:
+        if row["round"] == round:
+            replies.setdefault(row["prompt"], []).append(row)
+    return replies
 
 
 def turns_of(row: Row) -> tuple[Turn, ...]:

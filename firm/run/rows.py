@@ -83,8 +83,13 @@ FIELDS: dict[str, dict[str, Any]] = {
         "bytes_down": Count,
         "bytes_up": Count,
     },
-    "evaluation": {"split": str, "preference": PerObjective[NonNegative]},
+    "evaluation": {
+        "split": str,
+        "preference": PerObjective[NonNegative],
+        "hacking_signs": Items[str],
+    },
     "sample": {
+        "preference": PerObjective[NonNegative],
         "prompt": str,
         "messages": Items[_Message],
         "completion": str,

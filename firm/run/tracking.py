@@ -171,7 +171,8 @@ class Tracker:
     def log_samples(self, rows: Iterable[Mapping[str, Any]]) -> None:
         """Shows rows of samples.jsonl: replies to each prompt before and after alignment."""
         valid, _ = valid_rows(list(rows), kind="sample")
-        self._samples += [row for row in valid if {"prompt", "completion"} <= row.keys()]
+        shown = [row for row in valid if {"prompt", "completion"} <= row.keys()]
+        self._samples += [row for row in shown if "preference" not in row]
         with self._drawing("the samples"):
             if self._run and self._samples:
                 last_round = max(row["round"] for row in self._samples)

@@ -63,6 +63,7 @@ def policy(extra_words=0):
             num_tokens=torch.tensor(words) + 1,
             ended=torch.tensor(words) < 3,
             completion_ids=[[1]] * len(prompts),
+            has_template=[False] * len(prompts),
         )
 
     return generate
@@ -92,6 +93,7 @@ def test_figures_equal_a_hand_computation():
             num_tokens=torch.tensor(words),
             ended=torch.tensor([n < 6 for n in words]),
             completion_ids=[[1]] * len(prompts),
+            has_template=[False] * len(prompts),
         )
 
     evaluation = evaluate(
@@ -206,7 +208,7 @@ def test_figures_are_of_the_replies_that_have_a_score():
         on_progress(len(asked) / 2)
         words = torch.tensor([next(counts) for _ in prompts])
         texts = ["w " * n for n in words]
-        return Replies(texts, words / 2, words, words < 3, [[1]] * len(words))
+        return Replies(texts, words / 2, words, words < 3, [[1]] * len(words), [False] * len(words))
 
     def few(completions, **kwargs):
         return [n if n < 4 else None for n in num_words(completions)]

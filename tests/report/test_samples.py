@@ -1,7 +1,8 @@
 import json
 
 from firm.report import read_record
-from firm.report.samples import Turn, dialogue, samples_of
+from firm.report.run_page import run_page
+from firm.report.samples import Turn, dialogue, sample_preferences, samples_of
 
 
 def write_samples(run_path, *rows):
@@ -36,6 +37,38 @@ def test_the_second_reply_to_a_prompt_meets_the_second_one(make_run):
         ("b1", "a1"),
         ("b2", "a2"),
     ]
+
+
+def test_a_conditioned_model_has_a_reply_at_each_preference(make_run):
+    rows = [
+        {"round": 0, "prompt": "p", "completion": "base", "scores": {}},
+        {"round": 8, "prompt": "p", "completion": "equal", "scores": {}},
+        {"round": 4, "prompt": "p", "completion": "old", "scores": {}, "preference": [0.5, 0.5]},
+        {"round": 8, "prompt": "p", "completion": "low", "scores": {}, "preference": [0.1, 0.9]},
+        {"round": 8, "prompt": "p", "completion": "high", "scores": {}, "preference": [0.9, 0.1]},
+    ]
+    run_path = make_run()
+    (run_path / "samples.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    record = read_record(run_path)
+    (pair,) = samples_of(record)
+    assert [reply.text for reply in pair.replies] == ["base", "high", "low"]
+    assert sample_preferences(record) == [(0.9, 0.1), (0.1, 0.9)]
+    block = next(block for block in run_page(record).blocks if block.name == "samples")
+    assert list(block.models) == ["Base", "0.9, 0.1", "0.1, 0.9"]
+
+
+def test_signs_of_reward_hacking_stand_in_the_headline(make_run):
+    run_path = make_run()
+    rows = [json.loads(line) for line in (run_path / "metrics.jsonl").read_text().splitlines()]
+    last = [row for row in rows if row["kind"] == "evaluation" and row["split"] == "test"][-1]
+    last["hacking_signs"] = ["9 of 9 replies repeat themselves (base: 0)"]
+    at = {**last, "split": "test at 0.9, 0.1", "preference": [0.9, 0.1]}
+    (run_path / "metrics.jsonl").write_text("".join(json.dumps(r) + "\n" for r in [*rows, at]))
+    (_, sentence) = run_page(read_record(run_path)).summary
+    assert sentence == (
+        "Signs of reward hacking, so read the samples: 9 of 9 replies repeat themselves (base: 0); "
+        "at preference 0.9, 0.1, 9 of 9 replies repeat themselves (base: 0)."
+    )
 
 
 def test_before_the_end_the_base_model_stands_alone(make_run):
