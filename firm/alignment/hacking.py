@@ -104,7 +104,7 @@ def _commonest_phrase(replies: Sequence[ReplyText]) -> tuple[tuple[str, ...], in
     while True:
         counts = Counter(p for reply in replies for p in sorted(_phrases(reply.text, length)))
         longer, count = counts.most_common(1)[0] if counts else ((), 0)
-        if count == 0 or count < 0.9 * found[1]:
+        if count < 2 or count < 0.9 * found[1]:
             return found
         found, length = (longer, count if length == PHRASE else found[1]), length + 1
 

@@ -294,6 +294,7 @@ def _run_config(
             overrides["policy.conditioning.kind"] = "preference"
             overrides["evaluation.preferences"] = []
         else:
+            overrides["policy.conditioning.kind"] = "none"  # its adapter is folded
             overrides["start"] = {str(out / "points" / trained.name / "adapter"): 1.0}
             overrides["start_preference"] = list(point.preference)
             overrides["rounds"] = 0

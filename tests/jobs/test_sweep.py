@@ -105,6 +105,7 @@ def test_one_conditioned_training_gives_every_point_of_a_front(tmp_path):
         "estimator.name": "critic_free",
         "estimator.num_replies": 2,
         "strategy.name": "fedavg",
+        "policy.conditioning.kind": "preference",  # as in a configuration of a front
         "tracking.mode": "disabled",
     }
     cfg = replace(
