@@ -21,7 +21,7 @@ from typing import Literal
 import numpy as np
 from scipy import stats
 
-from benchmarks.protocol_runs import FIRST, FURTHER, SETTINGS
+from benchmarks.protocol_runs import FIRST, FURTHER, REAL, SETTINGS
 from firm.fronts import Front, Point, by_preference, hypervolume, non_dominated
 from firm.jobs.model_card import markdown_table
 from firm.report.seeds import mean_difference
@@ -33,7 +33,7 @@ ALPHA = 0.05
 MARGIN = 0.010
 TARGETS = np.linspace(0, 1, 21)
 OBJECTIVES = ("helpful", "harmless")
-TEN, FIVE = range(100, 110), range(100, 105)
+TEN, FIVE, REAL_SEEDS = range(100, 110), range(100, 105), range(300, 305)
 
 Model = Mapping[str, Mapping[str, float]]
 """Figures of a model by split, as benchmarks/protocol_runs.py keeps them."""
@@ -150,8 +150,8 @@ def spread(values: Iterable[float], digits: int = 3) -> str:
 
 
 def rewards(model: Model, split: str) -> np.ndarray:
-    """Returns the two rewards of a model, shape [2]."""
-    return np.array([model[split][f"reward {name}"] for name in OBJECTIVES])
+    """Returns the rewards of a model, shape [M]."""
+    return np.array([value for key, value in model[split].items() if key.startswith("reward ")])
 
 
 def chosen(models: Sequence[Model]) -> list[Model]:
@@ -166,8 +166,10 @@ def expected_utility(models: Sequence[Model], names: Sequence[str] | None = None
 
     Of their rewards, or of the two scores with these names.
     """
-    keys = names or [f"reward {name}" for name in OBJECTIVES]
-    values = [[model["test"][key] for key in keys] for model in chosen(models)]
+    values = [
+        [model["test"][name] for name in names] if names else rewards(model, "test")
+        for model in chosen(models)
+    ]
     return float((np.array(values) * np.stack([TARGETS, 1 - TARGETS], axis=1)).sum(1).mean())
 
 
@@ -270,6 +272,17 @@ def family_a(folder: Path = PROTOCOL) -> list[Claim]:
     ]
 
 
+REAL_SOUP = ("separate 0.1", "soup2 0.5", "separate 0.9")
+"""Models of a soup of two runs on SmolLM2."""
+REAL_PAIRS = (
+    # claim, first and second side, their models
+    ("C4", ("training without a critic", "PPO"), ("fixed", "PPO")),
+    ("C5", ("FIRM", "fixed weights"), ("FIRM", "fixed")),
+    ("C6", ("FIRM", "FedCMOO-A"), ("FIRM", "FedCMOO-A")),
+    ("C7", ("FIRM with uploads of 2 bits", "with whole uploads"), ("2 bits", "FIRM")),
+)
+
+
 def smallest_gain(models: Models, setting: str, side: str, *, mean: bool = False) -> float:
     """Returns the smallest gain over the base model among the objectives, or their mean."""
     base, own = (models[f"{setting}: {name}"]["test"] for name in ("base", side))
@@ -295,6 +308,35 @@ def family_b(folder: Path = PROTOCOL) -> list[Claim]:
         )
         for number, setting in enumerate(SETTINGS, start=1)
     ]
+
+
+def family_c(folder: Path = PROTOCOL) -> list[Claim]:
+    """Returns the claims of family C."""
+    fronts, others = (
+        parts("real_front", REAL_SEEDS, folder),
+        parts("real_baselines", REAL_SEEDS, folder),
+    )
+    one, found = "one conditioned run", []
+    sides: dict[str, tuple[str, Callable[[Models], list[Model]]]] = {
+        "C1": ("three separate runs of equal replies", lambda m: of(m, "short", REAL)),
+        "C2": ("three separate runs of equal rounds", lambda m: of(m, "separate", REAL)),
+        "C3": ("the soup of two runs", lambda m: [m[name] for name in REAL_SOUP]),
+    }
+    for name, (second, models_of) in sides.items():
+        less = tuple(
+            expected_utility(of(models, "conditioned", REAL)) - expected_utility(models_of(models))
+            for models in fronts.values()
+        )
+        text = f"{one.capitalize()} differs from {second}"
+        found.append(Claim(name, text, (one, second), "expected utility", 5, less, "real_front"))
+    for name, ends, (first, second) in REAL_PAIRS:
+        less = tuple(
+            float((rewards(models[first], "test") - rewards(models[second], "test")).mean())
+            for models in others.values()
+        )
+        text = f"{ends[0][0].upper()}{ends[0][1:]} differs from {ends[1]}"
+        found.append(Claim(name, text, ends, "mean of the rewards", 5, less, "real_baselines"))
+    return found
 
 
 # --- Older runs -----------------------------------------------------------------------------------
@@ -379,10 +421,12 @@ def older_differences() -> dict[tuple[str, str, str], list[float]]:
     return found
 
 
-def older() -> list[list[str]]:
+def older(data_name: str = "docs/fronts") -> list[list[str]]:
     """Returns the rows of older runs: exploratory, with plain 95 % intervals."""
     rows = []
     for (text, quantity, data), values in older_differences().items():
+        if not data.startswith(data_name):
+            continue
         found = mean_difference(values)
         word = ("first ahead" if found.mean > 0 else "second ahead") if found.is_clear else "open"
         row = [text, quantity, str(len(values)), found.text(), "none", f"exploratory: {word}"]
@@ -393,11 +437,17 @@ def older() -> list[list[str]]:
 # --- The page's tables ----------------------------------------------------------------------------
 
 
+HEADER = (
+    *("claim", "quantity, first less second", "n", "95 % interval", "margin", "verdict"),
+    *("command", "data"),
+)
+"""Headings of tables of claims."""
+
+
 def findings(folder: Path = PROTOCOL) -> str:
     """Returns the table of findings."""
-    header = ["claim", "quantity, first less second", "n", "95 % interval", "margin", "verdict"]
     rows = []
-    for family in (family_a(folder), family_b(folder)):
+    for family in (family_a(folder), family_b(folder), family_c(folder)):
         for claim, verdict in zip(family, verdicts(family), strict=True):
             margin = "difference" if claim.margin is None else f"± {claim.margin:.3f}"
             rows.append([
@@ -410,7 +460,12 @@ def findings(folder: Path = PROTOCOL) -> str:
                 f"`protocol_runs.py {claim.part}`",
                 f"`docs/results/data/protocol/{claim.part}_*.json`",
             ])  # fmt: skip
-    return markdown_table([*header, "command", "data"], [*rows, *older()])
+    return markdown_table(HEADER, [*rows, *older()])
+
+
+def older_runs() -> str:
+    """Returns the table of older runs with PPO, by final rewards."""
+    return markdown_table(HEADER, older("docs/figures"))
 
 
 def front_table(folder: Path = PROTOCOL) -> str:
@@ -517,6 +572,21 @@ def weights_table(folder: Path = PROTOCOL) -> str:
     return markdown_table([f"{len(data)} seeds", *header, "difference", "KL, difference"], rows)
 
 
+def real_table(folder: Path = PROTOCOL) -> str:
+    """Returns the models of SmolLM2 behind family C: means over the seeds, by model."""
+    data = [parts(name, REAL_SEEDS, folder) for name in ("real_front", "real_baselines")]
+    by_model: dict[str, list[Mapping[str, float]]] = {}
+    for models in (each for own in data for each in own.values()):
+        for name, model in models.items():
+            by_model.setdefault(name, []).append(model["test"])
+    keys = list(dict.fromkeys(key for rows in by_model.values() for row in rows for key in row))
+    rows = [
+        [name, str(len(own)), *(spread([row[key] for row in own]) for key in keys)]
+        for name, own in by_model.items()
+    ]
+    return markdown_table(["model", "files", *keys], rows)
+
+
 def older_fronts() -> str:
     """Returns quantities of the older fronts, and their differences from the separate runs'."""
     rows = []
@@ -590,6 +660,8 @@ TABLES: dict[str, Callable[[], str]] = {
     "equal KL": kl_table,
     "baselines": baseline_table,
     "weights": weights_table,
+    "real model": real_table,
+    "older runs": older_runs,
     "older fronts": older_fronts,
     "older numbers": older_numbers,
 }

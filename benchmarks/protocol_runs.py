@@ -3,26 +3,30 @@
     python benchmarks/protocol_runs.py front --seeds 100 101 102 103 104 105 106 107 108 109
     python benchmarks/protocol_runs.py weights --seeds 100 101 102 103 104
 
-Parts: front (A1, A2), weights (family B), baselines (A3, A4), equal_kl, nine, warm. Each seed of a
+Parts: front (A1, A2), weights (family B), baselines (A3, A4), equal_kl, nine and warm, of the
+miniature world; real_front (C1 to C3) and real_baselines (C4 to C7), of SmolLM2. Each seed of a
 part is one file below --out, written when all its models are measured, and skipped when it is
 there; its runs below --runs continue from their last checkpoints. All runs share one process, whose
-start would take a fifth of their time.
+start would take a fifth of the miniature's time.
 
-A file has the base model's and every model's mean rewards in [0, 1], true scores and KL, by split.
+A file has the base model's and every model's mean rewards in [0, 1], further scores and KL, by
+split.
 All models of a seed reply to the same prompts with the same random stream.
 """
 
 import argparse
 import json
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
 
+from benchmarks.judges import grade, rarity
 from benchmarks.measure import quiet
-from firm.alignment import Calibration, Evaluation, evaluate, load_prompts
+from firm.alignment import Calibration, Evaluation, RewardFn, evaluate, load_prompts
 from firm.federation import RandomStream
 from firm.federation.aggregation import weighted_mean
 from firm.fronts import preference_folder
@@ -33,14 +37,10 @@ from firm.report import read_record
 from firm.run import compose
 from firm.run.files import replace_text
 
-BASE = Path("configs/miniature.yaml")
-COMMON: dict[str, Any] = {
-    "rounds": 16,
+RUNS: dict[str, Any] = {
     "num_clients": 4,
     "engine": "stacked",
     "estimator.name": "critic_free",
-    "estimator.batch_size": 16,
-    "estimator.minibatch_size": 8,
     "strategy.name": "fedavg",
     "evaluation.num_validation_prompts": 0,
     "evaluation.num_test_prompts": 2,  # models are measured by `measured`, on many more
@@ -50,7 +50,52 @@ COMMON: dict[str, Any] = {
     "checkpoints.keep_last": 1,
     "checkpoints.keep_best": False,
 }
-NUM_PROMPTS = {"validation": 200, "test": 300}
+
+
+@dataclass(frozen=True)
+class World:
+    """A base model with its objectives, and the size of the runs on it."""
+
+    base: Path
+    common: dict[str, Any]
+    """Keys of all runs."""
+    num_prompts: dict[str, int]
+    """Prompts on which models are measured, by split."""
+    num_samples: int = 1
+    """Replies to each prompt."""
+    calibrations: dict[str, Calibration] = field(default_factory=dict)
+    """Maps to [0, 1] that were measured before; those of other objectives are run's own."""
+    judges: dict[str, RewardFn] = field(default_factory=dict)
+    """Quantities that no run is trained on."""
+
+
+COMMON = {
+    **RUNS,
+    "rounds": 16,
+    "estimator.batch_size": 16,
+    "estimator.minibatch_size": 8,
+}
+MINIATURE = World(Path("configs/miniature.yaml"), COMMON, {"validation": 200, "test": 300})
+SMOLLM2 = World(
+    Path("configs/smollm2_front.yaml"),
+    {
+        **RUNS,
+        "rounds": 8,
+        "num_threads": 1,
+        "policy.conditioning.kind": "none",
+        "estimator.batch_size": 8,
+        "estimator.minibatch_size": 4,
+    },
+    {"validation": 20, "test": 50},
+    num_samples=2,
+    calibrations={  # measured on 64 replies of the base model
+        "plain": Calibration("sigmoid", mean=55.1, scale=20.7),
+        "rich": Calibration("sigmoid", mean=0.797, scale=0.424),
+    },
+    judges={"grade": grade, "rarity": rarity},
+)
+REAL, SHORT = (0.1, 0.5, 0.9), 3
+"""Preferences for plain on SmolLM2, and the rounds of three runs with the replies of one."""
 FIRST, FURTHER = (0.5, 0.1, 0.9, 0.3, 0.7), (0.2, 0.8, 0.4, 0.6)
 """Preferences for helpful, in the order in which separate runs are counted."""
 SHRUNK = 0.8
@@ -93,8 +138,9 @@ Adapters = dict[str, Path]
 class Lab:
     """Trains and measures the models of one seed."""
 
-    def __init__(self, seed: int, runs: Path) -> None:
+    def __init__(self, seed: int, runs: Path, world: World = MINIATURE) -> None:
         self.seed, self.folder, self._runs = seed, runs / f"seed_{seed}", runs
+        self.world = world
 
     def train(self, name: str, overrides: Mapping[str, Any]) -> Path:
         """Returns the folder of a finished run, after training what is left of it."""
@@ -102,14 +148,20 @@ class Lab:
         state = folder / "run.json"
         if state.exists() and json.loads(state.read_text())["status"] == "finished":
             return folder
-        keys = {**COMMON, "seed": self.seed, "out": str(folder), "resume": "auto", **overrides}
+        keys = {
+            **self.world.common,
+            "seed": self.seed,
+            "out": str(folder),
+            "resume": "auto",
+            **overrides,
+        }
         keys.setdefault("evaluation.calibration_seed", CALIBRATION_SEED)
-        objectives = compose(AlignmentConfig, [BASE], list(keys.items())).rewards
+        objectives = compose(AlignmentConfig, [self.world.base], list(keys.items())).rewards
         known = {k: vars(own) for k, own in self._calibrations().items() if k in objectives}
         keys.setdefault("evaluation.calibrations", known)
         if known.keys() == objectives.keys():  # then these replies fit nothing
             keys["evaluation.num_calibration_prompts"] = 2
-        align(compose(AlignmentConfig, [BASE], list(keys.items())))
+        align(compose(AlignmentConfig, [self.world.base], list(keys.items())))
         return folder
 
     def separate(self, share: float, **overrides: Any) -> Path:
@@ -117,9 +169,9 @@ class Lab:
         weights = {"strategy.weights": [share, round(1 - share, 3)]}
         return self.train(f"separate_{100 * share:.0f}", {**weights, **overrides}) / "adapter"
 
-    def conditioned(self) -> Adapters:
-        """Returns the folds of the conditioned run, by preference for helpful."""
-        shares = sorted((*FIRST, *FURTHER))
+    def conditioned(self, shares: Sequence[float] = (*FIRST, *FURTHER)) -> Adapters:
+        """Returns the folds of the conditioned run, by share of the first objective."""
+        shares = sorted(shares)
         preferences = [[share, round(1 - share, 3)] for share in shares]
         keys = {"policy.conditioning.kind": "preference", "evaluation.preferences": preferences}
         run = self.train("conditioned", keys)
@@ -156,7 +208,8 @@ class Lab:
     ) -> dict[str, Any]:
         """Returns the figures of the base model and of each adapter, by split."""
         extra = [(f"rewards.{name}", own) for name, own in (rewards or {}).items()]
-        cfg = compose(AlignmentConfig, [BASE], [*COMMON.items(), *extra])
+        world = self.world
+        cfg = compose(AlignmentConfig, [world.base], [*world.common.items(), *extra])
         names = list(adapters)
         fns = {**cfg.rewards, **cfg.evaluation.metrics}
         speaker_cfg = SpeakersConfig(
@@ -168,7 +221,7 @@ class Lab:
         for split in splits:
             prompts = load_prompts(
                 getattr(cfg.data, split), speakers.tokenizer, prompt_format=cfg.policy.prompt
-            )[: NUM_PROMPTS[split]]
+            )[: world.num_prompts[split]]
             for index, name in enumerate(figures):
                 with speakers.speaking(index - 1 if index else None) as sample:
                     own = evaluate(
@@ -177,15 +230,19 @@ class Lab:
                         {key: speakers.reward_fns[key] for key in cfg.rewards},
                         calibrations=maps,
                         stream=RandomStream(self.seed, "evaluation", split),
-                        extra_fns={k: speakers.reward_fns[k] for k in cfg.evaluation.metrics},
-                        batch_size=max(NUM_PROMPTS.values()),
+                        extra_fns={
+                            **{k: speakers.reward_fns[k] for k in cfg.evaluation.metrics},
+                            **world.judges,
+                        },
+                        num_samples=world.num_samples,
+                        batch_size=max(world.num_prompts.values()),
                     )
                 figures[name][split] = _figures(own)
         return figures
 
     def _calibrations(self) -> dict[str, Calibration]:
         """Returns the maps to [0, 1] that runs have measured; `CALIBRATION_SEED` fixes them."""
-        maps: dict[str, Calibration] = {}
+        maps = dict(self.world.calibrations)
         for rows in sorted(self._runs.glob("seed_*/*/metrics.jsonl")):
             if rows.parent.name.startswith("unlike_scales"):
                 continue
@@ -293,7 +350,49 @@ def warm(lab: Lab) -> dict[str, Any]:
     return lab.measured(models)
 
 
-PARTS = {part.__name__: part for part in (front, weights, baselines, equal_kl, nine, warm)}
+def real_front(lab: Lab) -> dict[str, Any]:
+    """Measures C1 to C3: a conditioned run, separate runs of equal and of a third of its rounds."""
+    folds = lab.conditioned(REAL)
+    models = {f"conditioned {share:g}": folds[f"{share:g}"] for share in REAL}
+    separate = {share: lab.separate(share) for share in REAL}
+    models |= {f"separate {share:g}": folder for share, folder in separate.items()}
+    for share in REAL:
+        weights = {"strategy.weights": [share, round(1 - share, 3)], "rounds": SHORT}
+        models[f"short {share:g}"] = lab.train(f"short_{100 * share:.0f}", weights) / "adapter"
+    models["soup2 0.5"] = lab.mean("soup2_0.5", [separate[0.9], separate[0.1]], [0.5, 0.5])
+    return lab.measured(models)
+
+
+def real_baselines(lab: Lab) -> dict[str, Any]:
+    """Measures C4 to C7: fixed weights, PPO, FIRM with whole and small uploads, and FedCMOO-A."""
+    equal = {"strategy.weights": [0.5, 0.5]}
+    firm = {"strategy.name": "firm"}
+    server = {
+        "strategy.name": "fedcmoo",
+        "strategy.communication": "one_way",
+        "strategy.compressor": "none",
+        "strategy.solver": "exact",
+    }
+    models = {
+        "fixed": lab.separate(0.5),
+        "PPO": lab.train("ppo", {"estimator.name": "ppo", **equal}) / "adapter",
+        "FIRM": lab.train("firm", firm) / "adapter",
+        "2 bits": lab.train("two_bits", {**firm, "strategy.upload.bits": 2}) / "adapter",
+        "FedCMOO-A": lab.train("fedcmoo", server) / "adapter",
+    }
+    return lab.measured(models, splits=["test"])
+
+
+PARTS = {
+    part.__name__: part
+    for part in (front, weights, baselines, equal_kl, nine, warm, real_front, real_baselines)
+}
+"""Functions that measure the models of a part; names that begin with real_ are on SmolLM2."""
+
+
+def lab_of(part: str, seed: int, runs: Path) -> Lab:
+    """Returns the lab of a part's world."""
+    return Lab(seed, runs, SMOLLM2) if part.startswith("real_") else Lab(seed, runs)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -310,7 +409,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     for seed in options.seeds:
         path = options.out / f"{options.part}_{seed}.json"
         if not path.exists():
-            figures = PARTS[options.part](Lab(seed, options.runs))
+            figures = PARTS[options.part](lab_of(options.part, seed, options.runs))
             replace_text(path, json.dumps(figures, indent=1) + "\n")
         print(path, flush=True)
 

@@ -8,18 +8,24 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from benchmarks import findings
-from benchmarks.protocol_runs import COMMON, PARTS, SETTINGS, SHRUNK, Lab
+from benchmarks.judges import grade, rarity
+from benchmarks.protocol_runs import MINIATURE, PARTS, SETTINGS, SHRUNK, SMOLLM2, Lab, lab_of
 from firm.jobs.alignment_config import AlignmentConfig
 from firm.run.config import compose
 
 MAPS = {name: {"method": "sigmoid", "mean": 0.0, "scale": 2.0} for name in ("helpful", "harmless")}
+SEEDS = {
+    "weights": findings.FIVE,
+    "real_front": findings.REAL_SEEDS,
+    "real_baselines": findings.REAL_SEEDS,
+}
 
 
 class PaperLab(Lab):
     """Keeps the keys of each run in place of training it, and makes figures up."""
 
-    def __init__(self, seed, runs):
-        super().__init__(seed, runs)
+    def __init__(self, seed, runs, world):
+        super().__init__(seed, runs, world)
         self.trained = {}
 
     def train(self, name, overrides):
@@ -41,7 +47,8 @@ class PaperLab(Lab):
 
     def measured(self, adapters, *, rewards=None, splits=("validation", "test")):
         random = np.random.default_rng(self.seed)
-        keys = ["reward helpful", "reward harmless", *(f"reward {name}" for name in rewards or ())]
+        names = self.world.calibrations or ("helpful", "harmless")
+        keys = [f"reward {name}" for name in (*names, *(rewards or ()))]
         keys += ["true_helpful", "true_harmless", "KL"]
         return {
             name: {split: {key: float(random.random()) for key in keys} for split in splits}
@@ -53,36 +60,40 @@ class PaperLab(Lab):
 def data(tmp_path_factory):
     """The files of all parts, of all seeds, and the runs of one seed."""
     out, runs = (tmp_path_factory.mktemp(name) for name in ("data", "runs"))
-    trained = {}
+    trained = {MINIATURE.base: {}, SMOLLM2.base: {}}
     for part, measure in PARTS.items():
-        for seed in findings.FIVE if part == "weights" else findings.TEN:
-            lab = PaperLab(seed, runs)
+        for seed in SEEDS.get(part, findings.TEN):
+            world = lab_of(part, seed, runs).world
+            lab = PaperLab(seed, runs, world)
             (out / f"{part}_{seed}.json").write_text(json.dumps(measure(lab)))
-            trained |= lab.trained
+            trained[world.base] |= lab.trained
     return out, trained
 
 
 def test_every_claim_and_table_finds_its_models(data):
     out, _ = data
-    for family in (findings.family_a(out), findings.family_b(out)):
+    for family in (findings.family_a(out), findings.family_b(out), findings.family_c(out)):
         assert all(claim.is_complete for claim in family)
         assert not any(verdict.startswith("open:") for verdict in findings.verdicts(family))
     for table in (findings.front_table, findings.number_table, findings.kl_table,
-                  findings.baseline_table, findings.weights_table, findings.findings):  # fmt: skip
+                  findings.baseline_table, findings.weights_table, findings.real_table,
+                  findings.findings):  # fmt: skip
         assert "–" not in table(out)
 
 
 def test_every_run_of_the_protocol_has_a_valid_configuration(data):
     _, trained = data
-    assert len(trained) > 30
-    for name, overrides in trained.items():
-        keys = {**COMMON, **overrides}
-        cfg = compose(AlignmentConfig, ["configs/miniature.yaml"], list(keys.items()))
-        assert cfg.num_clients * cfg.estimator.batch_size == 64, name
+    assert len(trained[MINIATURE.base]) > 30
+    assert len(trained[SMOLLM2.base]) == 11
+    for world, replies in ((MINIATURE, 64), (SMOLLM2, 32)):
+        for name, overrides in trained[world.base].items():
+            keys = {**world.common, **overrides}
+            cfg = compose(AlignmentConfig, [world.base], list(keys.items()))
+            assert cfg.num_clients * cfg.estimator.batch_size == replies, name
 
 
 def test_sides_of_a_comparison_differ_in_their_strategy_alone(data):
-    _, trained = data
+    trained = data[1][MINIATURE.base]
     for setting in SETTINGS:
         folder = setting.replace(" ", "_")
         firm, fixed = (trained[f"{folder}-{side}"] for side in ("firm", "fixed"))
@@ -100,3 +111,17 @@ def test_a_shrunk_adapter_adds_a_smaller_product(tmp_path):
     save_file({name("A"): a, name("B"): b}, folder / "adapter_model.safetensors")
     made = load_file(Lab(1, tmp_path).shrunk("small", folder) / "adapter_model.safetensors")
     torch.testing.assert_close(made[name("B")] @ made[name("A")], SHRUNK * b @ a)
+
+
+def test_judges_rank_plain_below_learned_texts():
+    plain = "Dogs run. They eat food and sleep in the sun."
+    learned = "Epistemological considerations necessitate perspicacious deliberation throughout."
+    for judge in (grade, rarity):
+        low, high, none = judge([plain, learned, "1, 2!"])
+        assert low < high
+        assert none == 0.0
+
+
+def test_the_grade_is_that_of_the_formula():
+    # 8 letters and one sentence in 2 words: 400 letters and 50 sentences per 100 words
+    assert grade(["Dogs bark."]) == [pytest.approx(0.0588 * 400 - 0.296 * 50 - 15.8)]
