@@ -46,16 +46,17 @@ from firm.jobs.alignment_loading import (
     serve,
     shared_calibrations,
 )
-from firm.jobs.fetch import fetch_policy
+from firm.jobs.fetch import about_policy, fetch_policy
 from firm.jobs.hub import push
 from firm.jobs.loop import Logbook, RoundResult, Wing, train
 from firm.jobs.model_card import markdown_table, model_card, model_name
 from firm.jobs.plan.printing import print_plan
 from firm.jobs.sources import check_sources
 from firm.jobs.threads import set_threads, with_recorded_threads
+from firm.report import formats
 from firm.report.page import alarms
 from firm.report.record import read_record
-from firm.report.run_front import front_of_run, split_at
+from firm.report.run_front import front_of_run, front_rows, split_at
 from firm.report.run_page import update_report
 from firm.report.tables import Frame, Setting
 from firm.run.comparison import prompts_text
@@ -265,7 +266,22 @@ def print_result(cfg: AlignmentConfig, result: Result) -> None:
         ["", "base", "aligned", "change", "z"],
         [row.cells() for row in result.comparison],
     )
-    for sign in read_record(result.path).hacking_signs:
+    record = read_record(result.path)
+    if rows := front_rows(record):
+        names = list(cfg.rewards)
+        print_table(
+            "the same prompts at each measured preference, mean ± standard error",
+            [", ".join(names), *names, "kl"],
+            [
+                [
+                    formats.shares(row["preference"]),
+                    *(f"{s['mean']:.3f} ± {s['se']:.3f}" for s in map(row["scores"].get, names)),
+                    f"{row['kl']:.3f} ± {row['kl_se']:.3f}",
+                ]
+                for row in rows
+            ],
+        )
+    for sign in record.hacking_signs:
         print(f"note: sign of reward hacking: {printable(sign, max_length=5_000)}")
     for alarm in alarms(row for row in result.rows if row["kind"] in ("run", "round")):
         print(f"note: {alarm.when}: {printable(alarm.text, max_length=5_000)}")
@@ -515,6 +531,7 @@ def _run_row(
         "rounds": cfg.rounds,
         "alarms": [*alarms_at_start(cfg), *loaded.notes],
         "calibration": as_figures(calibrations),
+        "about": about_policy(cfg.policy.path),
         "num_trainable": sum(p.numel() for p in parameters),
         "processes": [processes.hosted(names, rank) for rank in range(processes.size)],
         "adapter_bytes": sum(p.numel() * p.element_size() for p in parameters),

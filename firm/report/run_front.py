@@ -68,9 +68,17 @@ def num_scored(base: Row, objectives: Sequence[str]) -> dict[str, int]:
     return {n: count for n, count in counts.items() if count not in (None, base["num_prompts"])}
 
 
+def front_rows(record: Record) -> list[Row]:
+    """Returns the final evaluations of a conditioned run on the test prompts, by preference.
+
+    By falling share of the first objective; empty before the end of the run.
+    """
+    return _rows(record, "test").get(record.num_rounds, [])
+
+
 def front_of_run(record: Record) -> Front | None:
     """Returns the front on the test prompts after the last round; None if there is none."""
-    rows = _rows(record, "test").get(record.num_rounds, [])
+    rows = front_rows(record)
     if len(rows) < 2:
         return None
     base = record.evaluations["test"][0]

@@ -33,8 +33,8 @@ from firm.report.page import (
     left_out_notes,
     write_page,
 )
-from firm.report.record import Record, read_record
-from firm.report.run_front import front_of_run, volume_section
+from firm.report.record import Record, read_record, score
+from firm.report.run_front import front_of_run, front_rows, volume_section
 from firm.report.samples import sample_preferences, samples_of
 from firm.report.tables import Setting
 from firm.run.comparison import score_notes
@@ -94,7 +94,7 @@ def run_page(record: Record) -> Page:
         product="FIRM run report",
         title=record.name,
         status=record.run.get("status", "unknown"),
-        summary=[summary, *_hacking(record)],
+        summary=[*filter(None, [summary, record.header.get("about")]), *_hacking(record)],
         facts=facts,
         headlines=_headlines(record, comparison) if comparison else [],
         stats=_stats(record, comparison) if record.rounds else [],
@@ -158,6 +158,18 @@ def _summary(record: Record, comparison: Comparison | None) -> str:
             f"{formats.count(record.last_round, 'training round')} completed. The aligned model "
             "has not been compared with the base model yet."
         )
+    if ends := _front_ends(record):
+        by_objective = (
+            f"{name} from {formats.number(low)} to {formats.number(high)} (base "
+            f"{formats.number(_base_mean(comparison, name))})"
+            for name, (low, high) in ends.items()
+        )
+        return (
+            f"After {formats.count(comparison.round, 'round')} on "
+            f"{formats.count(len(record.clients), 'client')} one adapter serves every preference. "
+            "As an objective's share grows from the least to the largest measured one, its mean "
+            f"score goes: {'; '.join(by_objective)}. On {comparison.prompts}."
+        )
     changes = []
     for objective in record.objectives:
         line = comparison.line(objective)
@@ -181,12 +193,36 @@ def _hacking(record: Record) -> list[str]:
     return [f"Signs of reward hacking, so read the samples: {'; '.join(signs)}."] if signs else []
 
 
+def _front_ends(record: Record) -> dict[str, tuple[float, float]]:
+    """Returns each objective's mean scores at its least and largest share; {} without a front."""
+    rows, ends = front_rows(record), {}
+    for j, name in enumerate(record.objectives if len(rows) > 1 else ()):
+        by_share = sorted(rows, key=lambda row: row["preference"][j])
+        means = [score(row, "scores", name, "mean") for row in (by_share[0], by_share[-1])]
+        if None not in means:
+            ends[name] = (means[0], means[1])
+    return ends
+
+
+def _base_mean(comparison: Comparison, name: str) -> float | None:
+    line = comparison.line(name)
+    return line.base.mean if line and line.base else None
+
+
 def _headlines(record: Record, comparison: Comparison) -> list[Headline]:
     headlines = []
+    if ends := _front_ends(record):
+        for name, values in ends.items():
+            value = " → ".join(map(formats.number, values))
+            base = f"base {formats.number(_base_mean(comparison, name))}"
+            shares = [r["preference"][record.objectives.index(name)] for r in front_rows(record)]
+            notes = [f"at shares of {min(shares):.2g} → {max(shares):.2g}", base]
+            headlines.append(Headline(name, figures.objective_color(record, name), value, notes))
+        return headlines
     for line in comparison.lines:
         if line.name in record.objectives and line.is_score:
-            ends = [formats.number(m.mean if m else None) for m in (line.base, line.aligned)]
-            notes = [" → ".join(ends)]
+            means = [formats.number(m.mean if m else None) for m in (line.base, line.aligned)]
+            notes = [" → ".join(means)]
             if line.change and line.change.num_prompts is not None:
                 notes.append(f"on {formats.count(line.change.num_prompts, 'prompt')}")
             if truth := comparison.line(f"true_{line.name}"):
@@ -204,7 +240,12 @@ def _stats(record: Record, comparison: Comparison | None) -> list[tuple[str, str
         if comparison and (line := comparison.line(name)):
             has_base = line.base and name != "kl"
             base = f"base {formats.number(line.base.mean)}" if line.base and has_base else ""
-            stats.append((label, formats.number(line.aligned and line.aligned.mean), base))
+            values = [row[name] for row in front_rows(record) if row.get(name) is not None]
+            value = formats.number(line.aligned and line.aligned.mean)
+            if values and not line.is_score:
+                value = " – ".join(formats.number(end) for end in (min(values), max(values)))
+                base = ", ".join(filter(None, ["by preference", base]))
+            stats.append((label, value, base))
     sent = formats.size(sum(total_bytes(record, key) for key in ("bytes_up", "bytes_down")))
     time = formats.duration(sum(row.get("seconds") or 0 for row in record.rounds))
     return [*stats, ("Sent, both ways", sent, ""), ("Time in rounds", time, "")]
@@ -482,8 +523,8 @@ SECTIONS: dict[str, Callable[[Setting], Section]] = {
 }
 """Functions that draw the sections, by name; sections without figures are omitted."""
 ORDER = (
-    *("front", "front-preference", "front-models", "front-rounds"),
-    *("trade-off", "evaluation", "scores", "truth", "samples"),
+    *("front", "front-preference", "front-models"),
+    *("trade-off", "evaluation", "samples", "scores", "truth", "front-rounds"),
     *("diagnostics", "weights", "gradients", "training", "further"),
     *("cost", "privacy", "failures", "settings"),
 )

@@ -71,6 +71,7 @@ FIELDS: dict[str, dict[str, Any]] = {
         "rounds": Count,
         "alarms": Items[str],
         "calibration": dict[str, dict[str, Any]],
+        "about": str,
         "num_trainable": Count,
         "adapter_bytes": Count,
     },

@@ -52,7 +52,7 @@ def offer(wheel, tmp_path, monkeypatch):
         monkeypatch.setenv(name, value)
 
     def as_smollm2(**changes):
-        source = Source("firm/none", replace(wheel, **changes), "MIT")
+        source = Source("firm/none", replace(wheel, **changes), "MIT", "A small model.")
         monkeypatch.setitem(MODELS, "smollm2", source)
 
     as_smollm2()

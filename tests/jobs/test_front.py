@@ -16,6 +16,7 @@ from firm.jobs.alignment_config import AlignmentConfig, measured_preferences
 from firm.jobs.chat import ChatConfig, Conversation
 from firm.jobs.finished_runs import parse_over_run
 from firm.jobs.pick import PickConfig, main
+from firm.report import formats
 from firm.report.run_front import split_at
 from firm.run import UserError, parse
 from tests import smoke
@@ -64,6 +65,10 @@ def test_the_run_s_page_is_the_front_and_its_points_are_ordinary_adapters(traine
     page = (trained / "report.html").read_text()
     for title in ("The front of one run", "The policy by preference", "The front over the rounds"):
         assert title in page
+    assert "one adapter serves every preference" in page
+    assert "at shares of 0 → 1" in page
+    shown = [f"<h3>{formats.shares(point.preference)}</h3>" for point in front.points]
+    assert all(heading in page for heading in ("<h3>Base</h3>", *shown))
     for point in front.points:
         assert f">{point.name}</" in page
         assert AutoTokenizer.from_pretrained(trained / point.adapter)("A cat.")["input_ids"]
