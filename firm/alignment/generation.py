@@ -22,7 +22,9 @@ from firm.alignment.sequences import (
     TEMPERATURE_GUARD,
     Alone,
     Queries,
+    forward,
     set_preferences,
+    shares_prompts,
     token_logprobs,
 )
 from firm.federation.engines.processes import Team
@@ -158,11 +160,13 @@ def _generate(
         return query_ids, torch.empty(0, 0, device=query_ids.device)
     pad_id = int(tokenizer.pad_token_id)  # type: ignore[arg-type]  # checked when it was loaded
     attention_mask = queries.mask
+    cache = None if config.cache == "static" else _prompt_cache(model, queries)
     set_preferences(model, queries.preferences)
     with _without_sampling_defaults(model):
         sequences = model.generate(
             input_ids=torch.masked_fill(query_ids, ~attention_mask, 0),
             attention_mask=attention_mask,
+            past_key_values=cache,
             logits_processor=LogitsProcessorList([_Told(on_token), draws]),
             generation_config=GenerationConfig(
                 max_new_tokens=config.max_new_tokens,
@@ -177,6 +181,25 @@ def _generate(
     is_end = torch.isin(responses, torch.tensor(end_ids, device=responses.device))
     responses = responses.masked_fill(is_end.cumsum(1) - is_end.long() > 0, pad_id)
     return torch.cat((query_ids, responses), dim=1), logprobs
+
+
+def _prompt_cache(model: Any, queries: Queries) -> Any:
+    """Returns the keys and values of all prompts but their last tokens, or None.
+
+    Equal prompts take one row of the pass. The last tokens are left to `generate`, which needs
+    their logits.
+    """
+    if queries.token_ids.size(1) == 1 or not shares_prompts(model):
+        return None
+    first, index = queries.distinct()
+    if len(first) == queries.num_rows:
+        return None
+    prompts = queries.rows(first)
+    set_preferences(model, prompts.preferences)
+    output = forward(model, prompts.token_ids[:, :-1], prompts.mask[:, :-1], use_cache=True)
+    cache = output.past_key_values
+    cache.reorder_cache(index)  # also copies states of linear attention
+    return cache
 
 
 class _Told(LogitsProcessor):

@@ -1,5 +1,6 @@
 """Prompts and responses as rows of tokens, and forward passes over them."""
 
+import inspect
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, fields, replace
@@ -157,6 +158,22 @@ class Queries(Rows):
         """Repeats every prompt `count` times, adjacently; B * count rows."""
         return self.rows(torch.arange(self.num_rows).repeat_interleave(count))
 
+    def distinct(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Finds rows with equal tokens and preferences.
+
+        Returns:
+            Indices of the first row of each of D prompts, [D]; and the index of every row's prompt
+            among these, [B].
+        """
+        parts = [self.token_ids, self.lengths[:, None]]
+        if self.preferences is not None:
+            parts.append(self.preferences)
+        rows = torch.cat([part.cpu().double() for part in parts], dim=1)
+        numbers: dict[tuple[float, ...], int] = {}
+        index = [numbers.setdefault(tuple(row), len(numbers)) for row in rows.tolist()]
+        first = [index.index(number) for number in range(len(numbers))]
+        return torch.tensor(first), torch.tensor(index, device=self.device)
+
 
 @dataclass(frozen=True)
 class Sequences(Rows):
@@ -265,14 +282,16 @@ def entropy(logits: torch.Tensor) -> torch.Tensor:
     return torch.logsumexp(logits, dim=-1) - torch.sum(probabilities * logits, dim=-1)
 
 
-def forward(model: Any, token_ids: torch.Tensor, attention_mask: torch.Tensor) -> Any:
+def forward(
+    model: Any, token_ids: torch.Tensor, attention_mask: torch.Tensor, *, use_cache: bool = False
+) -> Any:
     """Returns the output of a model on padded ids [B, L], with the hidden states [B, L, H].
 
     For a language model the only entry of `hidden_states` is the input of its head:
     `output_hidden_states` would keep the states of all layers, and those of Gemma 3n are [4, B, L,
     H]. Positions count only the tokens in the mask [B, L], so that padding does not shift a text.
     If `head_of` knows the model's head, `head` is set and the logits are empty, [B, 0, V]; see
-    `token_scores`.
+    `token_scores`. With `use_cache` the keys and values are in `past_key_values`.
     """
     module, head, states = model.get_output_embeddings(), head_of(model), []
 
@@ -287,7 +306,7 @@ def forward(model: Any, token_ids: torch.Tensor, attention_mask: torch.Tensor) -
             attention_mask=attention_mask,
             position_ids=attention_mask.cumsum(1) - attention_mask.long(),
             return_dict=True,
-            use_cache=False,
+            use_cache=use_cache,
         )
     finally:
         if hook is not None:
@@ -295,6 +314,17 @@ def forward(model: Any, token_ids: torch.Tensor, attention_mask: torch.Tensor) -
     output.hidden_states = (states[0] if states else output.last_hidden_state,)
     output.head = head
     return output
+
+
+def shares_prompts(model: Any) -> bool:
+    """Returns whether rollouts pass equal prompts through a model once, for all their replies.
+
+    That needs keys and values to copy, and pays where `head_of` knows the model's head: with a
+    large vocabulary. Sharded models, whose processes run equal passes, have no such head.
+    """
+    base = model.get_base_model() if hasattr(model, "get_base_model") else model
+    has_cache = "past_key_values" in inspect.signature(base.forward).parameters
+    return has_cache and head_of(model) is not None
 
 
 def set_preferences(model: Any, preferences: torch.Tensor | None) -> None:

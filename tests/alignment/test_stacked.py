@@ -2,6 +2,7 @@
 
 from functools import partial
 from typing import get_type_hints
+from weakref import WeakKeyDictionary
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ from firm.alignment import (
     generation,
     load_policy,
 )
+from firm.alignment import head as heads
 from firm.alignment.policy import add_adapter
 from firm.alignment.prompts import prompt_of
 from firm.alignment.stacked.trainer import stacked_trainers
@@ -115,8 +117,10 @@ def test_two_rounds_of_adam_end_as_with_clients_in_turn(both, options, max_rows)
 
 
 def test_large_vocabularies_end_as_with_clients_in_turn(both, monkeypatch):
-    """Their tokens are sampled by one random number per row."""
+    """Their tokens take one random number per row, and equal prompts one row of a pass."""
     monkeypatch.setattr(generation, "LARGE_VOCABULARY", 0)
+    monkeypatch.setattr(heads, "LARGE_VOCABULARY", 0)
+    monkeypatch.setattr(heads, "_formulas", WeakKeyDictionary())
     results = both(firm_round, FirmConfig(num_local_steps=2), estimator="critic_free")
     assert_same(results)
 

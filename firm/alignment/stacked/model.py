@@ -8,14 +8,14 @@ pass does.
 
 import inspect
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
 from firm.alignment.adapters.forward import forward_of
 from firm.alignment.policy import adapter_parameters, set_mode
-from firm.alignment.sequences import forward
+from firm.alignment.sequences import forward, shares_prompts
 from firm.alignment.stacked.passes import ClientPart, Output, Pass, PassPosition
 from firm.alignment.stacked.replies import SamplingState
 from firm.federation.lockstep import outcome_of
@@ -145,38 +145,69 @@ class StackedModel:
     def generate(self, parts: list[ClientPart]) -> list[Any]:
         """Samples replies to each part's prompts, with log-probabilities.
 
-        Each part draws the same random numbers from its generator as it would alone, and ends with
-        its last reply. Finished replies are dropped from the batch once there are enough of them
-        (`KEPT_SHARE`).
+        Equal prompts of a part take one row of the first pass. Each part draws the same random
+        numbers from its generator as it would alone, and ends with its last reply. Finished replies
+        are dropped from the batch once there are enough of them (`KEPT_SHARE`).
         """
-        joint = self._pass(parts)
         set_mode(self.policy, is_training=False)
-        mask = joint.mask  # [N, Q]
-        inputs = joint.token_ids.masked_fill(~mask, 0)
-        positions = mask.cumsum(1) - mask.long()
-        cache, replies = None, [SamplingState(part) for part in parts]
-        while any(reply.num_open for reply in replies):
-            with self._forward.of(joint):
-                output = self.policy(
-                    input_ids=inputs,
-                    attention_mask=mask,
-                    position_ids=positions,
-                    past_key_values=cache,
-                    use_cache=True,
-                    return_dict=True,
-                    **self._last_logits_alone,
-                )
-            cache = output.past_key_values
-            logits = output.logits[:, -1].float()  # [N, V]
+        joint, replies = self._pass(parts), [SamplingState(part) for part in parts]
+        prompts, rows = self._prompts(joint)  # D prompts; index of each row's, [N]
+        positions = prompts.mask.cumsum(1) - prompts.mask.long()
+        output = self._cached_pass(prompts, prompts.token_ids, prompts.mask, positions)
+        cache = output.past_key_values
+        logits = output.logits[:, -1].float()  # [D, V]
+        mask, positions = joint.mask, positions[:, -1:]
+        if rows is not None:
+            cache.reorder_cache(rows)  # also copies states of linear attention
+            logits, positions = logits[rows], positions[rows]
+        while True:
             tokens = torch.cat([r.sample(logits[joint.span(at)]) for at, r in enumerate(replies)])
-            inputs, positions = tokens[:, None], positions[:, -1:] + 1
+            num_open = max(reply.num_open for reply in replies)
+            if not num_open:
+                return [reply.result() for reply in replies]
+            positions = positions + 1
             mask = torch.cat([mask, mask.new_ones(len(mask), 1)], dim=1)
-            kept = max(reply.num_open for reply in replies)
-            if 0 < kept <= KEPT_SHARE * max(joint.counts):
-                rows = joint.restrict([reply.keep(kept) for reply in replies])
-                cache.reorder_cache(rows)  # also reorders states of linear attention
-                inputs, positions, mask = inputs[rows], positions[rows], mask[rows]
-        return [reply.result() for reply in replies]
+            if num_open <= KEPT_SHARE * max(joint.counts):
+                rows = joint.restrict([reply.keep(num_open) for reply in replies])
+                cache.reorder_cache(rows)
+                tokens, positions, mask = tokens[rows], positions[rows], mask[rows]
+            output = self._cached_pass(joint, tokens[:, None], mask, positions, cache)
+            logits = output.logits[:, -1].float()  # [N, V]
+
+    def _prompts(self, joint: Pass) -> tuple[Pass, torch.Tensor | None]:
+        """Returns a pass over each part's distinct prompts, and the row of every prompt in it.
+
+        If it is over all prompts, it is the joint pass itself, with None instead of rows.
+        """
+        if not shares_prompts(self.policy):
+            return joint, None
+        found = [part.rows.distinct() for part in joint.parts]
+        if sum(len(first) for first, _ in found) == sum(joint.counts):
+            return joint, None
+        pairs = zip(joint.parts, found, strict=True)
+        prompts = self._pass([replace(p, rows=p.rows.rows(first)) for p, (first, _) in pairs])
+        rows = [prompts.span(at).start + index for at, (_, index) in enumerate(found)]
+        return prompts, torch.cat(rows)
+
+    def _cached_pass(
+        self,
+        joint: Pass,
+        token_ids: torch.Tensor,
+        mask: torch.Tensor,
+        positions: torch.Tensor,
+        cache: Any = None,
+    ) -> Any:
+        """Returns the output of a pass over the next tokens, with logits of the last ones."""
+        with self._forward.of(joint):
+            return self.policy(
+                input_ids=token_ids.masked_fill(~mask[:, -token_ids.size(1) :], 0),
+                attention_mask=mask,
+                position_ids=positions,
+                past_key_values=cache,
+                use_cache=True,
+                return_dict=True,
+                **self._last_logits_alone,
+            )
 
     def _pass(self, parts: list[ClientPart]) -> Pass:
         return Pass(parts, {parameter: name for name, parameter in self._slot.items()})
