@@ -36,6 +36,7 @@ from firm.jobs.speakers import Speakers, SpeakersConfig
 from firm.report import read_record
 from firm.run import compose
 from firm.run.files import replace_text
+from firm.run.shipped import with_shipped_paths
 
 RUNS: dict[str, Any] = {
     "num_clients": 4,
@@ -209,7 +210,9 @@ class Lab:
         """Returns the figures of the base model and of each adapter, by split."""
         extra = [(f"rewards.{name}", own) for name, own in (rewards or {}).items()]
         world = self.world
-        cfg = compose(AlignmentConfig, [world.base], [*world.common.items(), *extra])
+        cfg = with_shipped_paths(
+            compose(AlignmentConfig, [world.base], [*world.common.items(), *extra])
+        )
         names = list(adapters)
         fns = {**cfg.rewards, **cfg.evaluation.metrics}
         speaker_cfg = SpeakersConfig(
