@@ -34,6 +34,7 @@ from firm.fields import (
     Seed,
     configuration,
 )
+from firm.jobs.fetch import fetch_policy
 from firm.jobs.inspection import fast_dtype
 from firm.jobs.sources import check_data, check_folder, check_reward
 from firm.report.reward_page import RewardReport, report_of, write_reward_page
@@ -143,9 +144,10 @@ def train_reward(cfg: RewardConfig) -> TrainedReward:
     out = cfg.out or dated_folder("reward")
     if out.exists():
         raise UserError(f"{out} already exists; choose another --out, or remove it.")
-    cfg = with_shipped_paths(cfg)
     for source in [cfg.pairs] if isinstance(cfg.pairs, str) else cfg.pairs:
-        check_data("pairs", source)
+        check_data("pairs", with_shipped_paths(source))
+    fetch_policy(cfg.base)
+    cfg = with_shipped_paths(cfg)
     check_folder("base", cfg.base)
     for name, text in cfg.others.items():
         check_reward(f"others.{name}", **reward_settings(text))

