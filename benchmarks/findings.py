@@ -33,7 +33,7 @@ ALPHA = 0.05
 MARGIN = 0.010
 TARGETS = np.linspace(0, 1, 21)
 OBJECTIVES = ("helpful", "harmless")
-TEN, FIVE, REAL_SEEDS = range(100, 110), range(100, 105), range(300, 305)
+TEN, FIVE, REAL_SEEDS = range(100, 110), range(100, 105), range(300, 303)
 
 Model = Mapping[str, Mapping[str, float]]
 """Figures of a model by split, as benchmarks/protocol_runs.py keeps them."""
@@ -328,14 +328,14 @@ def family_c(folder: Path = PROTOCOL) -> list[Claim]:
             for models in fronts.values()
         )
         text = f"{one.capitalize()} differs from {second}"
-        found.append(Claim(name, text, (one, second), "expected utility", 5, less, "real_front"))
+        found.append(Claim(name, text, (one, second), "expected utility", 3, less, "real_front"))
     for name, ends, (first, second) in REAL_PAIRS:
         less = tuple(
             float((rewards(models[first], "test") - rewards(models[second], "test")).mean())
             for models in others.values()
         )
         text = f"{ends[0][0].upper()}{ends[0][1:]} differs from {ends[1]}"
-        found.append(Claim(name, text, ends, "mean of the rewards", 5, less, "real_baselines"))
+        found.append(Claim(name, text, ends, "mean of the rewards", 3, less, "real_baselines"))
     return found
 
 

@@ -81,11 +81,8 @@ SMOLLM2 = World(
     Path("configs/smollm2_front.yaml"),
     {
         **RUNS,
-        "rounds": 8,
         "num_threads": 1,
         "policy.conditioning.kind": "none",
-        "estimator.batch_size": 8,
-        "estimator.minibatch_size": 4,
     },
     {"validation": 20, "test": 50},
     num_samples=2,
@@ -95,7 +92,7 @@ SMOLLM2 = World(
     },
     judges={"grade": grade, "rarity": rarity},
 )
-REAL, SHORT = (0.1, 0.5, 0.9), 3
+REAL, SHORT = (0.1, 0.5, 0.9), 4
 """Preferences for plain on SmolLM2, and the rounds of three runs with the replies of one."""
 FIRST, FURTHER = (0.5, 0.1, 0.9, 0.3, 0.7), (0.2, 0.8, 0.4, 0.6)
 """Preferences for helpful, in the order in which separate runs are counted."""

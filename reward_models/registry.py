@@ -12,6 +12,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
 
+from firm.extras import install_command
 from firm.federation.user_code import ENDS, user_code
 from firm.fields import NOT_IN_PAPER, Paper, PositiveInt, configuration
 from firm.registry import Registry
@@ -230,7 +231,7 @@ def _function(
 ) -> FunctionReward:
     assert not isinstance(config.output, int)  # RewardModelConfig has refused it
     if needs is not None and find_spec(needs) is None:
-        remedy = "pip install 'firm-align[real]'" if _is_shipped(function) else "install it"
+        remedy = install_command("real") if _is_shipped(function) else "install it"
         raise ValueError(
             f"{config.name!r} needs the package {needs}, which is not installed: {remedy}."
         )

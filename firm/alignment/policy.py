@@ -39,6 +39,7 @@ from firm.alignment.adapters.target_modules import (
     usual_names,
 )
 from firm.alignment.prompts import PromptFormat, check_template
+from firm.extras import install_command
 from firm.federation.client import Adapter
 from firm.federation.devices import named_device
 from firm.federation.outside import first_line
@@ -173,7 +174,7 @@ def checkpoint_source(path: str) -> dict[str, Any]:
     if find_spec("gguf") is None:
         raise ModuleNotFoundError(
             f"reading {path} needs the package gguf, which is not installed: "
-            "pip install 'firm-align[real]'.",
+            f"{install_command('real')}.",
             name="gguf",
         )
     file = Path(path).expanduser()

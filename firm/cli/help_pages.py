@@ -16,7 +16,8 @@ def made_page(command: Command) -> str:
     """Generates a command's page from its configuration, without the description."""
     with redirect_stdout(io.StringIO()) as printed, suppress(SystemExit):
         command.run(["--help"], description=TITLE)
-    return printed.getvalue().removeprefix(f"{TITLE}\n\n")
+    # libraries may print lines of their own when the command imports them
+    return printed.getvalue().partition(f"{TITLE}\n\n")[2]
 
 
 def commands_with_pages() -> list[Command]:

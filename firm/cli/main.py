@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, Literal, NoReturn
 
 from firm.console import accept_any_text
+from firm.extras import install_command
 
 PAGES = Path(__file__).parent / "pages"
 """Pregenerated `--help` pages, since importing a job and its configuration takes seconds."""
@@ -231,7 +232,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             raise
         print(
             f"firm: error: firm {name} needs the package {package}, which is not installed: "
-            f"pip install 'firm-align[{EXTRAS[package]}]'.",
+            f"{install_command(EXTRAS[package])}.",
             file=sys.stderr,
         )
         raise SystemExit(2) from None

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import ArrayLike
 
+from firm.extras import install_command
 from firm.fronts.dominance import as_points
 
 
@@ -108,7 +109,7 @@ def _by_moocore(gains: np.ndarray) -> np.ndarray:
     except ImportError:
         raise ValueError(
             f"the hypervolume of {gains.shape[-1]} objectives requires moocore, which is not "
-            'installed: pip install "firm-align[fronts]".'
+            f"installed: {install_command('fronts')}."
         ) from None
     sets = gains.reshape(-1, *gains.shape[-2:])
     origin = np.zeros(gains.shape[-1])

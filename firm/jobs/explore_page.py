@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 from urllib.parse import urlsplit
 
+from firm.extras import install_command
 from firm.jobs.chat import SIDES, ChatReply
 from firm.jobs.explore import ExploreConfig, Explorer, TargetPoint
 from firm.run.errors import UserError
@@ -224,7 +225,7 @@ def _gradio() -> Any:
         import gradio
     except ImportError:
         raise UserError(
-            "the page needs Gradio: pip install 'firm-align[explore]'. Without it, use "
+            f"the page needs Gradio: {install_command('explore')}. Without it, use "
             "`firm chat --run RUN --preference '[0.7, 0.3]'` in a terminal."
         ) from None
     return gradio

@@ -13,6 +13,7 @@ from itertools import combinations
 from pathlib import Path
 from typing import Any
 
+from firm.extras import install_command
 from firm.federation.outside import printable
 from firm.fields import configuration
 from firm.quantities import Quantity, shown
@@ -96,7 +97,7 @@ def _packages() -> tuple[Any, Any]:
         workspaces, panels = map(import_module, names)
     except ImportError:
         raise UserError(
-            "workspaces need another package: pip install 'firm-align[workspace]'."
+            f"workspaces need another package: {install_command('workspace')}."
         ) from None
     return workspaces, panels
 

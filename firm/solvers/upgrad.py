@@ -5,6 +5,8 @@ Quinton and Rey (2024), "Jacobian Descent for Multi-Objective Optimization", arX
 
 import torch
 
+from firm.extras import install_command
+
 
 def upgrad_weights(gram: torch.Tensor) -> torch.Tensor:
     """Returns the weights of UPGrad: the mean of the gradients' projections on the dual cone.
@@ -27,7 +29,7 @@ def upgrad_weights(gram: torch.Tensor) -> torch.Tensor:
     except ImportError:
         raise ValueError(
             "UPGrad is solved by TorchJD and its projector, which are not all installed: "
-            'pip install "firm-align[torchjd]".'
+            f"{install_command('torchjd')}."
         ) from None
     matrix = gram.double()
     trace = matrix.trace()

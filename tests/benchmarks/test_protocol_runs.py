@@ -85,7 +85,7 @@ def test_every_run_of_the_protocol_has_a_valid_configuration(data):
     _, trained = data
     assert len(trained[MINIATURE.base]) > 30
     assert len(trained[SMOLLM2.base]) == 11
-    for world, replies in ((MINIATURE, 64), (SMOLLM2, 32)):
+    for world, replies in ((MINIATURE, 64), (SMOLLM2, 64)):
         for name, overrides in trained[world.base].items():
             keys = {**world.common, **overrides}
             cfg = compose(AlignmentConfig, [world.base], list(keys.items()))

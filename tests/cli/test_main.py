@@ -8,6 +8,7 @@ import pytest
 
 from firm.cli.help_pages import commands_with_pages, made_page
 from firm.cli.main import COMMANDS, PAGES, main
+from firm.extras import install_command
 
 
 def test_without_a_command_all_of_them_are_printed(capsys):
@@ -74,7 +75,7 @@ def test_a_command_whose_extra_is_not_installed_names_it_in_one_line():
     assert ended.returncode == 2
     assert ended.stderr == (
         "firm: error: firm network status needs the package nvflare, which is not installed: "
-        "pip install 'firm-align[network]'.\n"
+        f"{install_command('network')}.\n"
     )
 
 

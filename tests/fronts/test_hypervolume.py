@@ -1,5 +1,6 @@
 """Oracles: inclusion and exclusion over all subsets, cells counted on a grid, and moocore."""
 
+import re
 import sys
 from itertools import combinations
 
@@ -9,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
+from firm.extras import install_command
 from firm.fronts import hypervolume, non_dominated
 from firm.fronts.hypervolume import volumes
 
@@ -111,5 +113,5 @@ def test_a_reference_of_another_shape_or_not_finite_is_refused(reference):
 
 def test_four_objectives_without_moocore_name_the_remedy(monkeypatch):
     monkeypatch.setitem(sys.modules, "moocore", None)
-    with pytest.raises(ValueError, match=r'pip install "firm-align\[fronts\]"'):
+    with pytest.raises(ValueError, match=re.escape(install_command("fronts"))):
         hypervolume([[1.0] * 4], [0.0] * 4)

@@ -15,6 +15,7 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from firm.cli.main import COMMANDS
+from firm.extras import install_command
 from firm.fronts import Front
 from firm.jobs.chat import SIDES, ChatConfig, Conversation
 from firm.jobs.explore_page import serve
@@ -194,7 +195,7 @@ def test_bad_input_ends_in_one_line(strong, run, refusal, tmp_path):
 def test_without_gradio_it_says_how_to_get_it(strong, refusal, monkeypatch):
     monkeypatch.setitem(sys.modules, "gradio", None)
     line = refusal(cli, ["--run", str(strong), "--policy.path", "no/model"])
-    assert "pip install 'firm-align[explore]'" in line
+    assert install_command("explore") in line
 
 
 def test_where_no_port_is_free_it_says_so():

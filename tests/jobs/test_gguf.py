@@ -11,6 +11,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from firm.alignment.policy import PolicyConfig, is_stored_at, load_base_model, load_tokenizer
 from firm.cli.main import COMMANDS, main
+from firm.extras import install_command
 from firm.jobs.init import InitConfig, init
 from firm.jobs.inspection import inspect_policy
 from firm.run import UserError
@@ -120,5 +121,5 @@ def test_a_missing_file_a_damaged_one_and_a_missing_package_take_one_line(
     assert ended.value.code == 2
     assert capsys.readouterr().err.splitlines()[-1] == (
         "firm: error: firm align needs the package gguf, which is not installed: "
-        "pip install 'firm-align[real]'."
+        f"{install_command('real')}."
     )

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from firm.cli.main import COMMANDS
+from firm.extras import install_command
 from firm.run import Run, Tracker, TrackingConfig
 from tests.report.conftest import FakeRun, write_run
 from tests.wandb_files import items, merged, on_a_terminal, records_of
@@ -216,4 +217,4 @@ def test_what_cannot_be_drawn_is_refused(run_path, refusal, tmp_path, monkeypatc
     assert "has no completed round to draw" in refusal(cli, ["--run", begun])
     assert "there is no run at" in refusal(cli, ["--run", tmp_path])
     monkeypatch.setitem(sys.modules, "wandb_workspaces.workspaces", None)
-    assert "pip install 'firm-align[workspace]'" in refusal(cli, ["--run", run_path])
+    assert install_command("workspace") in refusal(cli, ["--run", run_path])

@@ -4,6 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from firm.extras import install_command
 from reward_models import (
     RewardModelConfig,
     load_reward_model,
@@ -120,6 +121,6 @@ def test_a_missing_package_names_the_extra_in_one_line(name, package, monkeypatc
     )
     with pytest.raises(ValueError, match=rf"'{name}' needs the package {package}") as error:
         load_reward_model(RewardModelConfig(name=name), "x")
-    assert str(error.value).endswith("pip install 'firm-align[real]'.")
+    assert str(error.value).endswith(f"{install_command('real')}.")
     assert "\n" not in str(error.value)
     assert load_reward_model(RewardModelConfig(name="brevity"), "x")

@@ -19,6 +19,7 @@ from math import inf, isfinite
 from statistics import fmean
 from typing import TYPE_CHECKING, Any, NotRequired, TypedDict
 
+from firm.extras import install_command
 from firm.federation.client import State
 from firm.federation.messages import Update
 from firm.quantities import Quantity, register
@@ -51,7 +52,7 @@ def require_accountant() -> None:
     if find_spec("dp_accounting") is None:
         raise ValueError(
             "privacy is accounted for by dp-accounting, which is not installed: "
-            'pip install "firm-align[privacy]".'
+            f"{install_command('privacy')}."
         )
 
 

@@ -1,11 +1,13 @@
 """ε: against the Gaussian mechanism's own formulas, and in the directions that it must go."""
 
 import math
+import re
 
 import pytest
 from scipy.optimize import brentq
 from scipy.stats import norm
 
+from firm.extras import install_command
 from firm.federation import Update
 from firm.federation.options import accounting
 from firm.federation.options.accounting import gaussian_epsilon, spend
@@ -193,6 +195,6 @@ def test_the_share_of_clipped_clients_is_told_as_far_as_clients_tell_it():
 def test_a_missing_library_is_one_line_at_the_configuration(monkeypatch):
     monkeypatch.setattr(accounting, "find_spec", lambda name: None)
     FirmConfig()
-    with pytest.raises(ValueError, match=r'pip install "firm-align\[privacy\]"') as error:
+    with pytest.raises(ValueError, match=re.escape(install_command("privacy"))) as error:
         FirmConfig(privacy=cfg())
     assert "\n" not in str(error.value)
