@@ -155,7 +155,11 @@ def front_clouds(fronts: Mapping[str, Front]) -> list[Cloud]:
     for setting, front in zip(_methods(fronts), fronts.values(), strict=True):
         method = setting.name
         spots = {
-            point.name: _spot(method, point, is_dominated=bool(beaten[method, point.name]))
+            point.name: replace(
+                _spot(method, point, is_dominated=bool(beaten[method, point.name])),
+                # several fronts' labels would overlap
+                label=formats.shares(point.preference) if len(fronts) == 1 else "",
+            )
             for point in front.points
         }
         groups[setting] = [

@@ -105,7 +105,12 @@ def clouds_of(
         Cloud(
             setting.key,
             setting.index,
-            [spot for _, spots in groups[setting] if len(spots) > 1 for spot in spots],
+            [
+                replace(spot, label="")
+                for _, spots in groups[setting]
+                if len(spots) > 1
+                for spot in spots
+            ],
             [replace(mean, is_dominated=not next(kept)) for mean in own],
         )
         for setting, own in means.items()
@@ -123,7 +128,7 @@ def _mean(facts: Mapping[str, str], spots: Sequence[Spot]) -> Spot:
     facts = {**facts, "mean over": f"{len(spots)} seeds, ± standard error"}
     if KL in means:
         facts["KL"] = f"{formats.number(means[KL])} nats"
-    return Spot(means, errors, facts)
+    return Spot(means, errors, facts, label=spots[0].label)
 
 
 def planes(
@@ -203,18 +208,21 @@ def _markers(cloud: Cloud, spots: Sequence[Spot], x: str, y: str, middle: float)
             "color": [key.color if s.is_dominated else SURFACE for s in shown],
         },
     }
-    if any(spot.shade is not None for spot in shown):
+    is_shaded = any(spot.shade is not None for spot in shown)
+    if is_shaded:
         scale = [[0, "var(--round-first)"], [1, "var(--round-last)"]]
         shades = {"color": [s.shade for s in shown], "colorscale": scale, "cmin": 0, "cmax": 1}
         marker |= {**shades, "size": 10, "line": {"width": 1.5, "color": key.color}}
     attributes = {}
     if any(spot.label for spot in shown):
-        marker["line"] = {"width": 1, "color": SURFACE}
+        marker["line"] = {"width": 1, "color": SURFACE} if is_shaded else marker["line"]
         attributes = {
             "mode": "markers+text",
             "text": [escape(spot.label) for spot in shown],
             "textposition": _label_places(
-                [(spot.place[x], spot.place[y]) for spot in shown], middle
+                [(spot.place[x], spot.place[y]) for spot in shown],
+                middle,
+                num_labels=sum(bool(spot.label) for spot in shown),
             ),
             "textfont": {"color": INK},
         }
@@ -237,12 +245,17 @@ def _markers(cloud: Cloud, spots: Sequence[Spot], x: str, y: str, middle: float)
     )
 
 
-def _label_places(points: Sequence[tuple[float, float]], middle: float) -> list[str]:
+def _label_places(
+    points: Sequence[tuple[float, float]], middle: float, *, num_labels: int
+) -> list[str]:
     """Returns the side of each point of a path on which to place its label.
 
-    Labels avoid error bars and point towards the middle of the axis. Only the first and the last
-    point have labels: the higher one above, the lower one below, so that the two do not meet.
+    Labels avoid error bars and point towards the middle of the axis. Of two labels, at the first
+    and the last point, the higher one is above and the lower one below, so that the two do not
+    meet. Those of a front are above it on the left and below it on the right, off its line.
     """
+    if num_labels > 2:
+        return ["top right" if x <= middle else "bottom left" for x, _ in points]
     heights = ("top", "bottom") if points[-1][1] < points[0][1] else ("bottom", "top")
     return [
         f"{heights[place > 0]} {'right' if x <= middle else 'left'}"

@@ -299,7 +299,8 @@ def _front(record: Record) -> dict[str, Callable[[], Block]]:
     plane = (
         "The policy at each measured preference, on the test prompts, ± one standard error over "
         "the prompts. Up and to the right is better; the line joins the preferences that no other "
-        "one dominates. The star is the base model."
+        "one dominates. Labels give the preference, the shares of "
+        f"{', '.join(record.objectives)}. The star is the base model."
     )
     steering = (
         "Reward on the test prompts against the share that the preference gives the objective, "

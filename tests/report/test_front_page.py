@@ -11,12 +11,13 @@ from firm.fronts import (
     Front,
     Point,
     bootstrap_hypervolume,
+    by_preference,
     hypervolume,
     mean_front,
     non_dominated,
     seed_hypervolumes,
 )
-from firm.report import read_record
+from firm.report import formats, read_record
 from firm.report.__main__ import main
 from firm.report.formats import measure
 from firm.report.front_page import (
@@ -181,6 +182,15 @@ def test_with_three_objectives_there_are_three_planes_without_lines(make_sweep, 
         rewards = [point.rewards for point in fronts["FIRM"].points]
         assert sorted(shown["FIRM"]["x"]) == sorted(row[x] for row in rewards)
         assert sorted(shown["FIRM"]["y"]) == sorted(row[y] for row in rewards)
+
+
+def test_the_only_front_labels_its_points_with_their_preferences(make_sweep):
+    fronts, _, _ = make_sweep()
+    (cloud,) = front_clouds({"FIRM": fronts["FIRM"]})
+    preferences = {formats.shares(preference) for preference in by_preference(fronts["FIRM"])}
+    assert {spot.label for spot in cloud.means} == preferences
+    several = [*cloud.models, *(spot for each in front_clouds(fronts) for spot in each.spots)]
+    assert not any(spot.label for spot in several)
 
 
 def test_the_pointer_finds_method_preference_seed_adapter_kl_and_collapse(make_sweep):
