@@ -11,6 +11,7 @@ from typing import Any, Literal, cast, get_args
 
 from transformers import TrainerState
 
+from firm.alignment.pairs import Pair
 from firm.alignment.prompts import Prompt
 from firm.alignment.rewards import Calibration, Judges, RewardFn, score, values_or_none
 from firm.federation.attackers import Attacker, UpdateAttack
@@ -28,7 +29,7 @@ class AttackConfig:
     """sign_flip multiplies the update by -scale, scaling by scale. collusion replaces it by an
     update of scale times its norm in a random direction shared by all colluders. reward_bias adds
     bias to the raw scores, reward_scaling multiplies them by scale. label_flip mirrors rewards: 1 -
-    r, or -r if scores are not mapped to [0, 1]."""
+    r, or -r if scores are not mapped to [0, 1]; of pairs it swaps the replies."""
     scale: PositiveFloat = 1.0
     """Factor s of the update (sign_flip, scaling, collusion) or of the raw scores
     (reward_scaling)."""
@@ -85,6 +86,18 @@ def attacked_judges(judges: Judges, attack: AttackConfig | None) -> Judges:
         for name, fn in judges.reward_fns.items()
     }
     return replace(judges, reward_fns=fns)
+
+
+def attacked_pairs(pairs: Sequence[Pair], attack: AttackConfig | None) -> list[Pair]:
+    """Returns the pairs of a client that flips their labels; unchanged for other clients."""
+    if attack is None or attack.kind != "label_flip":
+        return list(pairs)
+    return [
+        replace(pair, chosen=pair.rejected, rejected=pair.chosen)
+        if attack.objective in (None, pair.objective)
+        else pair
+        for pair in pairs
+    ]
 
 
 class _AttackedReward:

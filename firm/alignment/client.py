@@ -1,4 +1,4 @@
-"""A federated client: a private shard of prompts and its own learner on the shared policy."""
+"""A federated client: a private shard and its own learner on the shared policy."""
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -12,111 +12,37 @@ import numpy as np
 import torch
 
 from firm.alignment.adapters.conditioned import PreferenceStream, check_estimator
-from firm.alignment.advantages import masked_mean
-from firm.alignment.estimators.estimator import LOG_RATIO, Experience
+from firm.alignment.batches import SOURCES
+from firm.alignment.estimators.estimator import LOG_RATIO
 from firm.alignment.policy import copy_adapter, load_adapter_
-from firm.alignment.prompts import Prompt
-from firm.alignment.rewards import Judges, reward_diagnostics
-from firm.alignment.sequences import Rollouts
+from firm.alignment.rewards import Judges
+from firm.alignment.sequences import Examples
 from firm.alignment.trainer import Learner, MultiObjectiveTrainer
 from firm.federation.client import Adapter, Client, Gradients
-from firm.federation.randomness import RandomStream, ShuffledPasses
+from firm.federation.randomness import RandomStream
 from firm.federation.serialization import pack
-from firm.quantities import CENTERED, PERCENT, Quantity, register
-from firm.schema import ByObjective, ByPair, Correlation, Finite, Named, NonNegative, Share
+from firm.quantities import QUANTITIES, Quantity, register
+from firm.schema import ByObjective, Finite
 
-_diagnostic = partial(Quantity, section="diagnostics", lines="means")
-register(
-    Quantity(
-        "scores",
-        "{}",
-        "mean raw score",
-        type=ByObjective[Finite | None],
-        section="scores",
-        evaluated="scores",
-        axis={},
-    ),
-    Quantity("rewards", type=ByObjective[Finite | None]),
-    _diagnostic(
-        "scores_std",
-        "Spread of the scores",
-        "SD of raw score",
-        "Replies with nearly equal scores give almost no learning signal.",
-        type=ByObjective[NonNegative | None],
-    ),
-    _diagnostic(
-        "score_correlation",
-        "Score against score",
-        "correlation",
-        type=ByPair[Correlation | None],
-        reference=0.0,
-        axis=CENTERED,
-    ),
-    _diagnostic(
-        "score_length_correlation",
-        "Score against reply length",
-        "correlation",
-        "Scores that grow with the length of the reply encourage padding.",
-        type=ByObjective[Correlation | None],
-        reference=0.0,
-        axis=CENTERED,
-    ),
-    _diagnostic(
-        "cut_prompt_share",
-        "Prompts cut to max_prompt_tokens",
-        "share",
-        "Truncated prompts have lost their oldest turns.",
-        type=Share,
-        axis=PERCENT,
-    ),
-    _diagnostic(
-        "truncated_share",
-        "Texts cut short",
-        "share",
-        "Truncated texts were scored only in part.",
-        type=Named[Share],
-        by="objective",
-        axis=PERCENT,
-    ),
-    Quantity("policy_loss", type=ByObjective[Finite | None]),
-    Quantity(
-        "response_length",
-        "Reply length",
-        "tokens",
-        type=NonNegative,
-        section="training",
-        evaluated="length",
-    ),
-    Quantity(
-        "end_share",
-        "Replies that end by themselves",
-        "share",
-        type=Share,
-        section="training",
-        evaluated="end_share",
-    ),
-    Quantity("logprob_mismatch", type=NonNegative),
-    Quantity("logprob_mismatch_per_reply", type=NonNegative),
-    Quantity("first_log_ratio", type=NonNegative),
-)
+register(Quantity("policy_loss", type=ByObjective[Finite | None]))
 
 
 @dataclass(frozen=True)
 class ExperienceBatch:
     """A local step's experience and the minibatches of all its epochs."""
 
-    experience: Experience
+    experience: Examples
     indices: list[np.ndarray]
     """Row indices of each minibatch."""
     truncated: dict[str, list[bool]]
     """Replies that the reward model truncated, as a flag per reply, by objective."""
 
     @property
-    def whole(self) -> Experience:
+    def whole(self) -> Examples:
         """All rows of the batch, for weights that are solved per batch."""
         return self.experience
 
-    def minibatches(self) -> Iterator[Experience]:
+    def minibatches(self) -> Iterator[Examples]:
         """Yields the minibatches for `gradients`, in order of use."""
         return (self.experience.rows(index) for index in self.indices)
 
@@ -146,7 +72,7 @@ class AlignmentClient(Client):
     Clients share a trainer, hence a base model and an adapter slot, into which `load` copies an
     adapter. A client's training state (estimator, optimizer moments) is in its own learner; if
     objectives are trained separately, each has its own learner. All randomness of a client comes
-    from its own streams for prompts, rollout and update.
+    from its own streams for examples, rollout and update.
 
     Some strategies send several requests per round that start from the same state: for a Jacobian
     and then a training, or for one training per objective. These share their first batch, which is
@@ -154,12 +80,14 @@ class AlignmentClient(Client):
 
     Args:
         name: Unique name, such as "client_0".
-        prompts: The client's private shard.
+        examples: The client's private shard, of what the estimator learns from: prompts, or encoded
+            pairs.
         trainer: The shared trainer.
         seed: Seed of the run; the streams are derived from it and `stream_name`.
-        judges: Reward functions and calibrations; by default the trainer's functions with raw
-            scores as rewards. Gradients of objectives without a reward function are zero.
-        preferences: Stream of preferences for a conditioned policy's prompts; None for other
+        judges: Reward functions and calibrations of sampled replies; by default the trainer's
+            functions with raw scores as rewards. Gradients of objectives without a reward function
+            are zero.
+        preferences: Stream of preferences for a conditioned policy's examples; None for other
             policies.
         stream_name: Name of the random streams, by default `name`; use the same name for identical
             clients.
@@ -171,7 +99,7 @@ class AlignmentClient(Client):
     def __init__(
         self,
         name: str,
-        prompts: Sequence[Prompt],
+        examples: Sequence[Any],
         trainer: MultiObjectiveTrainer,
         *,
         seed: int,
@@ -182,27 +110,20 @@ class AlignmentClient(Client):
     ) -> None:
         self.name = name
         self.objectives = trainer.objectives
-        self.num_examples = len(prompts)
+        self.num_examples = len(examples)
         self._trainer = trainer
         self._on_event = on_event or (lambda name, **info: None)
-        self._judges = judges or Judges(trainer.reward_fns)
         self._common = self._learner = trainer.new_learner()
         self._alone: dict[str, Learner] = {}
-        self.served = tuple(
-            j for j, name in enumerate(self.objectives) if name in self._judges.reward_fns
-        )
-        if not self.served:
-            raise ValueError(f"{name} has no reward function of {', '.join(self.objectives)}.")
-        prompt_order, self._rollout, self._update = (
-            RandomStream(seed, stream_name or name, purpose)
-            for purpose in ("prompts", "rollout", "update")
-        )
-        self._prompts = ShuffledPasses(prompts, prompt_order)
-        self._streams = {"prompts": self._prompts, "rollout": self._rollout, "update": self._update}
+        stream = partial(RandomStream, seed, stream_name or name)
+        source = SOURCES[trainer.config.learns_from]
+        self._source = source(examples, trainer, stream, judges=judges, client=name)
+        self.served = self._source.served
+        self._update = stream("update")
+        self._streams = {**self._source.streams, "update": self._update}
         self._preferences = preferences
         if preferences is not None:
-            estimator = trainer.config
-            check_estimator(estimator.name, replies_per_prompt=estimator.replies_per_prompt)
+            check_estimator(trainer.config.name, compares=trainer.config.compares_replies)
             self._streams["preferences"] = preferences
         self._batches: list[dict[str, Any]] = []
         self._minibatches: list[dict[str, torch.Tensor]] = []
@@ -225,7 +146,7 @@ class AlignmentClient(Client):
         return max(1, self.num_examples // self._trainer.config.num_prompts)
 
     def batches(self, num_steps: int) -> Iterator[ExperienceBatch]:
-        """Yields one batch per local step: fresh prompts with responses of the current policy."""
+        """Yields one batch per local step, of fresh examples for the current policy."""
         trainer = self._trainer
         for step in range(1, num_steps + 1):
             self._on_event("stage", stage="rollout", step=step, num_steps=num_steps)
@@ -239,7 +160,7 @@ class AlignmentClient(Client):
             for name, is_truncated in batch.truncated.items():
                 self._truncated[name] += is_truncated
             own = self._learner.estimator.metrics(batch.experience)
-            self._batches.append({**_batch_metrics(batch.experience), **own})
+            self._batches.append({**self._source.metrics(batch.experience), **own})
             self._on_event("stage", stage="update", step=step, num_steps=num_steps)
             num_steps_before = len(self._minibatches)
             yield batch
@@ -249,23 +170,21 @@ class AlignmentClient(Client):
                 self._learner.estimator.end_batch(batch.experience)
 
     def _draw(self) -> ExperienceBatch:
-        """Returns the current policy's responses to fresh prompts, and their minibatches.
+        """Returns fresh examples for the current policy, and their minibatches.
 
         The first batch after `load` is kept for later requests of the round.
         """
         trainer, estimator = self._trainer, self._learner.estimator
         state, before = self._stream_states(), dict(trainer.seconds)
-        prompts = self._prompts.draw(trainer.config.num_prompts)
-        queries = trainer.encode(prompts)
+        preferences = None
         if self._preferences is not None:
-            queries = replace(queries, preferences=self._preferences.draw(len(prompts)))
-        with self._rollout:
-            rollouts = trainer.sample(queries, measures_mismatch=self._round == 1)
-        scored = trainer.score(rollouts, self._judges, rounds_done=self._rounds_done)
-        experience = estimator.experience(rollouts, scored.scores, scored.rewards)
+            preferences = self._preferences.draw(trainer.config.num_prompts)
+        experience, truncated = self._source.draw(
+            estimator, preferences, round=self._round, rounds_done=self._rounds_done
+        )
         with self._update:
-            indices = list(trainer.minibatch_indices())
-        batch = ExperienceBatch(experience, indices, scored.truncated)
+            indices = list(self._source.minibatch_indices())
+        batch = ExperienceBatch(experience, indices, truncated)
         if self._num_drawn == 1:
             self._first = _FirstBatch(
                 round=self._round,
@@ -293,11 +212,10 @@ class AlignmentClient(Client):
             self._seconds[stage] = self._seconds.get(stage, 0.0) - seconds
         if first.learner == (self._learner, self._learner.num_steps):
             return first.batch
-        old = first.batch.experience
-        valued = self._learner.estimator.experience(old.rollouts, old.scores, old.rewards)
+        valued = self._source.revalued(self._learner.estimator, first.batch.experience)
         return replace(first.batch, experience=valued)
 
-    def gradients(self, minibatch: Experience) -> Gradients:
+    def gradients(self, minibatch: Examples) -> Gradients:
         """Returns the M losses of a minibatch and their Jacobian [M, d].
 
         Rows of objectives that are not served, or without a score in the minibatch, are zero: these
@@ -307,13 +225,13 @@ class AlignmentClient(Client):
             gradients = self._trainer.gradients(self._learner, minibatch)
         return self._of_served_alone(gradients, minibatch)
 
-    def gradients_by_preference(self, minibatch: Experience) -> Gradients:
+    def gradients_by_preference(self, minibatch: Examples) -> Gradients:
         """Returns the losses, and the gradients at each preference; see ``Client``."""
         with self._randomness():
             gradients = self._trainer.gradients(self._learner, minibatch, by_preference=True)
         return self._of_served_alone(gradients, minibatch)
 
-    def _of_served_alone(self, gradients: Gradients, minibatch: Experience) -> Gradients:
+    def _of_served_alone(self, gradients: Gradients, minibatch: Examples) -> Gradients:
         """Zeroes the rows of unserved objectives in gradients [M, d] or [K M, d]."""
         served = self._served_in(minibatch, gradients.preferences)
         rows = gradients.jacobian.unflatten(0, (-1, len(self.objectives)))
@@ -323,16 +241,16 @@ class AlignmentClient(Client):
         return replace(gradients, served=served)
 
     def _served_in(
-        self, minibatch: Experience, preferences: torch.Tensor | None = None
+        self, minibatch: Examples, preferences: torch.Tensor | None = None
     ) -> list[list[int]]:
         """Returns the served objectives with at least one score, at each preference."""
-        has_score = ~minibatch.scores.isnan()  # [M, b]
-        parts, asked = [has_score], minibatch.rollouts.queries.preferences
+        is_judged = minibatch.is_judged  # [M, b]
+        parts, asked = [is_judged], minibatch.preferences
         if preferences is not None and asked is not None:
-            parts = [has_score[:, (asked == each).all(1).cpu()] for each in preferences]
+            parts = [is_judged[:, (asked == each).all(1).cpu()] for each in preferences]
         return [[j for j in self.served if part[j].any()] for part in parts]
 
-    def weighted_gradients(self, minibatch: Experience, weights: torch.Tensor) -> Gradients:
+    def weighted_gradients(self, minibatch: Examples, weights: torch.Tensor) -> Gradients:
         """Returns the gradient of Σⱼ wⱼ Lⱼ as a Jacobian of one row, from one backward pass.
 
         Weights w [M] of objectives that are not served, or without a score in the minibatch, are
@@ -341,7 +259,7 @@ class AlignmentClient(Client):
         (served,) = self._served_in(minibatch)
         factors = torch.zeros(len(self.objectives))
         factors[served] = weights.float()[served]
-        factors = factors.to(minibatch.rewards.device)
+        factors = factors.to(minibatch.device)
         with self._randomness():
             return self._trainer.gradients(self._learner, minibatch, factors)
 
@@ -389,16 +307,16 @@ class AlignmentClient(Client):
         self._restore_streams(state)
 
     def alone(self, objective: str, state: dict[str, Any]) -> None:
-        """Restores prompts and random streams, and switches to the objective's learner."""
+        """Restores examples and random streams, and switches to the objective's learner."""
         if objective not in self._alone:
             self._alone[objective] = self._trainer.new_learner()
         self._learner = self._alone[objective]
         self._restore_streams(state)
 
     def skip_failed_batches(self) -> None:
-        """Skips the batches of prompts drawn since `load`."""
+        """Skips the batches of examples drawn since `load`."""
         for _ in range(self._num_drawn):
-            self._prompts.draw(self._trainer.config.num_prompts)
+            self._source.skip()
 
     def _stream_states(self) -> dict[str, Any]:
         return {name: stream.state() for name, stream in self._streams.items()}
@@ -415,8 +333,6 @@ class AlignmentClient(Client):
             .numpy()
             for key in self._batches[0]
         }
-        pairs = ["-".join(pair) for pair in combinations(self.objectives, 2)]
-        correlation = _by_name(pairs, batch.pop("score_correlation"))
         first = self._minibatches[0].get(LOG_RATIO)  # optional for estimators
         if (
             self._round == 1 and first is not None
@@ -427,16 +343,19 @@ class AlignmentClient(Client):
                 continue
             batch[key] = torch.stack([m[key] for m in self._minibatches]).mean(0).numpy(force=True)
         return {
-            "score_correlation": correlation,
             "truncated_share": {n: np.mean(cut) for n, cut in self._truncated.items()},
-            **{key: self._named(mean) if mean.ndim else float(mean) for key, mean in batch.items()},
+            **{k: self._named(k, mean) if mean.ndim else float(mean) for k, mean in batch.items()},
             "seconds": {
                 stage: total - self._seconds.get(stage, 0.0)
                 for stage, total in self._trainer.seconds.items()
             },
         }
 
-    def _named(self, row: Iterable[float]) -> dict[str, float | None]:
+    def _named(self, key: str, row: Iterable[float]) -> dict[str, float | None]:
+        """Returns a quantity's values by objective, or by pair of objectives."""
+        quantity = QUANTITIES.get(("client", key))
+        if quantity is not None and quantity.by == "pair":
+            return _by_name(["-".join(pair) for pair in combinations(self.objectives, 2)], row)
         served = {self.objectives[j] for j in self.served}
         named = _by_name(self.objectives, row)
         return {name: value if name in served else None for name, value in named.items()}
@@ -446,34 +365,3 @@ def _by_name(names: Iterable[str], row: Iterable[float]) -> dict[str, float | No
     """Returns values by name, with None for NaN, which JSON does not support."""
     named = zip(names, row, strict=True)
     return {name: None if np.isnan(value) else float(value) for name, value in named}
-
-
-def _batch_metrics(experience: Experience) -> dict[str, Any]:
-    """Returns metrics of a batch of rollouts: numbers, and lists with one entry per objective."""
-    rollouts = experience.rollouts
-    has_score = ~experience.scores.isnan().to(experience.rewards.device)
-    rewards = experience.rewards.where(has_score, torch.nan)  # excludes placeholders
-    diagnostics = reward_diagnostics(experience.scores, rollouts.num_tokens)
-    return {
-        "scores": diagnostics["mean"].tolist(),
-        "scores_std": diagnostics["spread"].tolist(),
-        "score_correlation": diagnostics["correlation"].tolist(),
-        "score_length_correlation": diagnostics["length_correlation"].tolist(),
-        "rewards": rewards.nanmean(1).tolist(),
-        "response_length": rollouts.num_tokens.float().mean().item(),
-        "end_share": rollouts.ended.float().mean().item(),
-        "cut_prompt_share": float(np.mean(rollouts.queries.is_cut or [False])),
-        **_mismatch(rollouts),
-    }
-
-
-def _mismatch(rollouts: Rollouts) -> dict[str, float]:
-    """Returns the root mean square mismatch of log-probabilities per token and reply, in nats."""
-    if rollouts.mismatch is None:
-        return {}
-    per_token = masked_mean(rollouts.mismatch**2, rollouts.mask)
-    per_reply = rollouts.mismatch.sum(1).square().mean()
-    return {
-        "logprob_mismatch": per_token.sqrt().item(),
-        "logprob_mismatch_per_reply": per_reply.sqrt().item(),
-    }

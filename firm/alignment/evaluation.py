@@ -217,13 +217,13 @@ class Evaluation:
             "num_prompts": self.num_prompts,
             "num_rows": self.num_rows,
             "num_samples": self.num_samples,
-            "scores": _summaries(self.scores, groups),
-            "rewards": _summaries(self.rewards, groups),
+            "scores": summaries(self.scores, groups),
+            "rewards": summaries(self.rewards, groups),
             **(
                 {}
                 if base is None
                 else {
-                    "change": _summaries(self.change(base), groups),
+                    "change": summaries(self.change(base), groups),
                     "hacking_signs": self.hacking_signs(base, has_quotes=has_quotes),
                 }
             ),
@@ -235,6 +235,14 @@ class Evaluation:
             "end_share": self.ended.mean().item(),
             **self.sameness(),
         }
+
+    def comparison(self, base: "Evaluation") -> "list[MetricComparison]":
+        """Returns comparisons with the base model; see `comparison_table`."""
+        return comparison_table(base, self)
+
+    def reward_comparison(self, base: "Evaluation") -> "dict[str, MetricComparison]":
+        """Returns comparisons of the rewards in [0, 1] with the base model's, by objective."""
+        return rewards_compared(base.rewards, self.rewards, self.prompt_of_row)
 
     def by_row(self) -> dict[str, torch.Tensor]:
         """Returns metrics by row, each [R]: "rewards/NAME", "scores/NAME", "kl" and "prompt".
@@ -377,7 +385,7 @@ def _check_scored(
 ) -> None:
     """Checks that at least two prompts have a score under each name."""
     for name, values in scores.items():
-        if (count := _num_scored(values, groups)) < 2:
+        if (count := num_scored(values, groups)) < 2:
             raise ValueError(
                 f"{count} of {len(groups.unique())} evaluation prompts have a score of {name!r}"
                 f"{whose and f' {whose}'}, and a standard error needs 2: evaluate on more prompts "
@@ -422,18 +430,18 @@ def mean_and_error(values: torch.Tensor, groups: torch.Tensor | None = None) -> 
     return mean.item(), (variance.sqrt() / len(values)).item()
 
 
-def _summaries(
+def summaries(
     values: Mapping[str, torch.Tensor], groups: torch.Tensor
 ) -> dict[str, dict[str, float]]:
     """Returns means, standard errors and numbers of prompts."""
     summaries = {}
     for name, row in values.items():
         mean, error = mean_and_error(row, groups)
-        summaries[name] = {"mean": mean, "se": error, "num_prompts": _num_scored(row, groups)}
+        summaries[name] = {"mean": mean, "se": error, "num_prompts": num_scored(row, groups)}
     return summaries
 
 
-def _num_scored(values: torch.Tensor, groups: torch.Tensor) -> int:
+def num_scored(values: torch.Tensor, groups: torch.Tensor) -> int:
     """Returns the number of prompts with a score."""
     return len(groups[~values.isnan()].unique())
 
@@ -473,6 +481,28 @@ def _figure(value: float, error: float | None, *, sign: str = "") -> str:
     return shown if error is None else f"{shown} ± {error:.3f}"
 
 
+def compared(
+    name: str, before: torch.Tensor, after: torch.Tensor, groups: torch.Tensor
+) -> MetricComparison:
+    """Returns the comparison of a metric by row, [R], in rows with a prompt index, [R]."""
+    count = num_scored(after - before, groups)
+    return MetricComparison(
+        name,
+        *mean_and_error(before, groups),
+        *mean_and_error(after, groups),
+        *mean_and_error(after - before, groups),
+        count,
+        is_partial=count < len(groups.unique()),
+    )
+
+
+def rewards_compared(
+    before: Mapping[str, torch.Tensor], after: Mapping[str, torch.Tensor], groups: torch.Tensor
+) -> dict[str, MetricComparison]:
+    """Returns the comparisons of metrics by row, [R], by name; see `compared`."""
+    return {name: compared(name, before[name], own, groups) for name, own in after.items()}
+
+
 def comparison_table(
     base: Evaluation, final: Evaluation, *, has_rewards: bool = False
 ) -> list[MetricComparison]:
@@ -488,17 +518,7 @@ def comparison_table(
     figures["end_share"] = base.ended, final.ended
     groups, rows = final.prompt_of_row, []
     for name, (before, after) in figures.items():
-        count = _num_scored(after - before, groups)
-        rows.append(
-            MetricComparison(
-                name,
-                *mean_and_error(before, groups),
-                *mean_and_error(after, groups),
-                *mean_and_error(after - before, groups),
-                count,
-                is_partial=count < final.num_prompts,
-            )
-        )
+        rows.append(compared(name, before, after, groups))
     for name in ("distinct_1", "distinct_2"):
         before, after = getattr(base, name), getattr(final, name)
         change = after - before

@@ -1,11 +1,13 @@
 """Pairs of replies that people ranked, in the forms of TRL's preference data."""
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Annotated, Any
 
+from transformers import PreTrainedTokenizerBase
+
 from firm.alignment.prompt_data import PromptsConfig, load_prompts
-from firm.alignment.prompts import Prompt, is_hh
+from firm.alignment.prompts import AUTO, Prompt, PromptFormat, is_hh
 from firm.fields import NOT_IN_PAPER, configuration
 
 
@@ -16,6 +18,13 @@ class Pair:
     prompt: Prompt
     chosen: str
     rejected: str
+    objective: str = ""
+    """Objective by which people ranked the replies; empty if there is only one."""
+
+    @property
+    def replies(self) -> tuple[str, str]:
+        """The preferred reply and the other one."""
+        return self.chosen, self.rejected
 
 
 @configuration
@@ -28,20 +37,59 @@ class PairsConfig(PromptsConfig):
     PKU-SafeRLHF. Empty: rows hold `chosen` and `rejected`."""
 
 
-def load_pairs(config: PairsConfig, *, on_note: Callable[[str], None] | None = None) -> list[Pair]:
-    """Returns the pairs of one or more sources, in order.
+@configuration(source=NOT_IN_PAPER)
+class RankedPairsConfig(PairsConfig):
+    """Pairs that people ranked by one objective, and the parts to hold out."""
+
+    named_by: str = ""
+    """Field that names the objective of a row, for a source with several objectives: rows in which
+    it differs from the objective's name are left out. Empty: the objective ranks all rows."""
+    validation: str | None = None
+    """Split to evaluate on after every round, such as "test[:50%]"; null: pairs of up to a tenth of
+    the prompts in `split`, which are not trained on."""
+    test: str | None = None
+    """Split to evaluate on before and after training; null: likewise."""
+
+
+def load_pairs(
+    config: PairsConfig,
+    tokenizer: PreTrainedTokenizerBase | None = None,
+    *,
+    objective: str = "",
+    given: Iterable[Prompt] | None = None,
+    prompt_format: PromptFormat = AUTO,
+    on_note: Callable[[str], None] | None = None,
+) -> list[Pair]:
+    """Returns the pairs of one or more sources, or of the given rows, in order.
 
     A row has a `prompt`, text or chat messages, and `chosen` and `rejected` as texts or as messages
     of the assistant; or whole dialogues as `chosen` and `rejected`, with or without a `prompt` that
     they repeat. Rows whose two replies are equal, or follow different prompts, are dropped, and
-    `on_note` receives their number.
+    `on_note` receives their number. Limits on tokens require the policy's tokenizer.
 
     Raises:
         ValueError: A source cannot be read, a row holds no two replies, or no pair is left.
     """
-    prompts = load_prompts(config, on_note=on_note)
-    rows = [pair_of(row, config.ranked_by, place=f"pair {n}") for n, row in enumerate(prompts, 1)]
-    pairs = [pair for pair in rows if pair and pair.chosen.strip() != pair.rejected.strip()]
+    prompts = load_prompts(
+        config, tokenizer, given=given, prompt_format=prompt_format, on_note=on_note
+    )
+    named_by = getattr(config, "named_by", "")
+    numbered = [
+        (number, row)
+        for number, row in enumerate(prompts, 1)
+        if not named_by or row.columns.get(named_by) == objective
+    ]
+    if not numbered:
+        raise ValueError(
+            f"no row of {len(prompts)} has {objective!r} in the field {named_by!r}: correct "
+            "named_by, or the objective's name."
+        )
+    rows = [pair_of(row, config.ranked_by, place=f"pair {number}") for number, row in numbered]
+    pairs = [
+        replace(pair, objective=objective)
+        for pair in rows
+        if pair and pair.chosen.strip() != pair.rejected.strip()
+    ]
     if not pairs:
         raise ValueError(
             f"no pair is left of {len(rows)}, since their replies are equal or follow different "

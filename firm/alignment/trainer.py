@@ -11,7 +11,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -21,14 +21,23 @@ from peft import PeftModel
 from transformers import PreTrainedTokenizerBase, TrainerState
 
 from firm.alignment.adapters.forward import forward_of
-from firm.alignment.estimators.estimator import Estimator, EstimatorConfig, Experience, Policy
+from firm.alignment.estimators.estimator import Estimator, EstimatorConfig, Policy
 from firm.alignment.evaluation import Replies, sample_replies
 from firm.alignment.generation import RolloutConfig
+from firm.alignment.pair_tokens import (
+    EncodedPair,
+    PairBatch,
+    collate,
+    encode_pairs,
+    fingerprint,
+    with_references,
+)
+from firm.alignment.pairs import Pair
 from firm.alignment.policy import adapter_parameters, set_mode
 from firm.alignment.prompts import Prompt, PromptFormat
 from firm.alignment.rewards import Judges, RewardFn, Scored, ScoringRequest, filled, scored
 from firm.alignment.rollout import Sampler, encode_prompts, rollout
-from firm.alignment.sequences import ALONE, Alone, Queries, Rollouts
+from firm.alignment.sequences import ALONE, Alone, Examples, Queries, Rollouts
 from firm.federation.client import Gradients
 from firm.federation.devices import memory_advice
 from firm.federation.engines.processes import Team
@@ -89,6 +98,7 @@ class MultiObjectiveTrainer:
         policy: A `PeftModel` with one adapter slot, on the device that it learns on.
         tokenizer: Tokenizer of the policy, as returned by `load_tokenizer`.
         reward_fns: Reward functions by objective, in the order of the Jacobian's rows.
+        objectives: Names of the objectives, by default those of the reward functions.
         num_rounds: Rounds of the run, the length of the learning rate schedule.
         value_model: Critic of the estimator; a new one by default.
         team: Processes that share the rows of every batch. All hold the same adapter, take the same
@@ -114,6 +124,7 @@ class MultiObjectiveTrainer:
         tokenizer: PreTrainedTokenizerBase,
         reward_fns: Mapping[str, RewardFn],
         num_rounds: int,
+        objectives: Sequence[str] | None = None,
         value_model: torch.nn.Module | None = None,
         team: Team | Alone = ALONE,
         adam: Callable[..., torch.optim.Optimizer] = ADAM,
@@ -128,7 +139,7 @@ class MultiObjectiveTrainer:
         self.rollout_config = rollout_config
         self.num_rounds = num_rounds
         self.prompt_format = prompt_format or PromptFormat()
-        self.objectives = tuple(reward_fns)
+        self.objectives = tuple(reward_fns if objectives is None else objectives)
         self.reward_fns = dict(reward_fns)
         self.seconds: dict[str, float] = defaultdict(float)
         self._adam = adam
@@ -145,7 +156,7 @@ class MultiObjectiveTrainer:
         self._sampler = self._new_sampler(
             policy, tokenizer, rollout_config, policy.disable_adapter, self.prompt_format
         )
-        self.critic = value_model or config.new_critic(policy, len(reward_fns))
+        self.critic = value_model or config.new_critic(policy, len(self.objectives))
         for model in filter(None, (policy, self.critic)):
             model.eval()  # `set_mode` switches the adapter's dropout on
         self.device = policy.device
@@ -169,6 +180,7 @@ class MultiObjectiveTrainer:
             "tokenizer": self.tokenizer,
             "reward_fns": self.reward_fns,
             "num_rounds": self.num_rounds,
+            "objectives": self.objectives,
             "value_model": self.critic,
             "adam": self._adam,
         }
@@ -226,6 +238,67 @@ class MultiObjectiveTrainer:
                 on_progress=on_progress,
             )
 
+    def encode_pairs(self, pairs: Sequence[Pair]) -> list[EncodedPair]:
+        """Stage 1 of pairs: returns them in the policy's tokens, with the reference's values.
+
+        Log-probabilities under the reference are read from the user's cache if they are there.
+        """
+        config = self.rollout_config
+        encoded = encode_pairs(
+            pairs,
+            self.objectives,
+            self.tokenizer,
+            prompt_format=self.prompt_format,
+            end_ids=self._sampler.end_ids,
+            max_prompt_tokens=config.max_prompt_tokens,
+            max_reply_tokens=config.max_new_tokens,
+        )
+        size, model = config.forward_batch_size, self.policy_model
+        # the processes of a team must agree on whether to compute
+        key = fingerprint(model, size, str(self.device)) if self.team.size == 1 else None
+        return with_references(encoded, partial(self.reply_logprobs, of_reference=True), key)
+
+    @torch.no_grad()
+    def reply_logprobs(
+        self,
+        pairs: Sequence[EncodedPair],
+        *,
+        of_reference: bool = False,
+        preference: Sequence[float] | None = None,
+    ) -> torch.Tensor:
+        """Returns the log-probabilities of the replies of N pairs, float32 [N, 2] on the CPU.
+
+        Equal pairs share passes with the same others under the policy and the reference, so that a
+        policy that equals its reference gets equal values. A conditioned policy takes the
+        preference, by default equal shares.
+        """
+        set_mode(self.policy_model, is_training=False)
+        sampler = replace(self._sampler, config=replace(self.rollout_config, temperature=1.0))
+        lengths = [len(pair.prompt_ids) + max(map(len, pair.reply_ids)) for pair in pairs]
+        order = sorted(range(len(pairs)), key=lengths.__getitem__)
+        values, size = (
+            torch.zeros(len(pairs), 2),
+            max(1, self.rollout_config.forward_batch_size // 2),
+        )
+        for start in range(0, len(order), size):
+            places = order[start : start + size]
+            batch = self.collated([pairs[at] for at in places], preference)
+            rows = batch.sequences
+            with self._sampling_advice(), self.timed("reference" if of_reference else "pairs"):
+                logprobs = sampler.logprobs(rows, of_reference=of_reference)
+            sums = logprobs.masked_fill(~rows.mask, 0).sum(1)
+            values[places] = sums.view(-1, 2).float().cpu()
+        return values
+
+    def collated(self, pairs: Sequence[EncodedPair], preference: Any = None) -> PairBatch:
+        """Returns pairs as a batch on the policy's device, at a preference [M] or one each."""
+        batch = collate(pairs, len(self.objectives), pad_id=self._sampler.pad_token_id)
+        if preference is not None:
+            shares = torch.as_tensor(preference, dtype=torch.float32)
+            shares = (shares / shares.sum(-1, keepdim=True)).expand(len(pairs), -1)
+            batch = replace(batch, queries=replace(batch.queries, preferences=shares))
+        return batch.to(self.device)
+
     @torch.no_grad()
     def score(
         self, rollouts: Rollouts, judges: Judges | None = None, *, rounds_done: float = 0.0
@@ -271,7 +344,7 @@ class MultiObjectiveTrainer:
     def gradients(
         self,
         learner: Learner,
-        minibatch: Experience,
+        minibatch: Examples,
         weights: torch.Tensor | None = None,
         *,
         by_preference: bool = False,
@@ -286,7 +359,7 @@ class MultiObjectiveTrainer:
         """
         own = minibatch.rows(self.team.share(minibatch.num_rows))
         first, *others = own.split(self.config.micro_batch_size)
-        preferences = minibatch.rollouts.queries.preferences if by_preference else None
+        preferences = minibatch.preferences if by_preference else None
         options = {} if preferences is None else {"preferences": preferences.unique(dim=0)}
         estimator: Any = learner.estimator
         size = self.config.micro_batch_size or f"{own.num_rows}, the whole minibatch"

@@ -3,7 +3,8 @@
 from firm.alignment.kl_alarms import kl_alarm, mismatch_alarm, ratio_alarm
 from firm.alignment.rollout import logprobs_from
 from firm.federation.diagnostics import failure_alarms
-from firm.jobs.alignment_config import DEFAULT_SPLITS, AlignmentConfig, solves_at_preferences
+from firm.jobs.alignment_config import AlignmentConfig, solves_at_preferences
+from firm.jobs.alignment_data import data_of
 from firm.run.guard import drawn
 from firm.run.rows import Row
 
@@ -26,12 +27,13 @@ def _leftovers(cfg: AlignmentConfig) -> list[str]:
     """Returns a warning if the user replaced only some of the miniature's models and prompts."""
     places = {
         "policy.path": cfg.policy.path,
-        **{f"data.{split}.source": getattr(cfg.data, split).source for split in DEFAULT_SPLITS},
+        **{f"{key}.source": own.source for key, own in data_of(cfg).every_source(cfg).items()},
         **{f"rewards.{name}.path": reward.path for name, reward in cfg.rewards.items()},
     }
-    own = [key for key in ("policy.path", "data.train.source") if MINIATURE not in str(places[key])]
+    first = ["policy.path", *(f"{key}.source" for key in data_of(cfg).sources(cfg))]
+    own = [key for key in first if MINIATURE not in str(places[key])]
     left = [key for key, place in places.items() if MINIATURE in str(place)]
-    if not own or not set(left) - {"policy.path", "data.train.source"}:
+    if not own or not set(left) - set(first):
         return []
     return [
         f"{' and '.join(own)} {'is' if len(own) == 1 else 'are'} your own, but {', '.join(left)} "

@@ -17,9 +17,10 @@ from rich.console import Console
 from safetensors.torch import save_file
 
 from firm.alignment.adapter_files import save_adapter, save_folded
-from firm.alignment.evaluation import Evaluation, MetricComparison, comparison_table, evaluate
+from firm.alignment.evaluation import Evaluation, MetricComparison, evaluate
+from firm.alignment.pair_evaluation import PairEvaluation, evaluate_pairs
+from firm.alignment.pair_tokens import EncodedPair
 from firm.alignment.policy import load_adapter_
-from firm.alignment.prompts import Prompt
 from firm.alignment.rewards import Calibration
 from firm.federation.client import Adapter, State
 from firm.federation.engines.engine import Engine
@@ -84,6 +85,9 @@ RENEWED_KEYS = ("rounds",)
 """Keys that may also differ if `_check_rounds` allows it; the saved configuration is updated."""
 
 
+AnyEvaluation = Evaluation | PairEvaluation
+
+
 @dataclass(frozen=True)
 class Result:
     """Result of an alignment run."""
@@ -94,15 +98,15 @@ class Result:
     """PEFT folder of the aligned adapter."""
     page: Path
     """HTML page of the run."""
-    base: Evaluation
-    """Evaluation of the base model on the held-out prompts."""
-    final: Evaluation
-    """Evaluation of the aligned model on the same prompts."""
+    base: Evaluation | PairEvaluation
+    """Evaluation of the base model on the held-out prompts or pairs."""
+    final: Evaluation | PairEvaluation
+    """Evaluation of the aligned model on the same data."""
 
     @property
     def comparison(self) -> list[MetricComparison]:
         """Returns comparisons of aligned and base model, for each objective and further metric."""
-        return comparison_table(self.base, self.final)
+        return self.final.comparison(self.base)  # type: ignore[arg-type]  # of the same kind
 
     @property
     def rows(self) -> list[Row]:
@@ -113,13 +117,15 @@ class Result:
     def rewards(self) -> Frame:
         """Returns the rewards on the held-out prompts, in [0, 1]: a pandas.DataFrame by objective.
 
+        If the run learned from pairs, these are the shares of held-out pairs that the model ranks
+        as people did.
+
         The columns are base, base_se, final, final_se, change and change_se (means and their
         standard errors; the change is paired by row), num_prompts (number of prompts evaluated) and
         z, as in `MetricComparison`.
         """
-        table = comparison_table(self.base, self.final, has_rewards=True)
-        by_name = {row.name: {**asdict(row), "z": row.z} for row in table}
-        rows = {name: by_name[f"{name} in [0, 1]"] for name in self.final.rewards}
+        table = self.final.reward_comparison(self.base)  # type: ignore[arg-type]
+        rows = {name: {**asdict(row), "z": row.z} for name, row in table.items()}
         frame = pd.DataFrame.from_dict(rows, orient="index")
         return frame.drop(columns=["name", "is_partial"])
 
@@ -227,7 +233,7 @@ def open_wing(
             cfg.tracking,
             run.path,
             settings,
-            objectives=tuple(cfg.rewards),
+            objectives=cfg.objectives,
             job_type=cfg.strategy.name,
             tags=(cfg.strategy.name, f"seed {cfg.seed}"),
         ) as tracker,
@@ -235,10 +241,14 @@ def open_wing(
         closing(engine),
     ):
         progress.event("started", alarms=[*alarms_at_start(cfg), *loaded.notes])
-        yield _LanguageWing(Logbook(run, tracker), loaded, cfg, calibrations, progress)
+        yield WINGS[cfg.estimator.learns_from](
+            Logbook(run, tracker), loaded, cfg, calibrations, progress
+        )
 
 
-def write_result(cfg: AlignmentConfig, out: Path, base: Evaluation, final: Evaluation) -> Result:
+def write_result(
+    cfg: AlignmentConfig, out: Path, base: AnyEvaluation, final: AnyEvaluation
+) -> Result:
     """Writes a finished run's page and front, and pushes its adapter if a hub is configured.
 
     Args:
@@ -260,9 +270,13 @@ def write_result(cfg: AlignmentConfig, out: Path, base: Evaluation, final: Evalu
 def print_result(cfg: AlignmentConfig, result: Result) -> None:
     """Prints the comparison with the base model, warnings, and paths of page and adapter."""
     final = result.final
+    if isinstance(final, PairEvaluation):
+        data = f"{final.num_rows} held-out pairs of replies to {final.num_prompts} prompts"
+    else:
+        data = f"{prompts_text(final.num_prompts, final.num_rows, 'held-out')}, "
+        data += f"{cfg.evaluation.num_samples} replies each"
     print_table(
-        f"{prompts_text(final.num_prompts, final.num_rows, 'held-out')}, "
-        f"{cfg.evaluation.num_samples} replies each, mean ± standard error",
+        f"{data}, mean ± standard error",
         ["", "base", "aligned", "change", "z"],
         [row.cells() for row in result.comparison],
     )
@@ -332,7 +346,7 @@ def progress_of(cfg: AlignmentConfig, *, console: Console | None = None) -> Prog
     return Progress(
         cfg.rounds,
         client_names(cfg),
-        tuple(cfg.rewards),
+        cfg.objectives,
         clients_per_round=cfg.strategy.clients_per_round,
         console=console,
     )
@@ -340,6 +354,10 @@ def progress_of(cfg: AlignmentConfig, *, console: Console | None = None) -> Prog
 
 class _LanguageWing(Wing):
     """Evaluates replies: after each round, and on held-out prompts before and after training."""
+
+    evaluation: type[AnyEvaluation] = Evaluation
+    shown = "scores"
+    """Field of evaluations that the terminal shows after a round."""
 
     def __init__(
         self,
@@ -352,23 +370,25 @@ class _LanguageWing(Wing):
         super().__init__(book, keep_last=cfg.checkpoints.keep_last)
         self._loaded, self._cfg, self._progress = loaded, cfg, progress
         self._calibrations = calibrations
-        self._base: dict[str, Evaluation] = {}
+        self._base: dict[str, Any] = {}
         self.preferences = measured_preferences(cfg)
         """Preferences at which a conditioned policy is evaluated."""
 
     def start(self) -> tuple[ServerState, float | None]:
         loaded, cfg = self._loaded, self._cfg
-        state = ServerState(loaded.fresh, objectives=tuple(cfg.rewards), seed=cfg.seed)
+        state = ServerState(loaded.fresh, objectives=cfg.objectives, seed=cfg.seed)
         self.book.log(_run_row(cfg, loaded, self._calibrations))
         for split in ("test", "validation"):
-            if prompts := getattr(loaded, split):
-                self._base[split] = self._evaluate(state.adapter, prompts, split)
+            if getattr(loaded.data, split):
+                self._base[split] = self._evaluate(state.adapter, split)
                 self.book.log(self._base[split].row(round=0, split=split))
         self._log_samples(self._base["test"], state)
         return replace(state, adapter=loaded.start), self._quality(self._base.get("validation"))
 
     def restore(self, content: State) -> None:
-        self._base = {split: Evaluation(**figures) for split, figures in content["base"].items()}
+        self._base = {
+            split: self.evaluation(**figures) for split, figures in content["base"].items()
+        }
         was = next((row.get("rounds") for row in self.book.rows if row.get("kind") == "run"), None)
         if was not in (None, self._cfg.rounds):
             note = f"rounds changed from {was} to {self._cfg.rounds}; the run continues."
@@ -389,9 +409,9 @@ class _LanguageWing(Wing):
     ) -> RoundResult:
         rows = [*metrics["clients"], metrics["round"]]
         metrics["round"]["alarms"] = alarms_of_rounds(self._cfg, [*self.book.rows, *rows])
-        if not (prompts := self._loaded.validation):
+        if not self._loaded.data.validation:
             return RoundResult(rows)
-        measured = self._evaluate(after.adapter, prompts, "validation")
+        measured = self._evaluate(after.adapter, "validation")
         rows.append(self._row(measured, after, "validation"))
         if is_front_due(self._cfg, after.round):
             rows += self._at_preferences(after, "validation")
@@ -403,19 +423,19 @@ class _LanguageWing(Wing):
             self._progress.event("resumed", round=state.round)
             return
         by_kind = {row["kind"]: row for row in rows if "preference" not in row}
-        scores = by_kind.get("evaluation", {"scores": {}})["scores"]
+        scores = by_kind.get("evaluation", {}).get(self.shown, {})
         means = {name: score["mean"] for name, score in scores.items()}
         self._progress.event("round_finished", row=by_kind["round"], scores=means)
 
-    def finish(self, state: ServerState) -> tuple[Evaluation, Evaluation]:
-        """Returns the evaluations of base and final model on the held-out prompts.
+    def finish(self, state: ServerState) -> tuple[AnyEvaluation, AnyEvaluation]:
+        """Returns the evaluations of base and final model on the held-out data.
 
         Logs both, and saves the final adapter, which stays loaded in the policy.
         """
-        base, final = self._base["test"], self._evaluate(state.adapter, self._loaded.test, "test")
+        base, final = self._base["test"], self._evaluate(state.adapter, "test")
         self.book.log(self._row(final, state, "test"))
-        if self._loaded.validation and not self._cfg.rounds:  # rounds measure it otherwise
-            measured = self._evaluate(state.adapter, self._loaded.validation, "validation")
+        if self._loaded.data.validation and not self._cfg.rounds:  # rounds measure it otherwise
+            measured = self._evaluate(state.adapter, "validation")
             self.book.log(self._row(measured, state, "validation"))
         for row in self._final_front(state):
             self.book.log(row)
@@ -424,7 +444,7 @@ class _LanguageWing(Wing):
         self._save_adapters(base, final)
         return base, final
 
-    def _save_adapters(self, base: Evaluation, final: Evaluation) -> None:
+    def _save_adapters(self, base: AnyEvaluation, final: AnyEvaluation) -> None:
         """Saves the adapter and, if it is conditioned, its folds at the measured preferences."""
         run, loaded = self.book.run, self._loaded
         policy, tokenizer = loaded.trainer.policy_model, loaded.tokenizer
@@ -443,14 +463,13 @@ class _LanguageWing(Wing):
         return [self._at_preference(state, split, preference) for preference in self.preferences]
 
     def _at_preference(self, state: ServerState, split: str, preference: Sequence[float]) -> Row:
-        prompts = getattr(self._loaded, split)
-        measured = self._evaluate(state.adapter, prompts, split, preference)
+        measured = self._evaluate(state.adapter, split, preference)
         if split == "test":
             self._log_samples(measured, state, preference)
         row = self._row(measured, state, split)
         return {**row, "split": split_at(split, preference), "preference": list(preference)}
 
-    def _row(self, measured: Evaluation, state: ServerState, split: str) -> Row:
+    def _row(self, measured: Any, state: ServerState, split: str) -> Row:
         """Returns the row of an evaluation, with changes from the base model."""
         return measured.row(
             self._base[split],
@@ -466,13 +485,14 @@ class _LanguageWing(Wing):
         name.
         """
         rows, extra = self._at_preferences(state, "test"), list[Row]()
+        names = self._cfg.objectives
         for _ in range(self._cfg.evaluation.num_refined):
-            rewards = [[row["rewards"][name]["mean"] for name in self._cfg.rewards] for row in rows]
+            rewards = [[row["rewards"][name]["mean"] for name in names] for row in rows]
             gap = widest_gap(np.array(self.preferences), np.array(rewards))
             if split_at("test", gap) in {row["split"] for row in rows}:
                 break
             rows.append(self._at_preference(state, "test", gap))
-            if self._loaded.validation:
+            if self._loaded.data.validation:
                 extra.append(self._at_preference(state, "validation", gap))
             self.preferences.append(gap)
         return [*rows, *extra]
@@ -480,15 +500,14 @@ class _LanguageWing(Wing):
     def _evaluate(
         self,
         adapter: Adapter,
-        prompts: list[Prompt],
         split: str,
         preference: Sequence[float] | None = None,
-    ) -> Evaluation:
+    ) -> Any:
         trainer, cfg = self._loaded.trainer, self._cfg
         load_adapter_(trainer.adapter_parameters, adapter)
         return evaluate(
             partial(trainer.replies, preference=preference),
-            prompts,
+            getattr(self._loaded.data, split),
             {name: self._loaded.reward_fns[name] for name in cfg.rewards},
             calibrations={name: self._calibrations[name] for name in cfg.rewards},
             stream=RandomStream(cfg.seed, "evaluation", split),
@@ -504,7 +523,10 @@ class _LanguageWing(Wing):
         )
 
     def _log_samples(
-        self, evaluation: Evaluation, state: ServerState, preference: Sequence[float] | None = None
+        self,
+        evaluation: AnyEvaluation,
+        state: ServerState,
+        preference: Sequence[float] | None = None,
     ) -> None:
         limit = self._cfg.evaluation.num_shown_samples
         rows = evaluation.sample_rows(round=state.round, limit=limit)
@@ -512,10 +534,39 @@ class _LanguageWing(Wing):
             rows = [{**row, "preference": list(preference)} for row in rows]
         self.book.log_samples(rows)
 
-    def _quality(self, measured: Evaluation | None) -> float | None:
+    def _quality(self, measured: AnyEvaluation | None) -> float | None:
         if measured is None or not self._cfg.checkpoints.keep_best:
             return None
         return fmean(values.nanmean().item() for values in measured.rewards.values())
+
+
+class _PairsWing(_LanguageWing):
+    """Evaluates the ranking of held-out pairs instead of replies."""
+
+    evaluation = PairEvaluation
+    shown = "rewards"
+
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self._pairs: dict[str, list[EncodedPair]] = {}
+
+    def _evaluate(
+        self, adapter: Adapter, split: str, preference: Sequence[float] | None = None
+    ) -> PairEvaluation:
+        trainer, cfg = self._loaded.trainer, self._cfg
+        if split not in self._pairs:
+            self._pairs[split] = trainer.encode_pairs(getattr(self._loaded.data, split))
+        load_adapter_(trainer.adapter_parameters, adapter)
+        return evaluate_pairs(
+            partial(trainer.reply_logprobs, preference=preference),
+            self._pairs[split],
+            cfg.objectives,
+            beta=cfg.estimator.beta,  # type: ignore[attr-defined]  # of estimators on pairs
+        )
+
+
+WINGS = {"prompts": _LanguageWing, "pairs": _PairsWing}
+"""Wings by the value of `EstimatorConfig.learns_from`."""
 
 
 def _run_row(
@@ -526,7 +577,7 @@ def _run_row(
     parameters = loaded.trainer.adapter_parameters.values()
     return {
         "kind": "run",
-        "objectives": list(cfg.rewards),
+        "objectives": list(cfg.objectives),
         "clients": names,
         "rounds": cfg.rounds,
         "alarms": [*alarms_at_start(cfg), *loaded.notes],
@@ -540,14 +591,14 @@ def _run_row(
 
 def _folded_card(cfg: AlignmentConfig, preference: Sequence[float]) -> ModelCard:
     """Returns the model card of a conditioned adapter folded at one preference."""
-    shares = zip(cfg.rewards, preference, strict=True)
+    shares = zip(cfg.objectives, preference, strict=True)
     aim = ", ".join(f"{name} {share / sum(preference):.3f}" for name, share in shares)
     text = f"""A LoRA adapter, folded at this preference from a conditioned adapter trained with
 {cfg.strategy.name} (seed {cfg.seed}). `{FRONT_NAME}` of its run contains its rewards."""
     return model_card(cfg.policy.path, aim, text)
 
 
-def _card(cfg: AlignmentConfig, base: Evaluation, final: Evaluation, run: Run) -> ModelCard:
+def _card(cfg: AlignmentConfig, base: AnyEvaluation, final: AnyEvaluation, run: Run) -> ModelCard:
     """Returns the model card of the final adapter."""
     work = {"local steps per round": cfg.strategy.num_local_steps}
     if cfg.strategy.num_local_epochs is not None:
@@ -558,17 +609,14 @@ def _card(cfg: AlignmentConfig, base: Evaluation, final: Evaluation, run: Run) -
         "rounds": cfg.rounds,
         **work,
         "seed": cfg.seed,
-        "reward models": ", ".join(
-            f"{name}: {model_name(own.path) if own.path else own.name}"
-            for name, own in cfg.rewards.items()
-        ),
+        **_judges(cfg),
         "held-out prompts": prompts_text(final.num_prompts, final.num_rows),
         "replies per prompt": final.num_samples,
         "commit": run.record()["commit"],
     }
-    rows = [row.cells() for row in comparison_table(base, final)]
-    text = f"""A LoRA adapter trained with FIRM: federated PPO with one policy gradient per
-objective, a regularised MGDA problem inside every client, and FedAvg of the adapters.
+    rows = [row.cells() for row in final.comparison(base)]  # type: ignore[arg-type]
+    text = f"""A LoRA adapter trained with FIRM: federated {cfg.estimator.name} with one gradient
+per objective, a regularised MGDA problem inside every client, and FedAvg of the adapters.
 
 ## Figures on held-out prompts
 
@@ -579,4 +627,18 @@ Mean ± standard error over prompts; the change is paired by row. Scores are raw
 ## How it was made
 
 {markdown_table(["", ""], list(facts.items()))}"""
-    return model_card(cfg.policy.path, ", ".join(cfg.rewards), text)
+    return model_card(cfg.policy.path, ", ".join(cfg.objectives), text)
+
+
+def _judges(cfg: AlignmentConfig) -> dict[str, str]:
+    """Returns the source of the objectives, for a model card."""
+    if cfg.pairs:
+        sources = {name: own.source for name, own in cfg.pairs.items()}
+        shown = {n: [s] if isinstance(s, str) else s for n, s in sources.items()}
+        text = ", ".join(f"{n}: {' and '.join(map(model_name, s))}" for n, s in shown.items())
+        return {"pairs of ranked replies": text}
+    models = (
+        f"{name}: {model_name(own.path) if own.path else own.name}"
+        for name, own in cfg.rewards.items()
+    )
+    return {"reward models": ", ".join(models)}

@@ -12,6 +12,7 @@ from firm.alignment.client import AlignmentClient
 from firm.alignment.estimators.estimator import EstimatorConfig
 from firm.alignment.estimators.ppo import PPOConfig
 from firm.alignment.generation import RolloutConfig
+from firm.alignment.pairs import RankedPairsConfig
 from firm.alignment.policy import PolicyConfig
 from firm.alignment.prompt_data import PromptsConfig
 from firm.alignment.rewards import Calibration
@@ -162,8 +163,10 @@ class AlignmentConfig:
 
     policy: PolicyConfig
     """Language model to align."""
-    rewards: dict[str, RewardModelConfig]
+    rewards: dict[str, RewardModelConfig] = field(default_factory=dict)
     """Reward models by objective."""
+    pairs: Annotated[dict[str, RankedPairsConfig], NOT_IN_PAPER] = field(default_factory=dict)
+    """Pairs of ranked replies by objective, for estimators that learn from pairs, such as dpo."""
     name: str = "firm_hh"
     """Prefix of the default run directory."""
     plugins: tuple[str, ...] = ()
@@ -247,27 +250,46 @@ class AlignmentConfig:
                 f"{self.strategy.robust.num_attackers} needs num_clients of at least "
                 f"{self.strategy.robust.min_updates}, got {self.num_clients}."
             )
-        if not self.rewards:
-            raise ValueError("rewards must name at least one objective, got none.")
-        self.policy.adapter_kind(len(self.rewards)).check(
+        _check_objectives(self)
+        self.policy.adapter_kind(len(self.objectives)).check(
             lora_mean=self.strategy.lora_mean,
             ranks=self.strategy.ranks,
             start=self.start,
             engine=self.engine,
         )
         _check_conditioning(self)
-        for name in self.rewards:
-            check_name(name, "rewards: the name of an objective")
+        for name in self.objectives:
+            check_name(name, f"{self.objectives_key}: the name of an objective")
         for name in self.evaluation.metrics:
             check_name(name, "evaluation.metrics: the name of a score")
         if shared := self.rewards.keys() & self.evaluation.metrics.keys():
             raise ValueError(
                 f"evaluation.metrics and rewards both have {min(shared)!r}; rename one."
             )
-        self.strategy.check(list(self.rewards))
+        self.strategy.check(list(self.objectives))
         self.strategy.check_clients(AlignmentClient)
         _check_groups(self)
         _check_calibrations(self)
+
+    @property
+    def objectives_key(self) -> str:
+        """Key whose entries are the objectives: rewards or pairs."""
+        return "pairs" if self.estimator.learns_from == "pairs" else "rewards"
+
+    @property
+    def objectives(self) -> tuple[str, ...]:
+        """Names of the objectives, in the order of the Jacobian's rows."""
+        return tuple(getattr(self, self.objectives_key))
+
+
+def held_objectives(cfg: AlignmentConfig) -> dict[str, list[str]]:
+    """Returns the objectives that each client trains, by its name."""
+    held = {name: list(cfg.objectives) for name in client_names(cfg)}
+    for group in cfg.groups.values():
+        if group.objectives is not None:
+            own = [name for name in cfg.objectives if name in group.objectives]
+            held |= {f"client_{index}": own for index in group.clients}
+    return held
 
 
 def client_names(cfg: AlignmentConfig) -> list[str]:
@@ -280,7 +302,7 @@ def measured_preferences(cfg: AlignmentConfig) -> list[tuple[float, ...]]:
     if cfg.policy.conditioning.kind == "none":
         return []
     asked = cfg.evaluation.preferences
-    rows = grid(4, len(cfg.rewards)) if asked is None else asked
+    rows = grid(4, len(cfg.objectives)) if asked is None else asked
     return [tuple(share / sum(row) for share in row) for row in rows]
 
 
@@ -291,7 +313,7 @@ def solves_at_preferences(cfg: AlignmentConfig) -> bool:
     """
     if cfg.policy.conditioning.kind == "none":
         return False
-    requests = cfg.strategy.requests(tuple(cfg.rewards)).values()
+    requests = cfg.strategy.requests(cfg.objectives).values()
     return any("preference" in fields.get("weighting_options", {}) for fields in requests)
 
 
@@ -299,6 +321,46 @@ def is_front_due(cfg: AlignmentConfig, round: int) -> bool:
     """Returns whether the validation front is evaluated after this round."""
     every = cfg.evaluation.front_every
     return every is not None and (round % every == 0 or round == cfg.rounds)
+
+
+def _check_objectives(cfg: AlignmentConfig) -> None:
+    """Raises ``ValueError`` unless the objectives have the form that the estimator needs."""
+    needed, estimator = cfg.objectives_key, cfg.estimator.name
+    other = {"pairs": "rewards", "rewards": "pairs"}[needed]
+    if not cfg.objectives:
+        raise ValueError(
+            f"{needed} must name at least one objective with estimator {estimator}, got none"
+            + (f"; it does not learn from {other}." if getattr(cfg, other) else ".")
+        )
+    if getattr(cfg, other):
+        raise ValueError(
+            f"{other} must be left out with estimator {estimator}, which learns from {needed}, got "
+            f"{', '.join(getattr(cfg, other))}; remove them, or choose another estimator."
+        )
+    if needed == "rewards":
+        return
+    for key, value in (
+        ("evaluation.metrics", cfg.evaluation.metrics),
+        ("evaluation.calibrations", cfg.evaluation.calibrations),
+        *((f"groups.{name}.rewards", group.rewards) for name, group in cfg.groups.items()),
+    ):
+        if value:
+            raise ValueError(
+                f"{key} must be left out with estimator {estimator}, which samples no replies, got "
+                f"{', '.join(value)}; score the finished run with `firm evaluate`."
+            )
+    for name, group in cfg.groups.items():
+        if group.attack and group.attack.kind in ("reward_bias", "reward_scaling"):
+            raise ValueError(
+                f"groups.{name}.attack.kind must be label_flip or an attack on updates with "
+                f"estimator {estimator}, whose pairs have no scores, got {group.attack.kind}."
+            )
+    if solves_at_preferences(cfg) and cfg.policy.conditioning.draw_per != "step":
+        raise ValueError(
+            "policy.conditioning.draw_per must be step with estimator dpo and weights that are "
+            "solved at each preference, since a single pair has one objective, got "
+            f"{cfg.policy.conditioning.draw_per}; or choose strategy fedavg."
+        )
 
 
 def _check_participation(cfg: AlignmentConfig) -> None:
@@ -372,7 +434,7 @@ def _check_conditioning(cfg: AlignmentConfig) -> None:
             _check_preferences(key, config.preferences, cfg)
     if solves_at_preferences(cfg):
         _check_solves(cfg)
-    check_estimator(cfg.estimator.name, replies_per_prompt=cfg.estimator.replies_per_prompt)
+    check_estimator(cfg.estimator.name, compares=cfg.estimator.compares_replies)
 
 
 def _check_solves(cfg: AlignmentConfig) -> None:
@@ -388,9 +450,10 @@ def _check_solves(cfg: AlignmentConfig) -> None:
 
 def _check_preferences(key: str, preferences: list[list[float]], cfg: AlignmentConfig) -> None:
     for preference in preferences:
-        if len(preference) != len(cfg.rewards):
+        if len(preference) != len(cfg.objectives):
             raise ValueError(
-                f"{key} must have a share for each of {', '.join(cfg.rewards)}, got {preference}."
+                f"{key} must have a share for each of {', '.join(cfg.objectives)}, got "
+                f"{preference}."
             )
         if min(preference) < 0 or not 0 < sum(preference) < float("inf"):
             raise ValueError(
@@ -480,15 +543,15 @@ def _check_groups(cfg: AlignmentConfig) -> None:
                 )
             taken[client] = group
         for name in [*config.rewards, *(config.objectives or [])]:
-            if name not in cfg.rewards:
+            if name not in cfg.objectives:
                 raise ValueError(
                     f"{key} has the unknown objective {name!r}; choose from "
-                    f"{', '.join(cfg.rewards)}{did_you_mean(name, cfg.rewards)}"
+                    f"{', '.join(cfg.objectives)}{did_you_mean(name, cfg.objectives)}"
                 )
         if not config.clients or config.objectives == []:
             raise ValueError(f"{key} needs at least one client and one objective, got none.")
         attacked = config.attack.objective if config.attack else None
-        served = list(cfg.rewards) if config.objectives is None else config.objectives
+        served = list(cfg.objectives) if config.objectives is None else config.objectives
         if attacked is not None and attacked not in served:
             raise ValueError(
                 f"{key}.attack.objective must be an objective of the group ({', '.join(served)}), "
@@ -496,13 +559,13 @@ def _check_groups(cfg: AlignmentConfig) -> None:
             )
     if len(taken) == cfg.num_clients:  # otherwise a client outside of groups trains all objectives
         theirs = [
-            cfg.rewards if c.objectives is None else c.objectives for c in cfg.groups.values()
+            cfg.objectives if c.objectives is None else c.objectives for c in cfg.groups.values()
         ]
-        for name in cfg.rewards:
+        for name in cfg.objectives:
             if not any(name in own for own in theirs):
                 raise ValueError(
                     f"groups: no client trains the objective {name!r}; add it to the objectives of "
-                    "a group, or remove it from rewards."
+                    f"a group, or remove it from {cfg.objectives_key}."
                 )
 
 

@@ -23,7 +23,6 @@ from firm.alignment.policy import (
     read_tokenizer,
     take_device,
 )
-from firm.alignment.prompt_data import load_prompts, overlap_notes
 from firm.alignment.prompts import Prompt, check_prompts
 from firm.alignment.rewards import Calibration, Judges, RewardFn, calibrate, check_same, score
 from firm.alignment.self_check import check_passes, check_rows
@@ -37,17 +36,14 @@ from firm.federation.devices import generator_note
 from firm.federation.engines.engine import ENGINES, Engine
 from firm.federation.engines.local import LocalEngine
 from firm.federation.engines.processes import Processes, ProcessesEngine
-from firm.federation.partition import dirichlet_partition, iid_partition
 from firm.federation.randomness import RandomStream
 from firm.jobs.alignment_config import (
-    DEFAULT_SPLITS,
-    GIVEN,
     AlignmentConfig,
     GroupConfig,
-    PromptPartitionConfig,
     client_names,
     reward_configs,
 )
+from firm.jobs.alignment_data import Splits, data_of
 from firm.run.directory import Run
 from firm.run.errors import UserError
 from firm.run.shipped import with_shipped_paths
@@ -66,12 +62,8 @@ class LoadedRun:
     """Reward functions by objective, or by group/objective for a group's own."""
     metrics: dict[str, RewardFn]
     """Further scores to report, by name."""
-    prompts: list[Prompt]
-    """Training prompts."""
-    validation: list[Prompt]
-    """Validation prompts, evaluated after every round; empty except on the server."""
-    test: list[Prompt]
-    """Test prompts, evaluated before and after training; empty except on the server."""
+    data: Splits
+    """Prompts or pairs to train and evaluate on."""
     fresh: Adapter
     """Adapter with which rewards are calibrated."""
     start: Adapter
@@ -79,7 +71,7 @@ class LoadedRun:
     processes: Processes
     """The launcher's processes."""
     notes: list[str]
-    """Notes on the prompts for the user."""
+    """Notes on the data for the user."""
 
 
 @dataclass(frozen=True)
@@ -92,8 +84,9 @@ class Given:
     """Its tokenizer."""
     reward_fns: Mapping[str, RewardFn] = field(default_factory=dict)
     """Reward functions, by objective."""
-    prompts: Mapping[str, Sequence[Prompt]] = field(default_factory=dict)
-    """Prompts, by "train", "validation" and "test"."""
+    rows: Mapping[str, Sequence[Prompt]] = field(default_factory=dict)
+    """Rows of data: prompts by "train", "validation" and "test"; or pairs by objective, and by
+    objective/validation and objective/test if these are separate splits."""
 
 
 def load(
@@ -104,7 +97,7 @@ def load(
     given: Given | None = None,
     on_event: Callable[..., None] | None = None,
 ) -> LoadedRun:
-    """Loads prompts, models and reward models in this process, unless they are in `given`."""
+    """Loads data, models and reward models in this process, unless they are in `given`."""
     if on_event and processes.is_server:
         on_event("loading")
     given = given or Given()
@@ -124,30 +117,11 @@ def load(
     tokenizer = load_tokenizer(cfg.policy, plain_tokenizer)
     notes = [note for note in [generator_note(device)] if note]
 
-    def prompts_of(use: str) -> list[Prompt]:
-        config, own = getattr(cfg.data, use), given.prompts.get(use)
-        if own is None and config.source == GIVEN:
-            raise UserError(
-                f"data.{use}.source: the prompts were passed to firm.align as objects; call it "
-                f"again with them and resume=True, or pass --data.{use}.source."
-            )
-        return load_prompts(
-            config,
-            tokenizer,
-            given=own,
-            prompt_format=cfg.policy.prompt,
-            default_split=DEFAULT_SPLITS[use],
-            on_note=lambda text: notes.append(f"data.{use}: {text}"),
-        )
-
-    prompts = prompts_of("train")
-    validation, test = [], []
-    if processes.is_server and measures:
-        if num_validation := cfg.evaluation.num_validation_prompts:
-            validation = prompts_of("validation")[:num_validation]
-        test = prompts_of("test")[: cfg.evaluation.num_test_prompts]
-        notes += overlap_notes(prompts, {"validation": validation, "test": test})
-    check_prompts([*prompts, *validation, *test], tokenizer, cfg.policy.prompt)
+    is_measured = processes.is_server and measures
+    splits = data_of(cfg).load(
+        cfg, tokenizer, given.rows, measures=is_measured, on_note=notes.append
+    )
+    check_prompts(splits.prompts, tokenizer, cfg.policy.prompt)
     configs = reward_configs(cfg)
     named = {key: config for key, config in configs.items() if key not in given.reward_fns}
     reward_fns = {**load_reward_models(named), **given.reward_fns}
@@ -155,7 +129,7 @@ def load(
     policy = load_policy(
         cfg.policy,
         stream=RandomStream(cfg.seed, "adapter"),
-        num_objectives=len(cfg.rewards),
+        num_objectives=len(cfg.objectives),
         given=given.model,
     )
     team = processes.team()
@@ -173,6 +147,7 @@ def load(
             policy=policy,
             tokenizer=tokenizer,
             reward_fns={name: reward_fns[name] for name in cfg.rewards},
+            objectives=cfg.objectives,
             num_rounds=max(1, cfg.rounds),
             team=team or ALONE,
         )
@@ -182,16 +157,13 @@ def load(
     fresh = copy_adapter(trainer.adapter_parameters)
     start = _start(trainer, cfg) if cfg.start else fresh
     load_adapter_(trainer.adapter_parameters, fresh)
-    is_measured = processes.is_server and measures
     metrics = load_reward_models(cfg.evaluation.metrics) if is_measured else {}
     return LoadedRun(
         trainer,
         plain_tokenizer,
         reward_fns,
         metrics,
-        prompts,
-        validation,
-        test,
+        splits,
         fresh,
         start,
         processes,
@@ -258,41 +230,41 @@ def build_clients(
     calibrations: Mapping[str, Calibration],
     names: Sequence[str] | None = None,
     *,
-    prompts: Mapping[str, list[Prompt]] | None = None,
+    shards: Mapping[str, list[Any]] | None = None,
     on_event: Callable[..., None] | None = None,
 ) -> list[Client]:
-    """Builds clients on their shards of the training prompts, or on other prompts.
+    """Builds clients on their shards of the training data, or on other data.
 
     Args:
         loaded: Components that all clients share.
         cfg: The run.
         calibrations: Calibrations of scores to rewards.
         names: Clients to build; by default, the clients of this process.
-        prompts: Prompts by client; by default, a partition of the training prompts.
+        shards: Prompts or pairs by client; by default, a partition of the training data.
         on_event: Progress callback of the clients.
     """
     names = loaded.processes.hosted(client_names(cfg)) if names is None else names
     common = Judges(loaded.trainer.reward_fns, {name: calibrations[name] for name in cfg.rewards})
+    data = data_of(cfg)
     own: dict[str, tuple[Judges, GroupConfig]] = {}  # for clients in a group
     for group, config in cfg.groups.items():
         judges = _group_judges(cfg, group, loaded.reward_fns, calibrations)
         own |= {f"client_{index}": (judges, config) for index in config.clients}
-    if prompts is None:
-        shards = partition(loaded.prompts, cfg, cfg.partition, cfg.num_clients)
-        prompts = dict(zip(client_names(cfg), shards, strict=True))
+    if shards is None:
+        shards = data.shards(loaded.data.train, cfg)
     new_trainer = _stacked(loaded) if cfg.engine == "stacked" else lambda: loaded.trainer
     clients = []
     for name in names:
         judges, group = own.get(name, (common, None))
         client = AlignmentClient(
             name,
-            prompts[name],
+            data.examples(loaded.trainer, shards[name], group and group.attack),
             new_trainer(),
             seed=cfg.seed,
             judges=judges,
             preferences=cfg.policy.conditioning.preferences(
                 RandomStream(cfg.seed, name, "preferences"),
-                len(cfg.rewards),
+                len(cfg.objectives),
                 group and group.preferences,
             ),
             on_event=on_event,
@@ -351,21 +323,6 @@ def _stacked(loaded: LoadedRun) -> Callable[[], MultiObjectiveTrainer]:
     return stacked_trainers(loaded.trainer)
 
 
-def partition(
-    prompts: list[Prompt], cfg: AlignmentConfig, config: PromptPartitionConfig, num_clients: int
-) -> list[list[Prompt]]:
-    """Returns the clients' shards, each large enough for a batch of distinct prompts."""
-    size = cfg.estimator.num_prompts
-    if config.kind == "iid":
-        shards = iid_partition(len(prompts), num_clients, seed=cfg.seed, min_examples=size)
-    else:
-        kinds = [prompt.kind for prompt in prompts]
-        shards = dirichlet_partition(
-            kinds, num_clients, alpha=config.alpha, seed=cfg.seed, min_examples=size
-        )
-    return [[prompts[index] for index in shard] for shard in shards]
-
-
 def _group_judges(
     cfg: AlignmentConfig,
     group: str,
@@ -390,8 +347,10 @@ def _calibrate(
     loaded: LoadedRun, cfg: AlignmentConfig, on_event: Callable[..., None] | None
 ) -> dict[str, Calibration]:
     """Returns the calibrations: as configured, or fitted to replies of the base model."""
+    if not loaded.reward_fns:
+        return {}
     seed = cfg.evaluation.calibration_seed
-    prompts = loaded.prompts[: cfg.evaluation.num_calibration_prompts]
+    prompts = loaded.data.train[: cfg.evaluation.num_calibration_prompts]
 
     def report_progress(num_done: float) -> None:
         if on_event:

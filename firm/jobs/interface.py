@@ -37,9 +37,10 @@ HELD_OUT = 10
 
 def align(
     model: str | Path | PreTrainedModel,
-    rewards: Mapping[str, Reward],
-    prompts: Prompts,
+    rewards: Mapping[str, Reward] | None = None,
+    prompts: Prompts | None = None,
     *,
+    pairs: Mapping[str, Prompts] | None = None,
     tokenizer: PreTrainedTokenizerBase | None = None,
     validation_prompts: Prompts | None = None,
     test_prompts: Prompts | None = None,
@@ -48,7 +49,10 @@ def align(
     out: str | Path | None = None,
     resume: Resume = False,
 ) -> Result | None:
-    """Aligns a language model to several rewards across clients, and evaluates the result.
+    """Aligns a language model to rewards or ranked pairs, and evaluates the result.
+
+    The objectives are given by reward models, which score replies to the prompts, or by pairs of
+    replies that people ranked.
 
     Example::
 
@@ -65,6 +69,16 @@ def align(
         )
         result.rewards
 
+    From pairs alone, by DPO::
+
+        result = align(
+            "Qwen/Qwen2.5-0.5B-Instruct",
+            pairs={
+                "helpful": [{"prompt": "Name a lake.", "chosen": "Como.", "rejected": "No."}, ...],
+                "harmless": "rankings/harmless.jsonl",
+            },
+        )
+
     A model passed as an object is trained in place and restored before this returns, except for
     its device; the adapter is in `result.adapter`. If its weights differ from those at the path
     that it was loaded from, it is saved as `base` in the run's directory, so that PEFT and commands
@@ -79,6 +93,10 @@ def align(
         prompts: Training prompts. See `Prompts`, and `load_prompts` for the format of rows. The
             settings `data.train.split`, `data.validation.split` and `data.test.split` select parts
             of these and the following prompts, as for files.
+        pairs: Pairs by objective, instead of rewards and prompts: rows with `prompt`, `chosen` and
+            `rejected`. See `load_pairs` for their forms. The settings `pairs.NAME.split`,
+            `validation` and `test` select parts; by default, a tenth of the prompts is held out for
+            validation and another one for testing.
         tokenizer: The policy's tokenizer; by default the one stored beside the model.
         validation_prompts: Prompts to evaluate on after each round; by default a tenth of
             `prompts`, sampled by the seed and excluded from training.
@@ -96,6 +114,13 @@ def align(
         UserError: An argument is malformed, a named resource is not available, or the run's
             directory is in use.
     """
+    if pairs is not None and not (rewards is None and prompts is None):
+        raise UserError(
+            "pairs must be passed without rewards and prompts, since people have ranked the "
+            "replies; leave them out, or pass rewards and prompts alone."
+        )
+    if pairs is None and (rewards is None or prompts is None):
+        raise UserError("rewards and prompts must be given, or pairs; pass either.")
     is_object = isinstance(model, PreTrainedModel)
     path = str(model.name_or_path or "") if is_object else str(model)
     if not is_object:
@@ -108,13 +133,12 @@ def align(
         )
     transformers.utils.logging.disable_progress_bar()
     is_stored = not is_object or (bool(path) and is_stored_at(path, model))
-    configs = {name: _reward_settings(name, reward) for name, reward in rewards.items()}
     overrides = {
         "policy.path": path if is_stored else "base",
         **({"policy.dtype": str(model.dtype).removeprefix("torch.")} if is_object else {}),
-        "rewards": configs,
+        **_objectives(rewards, pairs),
         **(settings or {}),
-        **{f"data.{split}.source": GIVEN for split in DEFAULT_SPLITS},
+        **({f"data.{split}.source": GIVEN for split in DEFAULT_SPLITS} if pairs is None else {}),
         **{
             f"data.{split}.source": str(own)
             for split, own in (("validation", validation_prompts), ("test", test_prompts))
@@ -133,17 +157,56 @@ def align(
     given = Given(
         model=model if is_object else None,
         tokenizer=tokenizer,
-        reward_fns={n: as_reward(n, r) for n, r in rewards.items() if callable(r)},
-        prompts=_splits(prompts, validation_prompts, test_prompts, cfg),
+        reward_fns={n: as_reward(n, r) for n, r in (rewards or {}).items() if callable(r)},
+        rows=_pair_rows(pairs, cfg)
+        if prompts is None
+        else _splits(prompts, validation_prompts, test_prompts, cfg),
     )
     with borrowed(given.model):
         result = run_alignment(cfg, given)
     if is_object and not is_stored and result:
         model.save_pretrained(result.path / "base")
         tokenizer.save_pretrained(result.path / "base")
-    if result and cfg.data.test.source == GIVEN and cfg.evaluation.num_shown_samples:
-        keep_test_prompts(result.path, given.prompts["test"])
+    if (
+        result
+        and "test" in given.rows
+        and cfg.data.test.source == GIVEN
+        and cfg.evaluation.num_shown_samples
+    ):
+        keep_test_prompts(result.path, given.rows["test"])
     return result
+
+
+def _objectives(
+    rewards: Mapping[str, Reward] | None, pairs: Mapping[str, Prompts] | None
+) -> dict[str, Any]:
+    """Returns the settings of the objectives, by key."""
+    if rewards is not None:
+        return {"rewards": {name: _reward_settings(name, own) for name, own in rewards.items()}}
+    sources = {
+        name: {"source": str(own) if isinstance(own, str | Path) else GIVEN}
+        for name, own in (pairs or {}).items()
+    }
+    return {"estimator.name": "dpo", "pairs": sources}
+
+
+def _pair_rows(
+    pairs: Mapping[str, Prompts] | None, cfg: AlignmentConfig
+) -> dict[str, list[Prompt]]:
+    """Returns the rows of pairs that were passed as objects; see `Given`."""
+    rows = {}
+    for name, source in (pairs or {}).items():
+        if isinstance(source, str | Path):
+            continue
+        config = cfg.pairs[name]
+        splits = {name: config.split}
+        splits |= {f"{name}/{use}": getattr(config, use) for use in ("validation", "test")}
+        for key, split in splits.items():
+            if split is not None or key == name:
+                rows[key] = read_prompts(
+                    source, split, reader=config.reader, name=f"the pairs of {name}"
+                )
+    return rows
 
 
 def _reward_settings(name: str, reward: Reward) -> dict[str, Any]:

@@ -23,6 +23,7 @@ from firm.federation.options.secure.engine import SecureEngine
 from firm.federation.outside import check_name
 from firm.jobs.alignment import FREE_KEYS, progress_of, run_rounds
 from firm.jobs.alignment_config import AlignmentConfig, PromptPartitionConfig, client_names
+from firm.jobs.alignment_data import data_of
 from firm.jobs.alignment_loading import (
     LoadedRun,
     as_calibrations,
@@ -31,7 +32,6 @@ from firm.jobs.alignment_loading import (
     common_calibrations,
     load,
     own_engine,
-    partition,
 )
 from firm.jobs.network_config import (
     ServerConfig,
@@ -154,15 +154,15 @@ def site_process(kit: Path) -> None:
     run = _digest(sorted(shared.items()))
     states = kit / "states" / run / f"process_{processes.rank}"
     set_site_threads(cfg, loaded, states.parent / THREADS)
-    prompts = None
+    shards = None
     if own.own_prompts:
-        shards = partition(loaded.prompts, cfg, PromptPartitionConfig(), len(names))
-        prompts = dict(zip(names, shards, strict=True))
+        data, equal = loaded.data.train, PromptPartitionConfig()
+        shards = data_of(cfg).shards(data, cfg, names=names, partition=equal)
 
     def build(setup: Mapping[str, Any]) -> Engine:
         calibrations = as_calibrations(setup["calibrations"])
         hosted = processes.hosted(names)
-        clients = build_clients(loaded, cfg, calibrations, hosted, prompts=prompts)
+        clients = build_clients(loaded, cfg, calibrations, hosted, shards=shards)
         engine = own_engine(clients, cfg, processes, states=DiskStates(states))
         if processes.size == 1:
             return engine
@@ -195,7 +195,7 @@ def site_process(kit: Path) -> None:
         return engine
 
     agreement = Agreement(
-        cfg.strategy, objectives=list(cfg.rewards), num_rounds=cfg.rounds, clients=names
+        cfg.strategy, objectives=list(cfg.objectives), num_rounds=cfg.rounds, clients=names
     )
     ledger = Ledger(agreement, own.policy.budget, kit / LEDGER)
     site = Site(
@@ -249,6 +249,8 @@ def fingerprint(
 def _is_own(key: str) -> bool:
     parts = key.split(".")
     if "rewards" in parts[:-1] and parts[-1] in OWN_REWARD_KEYS:
+        return True
+    if parts[0] == "pairs" and parts[-1] not in ("validation", "test"):  # the names must agree
         return True
     return any(key == own or key.startswith(f"{own}.") for own in OWN_KEYS)
 

@@ -6,6 +6,7 @@ from pathlib import Path
 
 from firm.alignment.policy import is_gguf
 from firm.jobs.alignment_config import AlignmentConfig
+from firm.jobs.alignment_data import data_of
 from firm.run.errors import UserError
 from firm.run.shipped import FETCHED, with_shipped_paths
 from reward_models.registry import check_name
@@ -19,10 +20,10 @@ def check_sources(cfg: AlignmentConfig) -> None:
             of a reward model does not exist.
     """
     check_policy("policy.path", cfg.policy.path)
-    for use in ("train", "validation", "test"):
-        source = getattr(cfg.data, use).source
+    for key, config in data_of(cfg).every_source(cfg).items():
+        source = config.source
         for each in [source] if isinstance(source, str) else source:
-            check_data(f"data.{use}.source", each)
+            check_data(f"{key}.source", each)
     models = {f"rewards.{name}": own for name, own in cfg.rewards.items()}
     models |= {f"evaluation.metrics.{name}": own for name, own in cfg.evaluation.metrics.items()}
     for group, others in cfg.groups.items():

@@ -36,7 +36,7 @@ def comparison_of(record: Record, split: str) -> Comparison | None:
     order = [*record.objectives, *record.extra_scores()]
     lines = sorted(
         compare(base, aligned),
-        key=lambda line: order.index(line.name) if line.is_score else len(order),
+        key=lambda line: order.index(line.name) if line.name in order else len(order),
     )
     prompts = prompts_text(aligned.get("num_prompts") or 0, aligned.get("num_rows"), split)
     return Comparison(split, aligned["round"], prompts, tuple(lines))

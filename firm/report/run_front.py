@@ -1,5 +1,6 @@
 """The front of a single run with a preference-conditioned policy."""
 
+import math
 from collections.abc import Mapping, Sequence
 
 import numpy as np
@@ -51,14 +52,16 @@ def point_of(
         rewards={n: final["rewards"][n]["mean"] for n in objectives},
         errors={n: final["rewards"][n]["se"] for n in objectives},
         scores={n: s["mean"] for n, s in final["scores"].items() if n not in objectives},
-        kl=final["kl"],
+        kl=final.get("kl", math.nan),
         adapter=adapter,
         collapse=collapse_reason(
             commonest_share=final["commonest_share"],
             empty_share=final["empty_share"],
             mean_kl=final["kl"],
             **parse,
-        ),
+        )
+        if "kl" in final  # rankings of held-out pairs show no collapse of replies
+        else None,
     )
 
 
@@ -98,7 +101,11 @@ def front_of_run(record: Record) -> Front | None:
             for row in rows
         ),
         reference=tuple(0.0 for _ in record.objectives),
-        calibrations={name: record.header["calibration"][name] for name in record.objectives},
+        # shares of held-out pairs have no calibration
+        calibrations={
+            name: record.header["calibration"].get(name, {"method": "pairs"})
+            for name in record.objectives
+        },
         base={name: base["rewards"][name]["mean"] for name in record.objectives},
         strategy=printable(record.name),
         num_prompts=base["num_prompts"],

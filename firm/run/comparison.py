@@ -41,7 +41,9 @@ class Line:
     aligned: Measure | None
     change: Measure | None
     is_score: bool = True
-    """True if it is a score of the replies."""
+    """True if it is a score of the replies, or a measure of held-out pairs."""
+    measure: str = ""
+    """Measure of the name's objective, if it is not a score of replies."""
 
     @property
     def label(self) -> str:
@@ -49,10 +51,11 @@ class Line:
         side = QUANTITIES.get(("evaluation", self.name))
         if side and not self.is_score:
             return f"{side.title} ({side.unit})"
+        label = ", ".join(filter(None, [score_label(self.name), self.measure]))
         measure = self.change or self.aligned
         if measure is None or not measure.is_partial:
-            return score_label(self.name)
-        return f"{score_label(self.name)}, {measure.num_prompts} prompts"
+            return label
+        return f"{label}, {measure.num_prompts} prompts"
 
 
 def prompts_text(num_prompts: int, num_rows: int | None, adjective: str = "") -> str:
@@ -101,14 +104,22 @@ def compare(base: Mapping[str, Any], aligned: Mapping[str, Any]) -> list[Line]:
     The change of a score is paired by row, so its standard error is smaller than that of two
     independent means.
     """
+    parts = [("{}", "scores", "change", "")]
+    if "accuracy_change" in aligned:  # held-out pairs
+        parts = [
+            ("{}", "rewards", "accuracy_change", "accuracy"),
+            ("{}, margin", "scores", "change", ""),
+        ]
     lines = [
         Line(
-            name,
-            _measure(base, "scores", name),
-            _measure(aligned, "scores", name),
-            _measure(aligned, "change", name),
+            title.format(name),
+            _measure(base, figures, name),
+            _measure(aligned, figures, name),
+            _measure(aligned, change, name),
+            measure=measure,
         )
-        for name in aligned.get("scores") or {}
+        for title, figures, change, measure in parts
+        for name in aligned.get(figures) or {}
     ]
     for name in (each.name for each in drawn() if each.kind == "evaluation"):
         if isinstance(aligned.get(name), int | float):

@@ -185,13 +185,13 @@ def test_in_a_local_epoch_a_client_replies_to_each_of_its_prompts_once(trainer):
     texts = [f"\n\nHuman: {i} cab\n\nAssistant:" for i in range(2 * size)]
     prompts = [Prompt(text, "") for text in texts]
     client = AlignmentClient("client_0", prompts, trainer, seed=SEED)
-    drawn, draw = [], client._prompts.draw
+    drawn, draw = [], client._source._prompts.draw
 
     def recorded(batch_size):
         drawn.extend(batch := draw(batch_size))
         return batch
 
-    client._prompts.draw = recorded
+    client._source._prompts.draw = recorded
     state = ServerState(copy_adapter(trainer.adapter_parameters), objectives=("a", "b"), seed=SEED)
     _, rows = firm_round(state, ["client_0"], LocalEngine([client]), FirmConfig(num_local_epochs=1))
     assert sorted(prompt.text for prompt in drawn) == sorted(texts)

@@ -318,6 +318,8 @@ def test_what_shapes_the_training_must_be_the_same_and_the_rest_is_each_partys_o
         assert key not in shared
     assert not any(key.endswith(".path") for key in shared)
     assert jobs_network._is_own("plugins.0")
+    assert jobs_network._is_own("pairs.helpful.source")
+    assert not jobs_network._is_own("pairs.helpful.test")  # without it, names could differ
 
 
 def test_another_base_model_is_noticed_and_another_adapter_is_not():
@@ -414,7 +416,7 @@ def test_no_prompt_no_reply_and_no_score_of_one_crosses(tmp_path, monkeypatch, e
         STRATEGIES["firm"](state, client_names(cfg), engine, cfg.strategy)
 
     crossed = b"".join(wire.messages)
-    seen_texts += [prompt.text for prompt in loaded.prompts]
+    seen_texts += [prompt.text for prompt in loaded.data.train]
     lines = {line.strip() for text in seen_texts for line in text.splitlines()}
     lines -= {"Human:", "Assistant:"}
     assert len([line for line in lines if len(line) >= 6]) > 10

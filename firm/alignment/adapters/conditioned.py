@@ -121,16 +121,16 @@ class PreferenceStream:
         self._stream.restore(state)
 
 
-def check_estimator(name: str, *, replies_per_prompt: int) -> None:
+def check_estimator(name: str, *, compares: bool) -> None:
     """Raises ``ValueError`` unless the estimator compares several replies to the same prompt.
 
-    Rewards depend on the preference; only a baseline over replies at the same preference removes
+    Rewards depend on the preference; only a comparison of replies at the same preference removes
     this effect.
     """
-    if replies_per_prompt < 2:
+    if not compares:
         raise ValueError(
             "policy.conditioning.kind preference needs an estimator that compares replies at the "
-            f"same preference, such as critic_free, got estimator {name}."
+            f"same preference, such as critic_free or dpo, got estimator {name}."
         )
 
 

@@ -1,4 +1,4 @@
-"""Interface of estimators, which compute M losses and their gradients from scored replies.
+"""Interface of estimators, which compute M losses and their gradients from examples.
 
 Each estimator has its own file, with a configuration (``EstimatorConfig``) that builds it and the
 estimator itself (``Estimator``), of which every learner has an instance.
@@ -18,6 +18,7 @@ from firm.alignment.sequences import (
     ALONE,
     BY_OBJECTIVE,
     Alone,
+    Examples,
     Rollouts,
     Rows,
     Sequences,
@@ -43,7 +44,7 @@ from firm.registry import Registry
 
 
 @dataclass(frozen=True)
-class Experience(Rows):
+class Experience(Examples):
     """A batch of scored rollouts; estimators add the inputs of their losses."""
 
     rollouts: Rollouts
@@ -51,6 +52,16 @@ class Experience(Rows):
     """Raw scores of the reward functions, [M, B]."""
     rewards: torch.Tensor = field(metadata=BY_OBJECTIVE)
     """Calibrated scores minus the penalty of unfinished replies, [M, B]."""
+
+    @property
+    def is_judged(self) -> torch.Tensor:
+        """True if the reply has a score, bool [M, B]."""
+        return ~self.scores.isnan()
+
+    @property
+    def preferences(self) -> torch.Tensor | None:
+        """Preferences at which the replies were sampled, [B, M]."""
+        return self.rollouts.queries.preferences
 
 
 @dataclass(frozen=True)
@@ -144,14 +155,15 @@ class Policy:
 
 
 class Estimator(Protocol):
-    """Computes M losses and their gradients from scored replies, for one learner."""
+    """Computes M losses and their gradients from examples, for one learner."""
 
-    def experience(
-        self, rollouts: Rollouts, scores: torch.Tensor, rewards: torch.Tensor
-    ) -> Experience:
-        """Stage 4: returns a batch with all inputs of its losses.
+    @property
+    def experience(self) -> Callable[..., Any]:
+        """Stage 4: returns a batch with all inputs of its losses, a record of `Examples`.
 
-        Replies to the same prompt are adjacent; scores and rewards are [M, B].
+        Estimators that learn from prompts receive rollouts, whose replies to the same prompt are
+        adjacent, and their scores and rewards, each [M, B]; those that learn from pairs receive a
+        `PairBatch`.
         """
         ...
 
@@ -199,6 +211,8 @@ class EstimatorConfig(ABC):
     Subclasses set the default of `name`, by which configurations select them.
     """
 
+    learns_from: ClassVar[str] = "prompts"
+    """Examples of a batch: prompts, to which the policy replies, or pairs of ranked replies."""
     needs_independent_rows: ClassVar[bool] = False
     """True if gradients come from products per row, which rows that interact would falsify."""
 
@@ -258,8 +272,13 @@ class EstimatorConfig(ABC):
         return 1
 
     @property
+    def compares_replies(self) -> bool:
+        """True if a reply is compared with others to the same prompt, not with a common value."""
+        return self.replies_per_prompt > 1
+
+    @property
     def num_prompts(self) -> int:
-        """Fresh prompts per local step."""
+        """Fresh prompts, or pairs, per local step."""
         return self.batch_size // self.replies_per_prompt
 
     def new_critic(self, policy: Any, num_objectives: int) -> torch.nn.Module | None:

@@ -24,7 +24,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 from transformers import AutoModelForCausalLM, PretrainedConfig
 
-from firm.alignment.decoding import random_numbers, sampled_tokens
+from firm.alignment.generation import random_numbers, sampled_tokens
+from firm.alignment.pair_tokens import PairBatch
 from firm.alignment.policy import PolicyConfig, add_adapter, set_mode
 from firm.alignment.prompts import Prompt
 from firm.alignment.sequences import Queries, Rollouts, set_preferences
@@ -122,7 +123,7 @@ class Rehearsal:
         device: torch.device,
     ) -> None:
         self._cfg, self._device = cfg, device
-        model = policy_without_storage(architecture, cfg.policy, len(cfg.rewards))
+        model = policy_without_storage(architecture, cfg.policy, len(cfg.objectives))
         self._mode = FakeTensorMode(allow_non_fake_inputs=True)
         with_fake_parameters(model, self._mode, device)
         self._model = model
@@ -132,6 +133,7 @@ class Rehearsal:
             policy=model,
             tokenizer=None,  # type: ignore[arg-type]  # there are no texts
             reward_fns=dict.fromkeys(cfg.rewards, _no_reward),
+            objectives=cfg.objectives,
             num_rounds=1,
             value_model=self._critic(),
         )
@@ -151,7 +153,7 @@ class Rehearsal:
 
     def _critic(self) -> torch.nn.Module | None:
         with torch.device("meta"):
-            critic = self._cfg.estimator.new_critic(self._model, len(self._cfg.rewards))
+            critic = self._cfg.estimator.new_critic(self._model, len(self._cfg.objectives))
         if critic is not None:
             with_fake_parameters(critic, self._mode, self._device)
         return critic
@@ -225,14 +227,7 @@ class Rehearsal:
             return 0.0
 
         with self._counted() as live:
-            batches = [self._rollouts(size, num_preferences or 1) for _ in self.trainers]
-            rewards = torch.arange(size, dtype=torch.float32, device=self._device)
-            rewards = rewards.expand(len(self._cfg.rewards), -1)
-            experiences = self._together(
-                lambda learner, rows: learner.estimator.experience(rows, rewards, rewards),
-                self._learners,
-                batches,
-            )
+            experiences = self._experiences(size, num_preferences or 1)
             values, live.peak = live.peak, live.now
             minibatches = [experience.rows(slice(num_rows)) for experience in experiences]
             for trainer in self.trainers:
@@ -249,6 +244,17 @@ class Rehearsal:
         sums = jacobian if num_rows > part else 0
         return UpdateMemory(values, jacobian + sums, max(marks) - sums, live.peak - jacobian - sums)
 
+    def _experiences(self, num_rows: int, num_preferences: int) -> list[Any]:
+        """Returns the clients' batches with the inputs of their losses."""
+        batches = [self._rollouts(num_rows, num_preferences) for _ in self.trainers]
+        rewards = torch.arange(num_rows, dtype=torch.float32, device=self._device)
+        rewards = rewards.expand(len(self._cfg.objectives), -1)
+        return self._together(
+            lambda learner, rows: learner.estimator.experience(rows, rewards, rewards),
+            self._learners,
+            batches,
+        )
+
     def _counted(self) -> LiveBytes:
         states = [learner.estimator.state() for learner in self._learners]
         critics = [each for each in tree_leaves(states) if isinstance(each, torch.Tensor)]
@@ -262,7 +268,7 @@ class Rehearsal:
 
     def _rollouts(self, num_rows: int, num_preferences: int = 1) -> Rollouts:
         """Returns rollouts with prompts and replies of maximum length, one prompt padded."""
-        rollout, num_objectives = self._cfg.rollout, len(self._cfg.rewards)
+        rollout, num_objectives = self._cfg.rollout, len(self._cfg.objectives)
         num_prompt, num_new = rollout.max_prompt_tokens, rollout.max_new_tokens
         ids = torch.ones(num_rows, num_prompt + num_new, dtype=torch.long, device=self._device)
         lengths = torch.full((num_rows,), num_prompt, device=self._device)
@@ -282,6 +288,41 @@ class Rehearsal:
             reference_logprobs=logprobs,
             ended=torch.ones(num_rows, dtype=torch.bool, device=self._device),
         )
+
+
+class PairRehearsal(Rehearsal):
+    """Trainers of a run on pairs, which samples no replies."""
+
+    def sampling(self, trainers: Sequence[MultiObjectiveTrainer], num_rows: int) -> tuple[int, int]:
+        """Returns 0, and the peak of the passes over pairs without gradients."""
+        set_mode(self._model, is_training=False)
+        with torch.no_grad(), self._counted() as scoring:
+            rows = self._rollouts(num_rows)
+            set_preferences(self._model, rows.queries.preferences)
+            self.alone._sampler.logprobs(rows, of_reference=False)
+        return 0, scoring.peak
+
+    def _experiences(self, num_rows: int, num_preferences: int) -> list[Any]:
+        """Returns the clients' batches of pairs with prompts and replies of maximum length."""
+        objectives = torch.arange(num_rows, device=self._device) % len(self._cfg.objectives)
+        numbers = torch.arange(len(self._cfg.objectives), device=self._device)[:, None]
+
+        def batch() -> PairBatch:
+            rows = self._rollouts(num_rows, num_preferences)
+            return PairBatch(
+                rows.queries,
+                rows.responses[:, None].expand(-1, 2, -1),
+                rows.num_tokens[:, None].expand(-1, 2),
+                torch.zeros(num_rows, 2, device=self._device),
+                objectives == numbers,
+                torch.zeros(num_rows, 3, dtype=torch.bool, device=self._device),
+            )
+
+        return [batch() for _ in self.trainers]
+
+
+REHEARSALS = {"prompts": Rehearsal, "pairs": PairRehearsal}
+"""Rehearsals by the value of `EstimatorConfig.learns_from`."""
 
 
 def _no_reward(**_: Any) -> list[float]:
@@ -356,7 +397,7 @@ def process_memory(
     rehearsals, found = {}, {}
     for checkpointing in (False, True) if can_recompute else (False,):
         changed = dataclasses.replace(cfg.policy, gradient_checkpointing=checkpointing)
-        rehearsals[checkpointing] = rehearsal = Rehearsal(
+        rehearsals[checkpointing] = rehearsal = REHEARSALS[cfg.estimator.learns_from](
             architecture,
             dataclasses.replace(cfg, policy=changed),
             num_clients=max(joint.clients, sampled.clients),
@@ -400,13 +441,13 @@ def _learner_bytes(
     architecture: PretrainedConfig, policy: PolicyFigures, cfg: AlignmentConfig
 ) -> tuple[int, int]:
     """Returns the bytes of a client's critics, and of its critics and optimizer moments."""
-    model = policy_without_storage(architecture, cfg.policy, len(cfg.rewards))
+    model = policy_without_storage(architecture, cfg.policy, len(cfg.objectives))
     with torch.device("meta"):
-        module = cfg.estimator.new_critic(model, len(cfg.rewards))
+        module = cfg.estimator.new_critic(model, len(cfg.objectives))
     critic = sum(parameter.nbytes for parameter in module.parameters()) if module else 0
     moments = 2 * policy.adapter_bytes if cfg.estimator.actor_optimizer == "adam" else 0
     learner = 3 * critic + moments  # Adam trains all parameters outside the adapter
-    if ObjectiveTraining in cfg.strategy.requests(tuple(cfg.rewards)):
+    if ObjectiveTraining in cfg.strategy.requests(cfg.objectives):
         # the common learner never steps: no moments
-        return critic, len(cfg.rewards) * learner + critic
+        return critic, len(cfg.objectives) * learner + critic
     return critic, learner

@@ -11,18 +11,16 @@ from transformers import AutoModelForSequenceClassification, PretrainedConfig
 from firm.alignment.hyperparameters import hyperparameters
 from firm.alignment.placement import bytes_by_device, devices_by_module
 from firm.alignment.policy import adapter_parameters, read_architecture, read_tokenizer
-from firm.alignment.prompt_data import load_prompts
 from firm.alignment.sharding import gathered_bytes, part_bytes
 from firm.federation.devices import named_device
 from firm.federation.engines.processes import Processes
 from firm.federation.outside import first_line
 from firm.jobs.alignment_config import (
-    DEFAULT_SPLITS,
     AlignmentConfig,
     is_front_due,
     measured_preferences,
 )
-from firm.jobs.alignment_loading import partition
+from firm.jobs.alignment_data import data_of
 from firm.jobs.inspection import inspect_policy
 from firm.jobs.plan.memory import policy_without_storage, process_memory
 from firm.jobs.plan.passes import rollouts, updates
@@ -56,7 +54,7 @@ def make_plan(cfg: AlignmentConfig, clients: Sequence[str], processes: Processes
     busiest = min(hosted, cfg.strategy.clients_per_round or hosted)
     architecture = _architecture(cfg.policy.path, "--policy.path", notes)
     if architecture is not None:
-        model = policy_without_storage(architecture, cfg.policy, len(cfg.rewards))
+        model = policy_without_storage(architecture, cfg.policy, len(cfg.objectives))
         traffic = round_traffic(cfg, clients, adapter_parameters(model))
         policy = _policy_figures(model, traffic, cfg)
         try:
@@ -132,22 +130,23 @@ def _prompts_per_client(cfg: AlignmentConfig, *, has_tokenizer: bool) -> tuple[i
 
     None if the prompts are not on this machine, or cannot be filtered by token count.
     """
-    data = cfg.data.train
-    sources = [data.source] if isinstance(data.source, str) else data.source
-    is_limited = bool(data.min_tokens) or data.max_tokens is not None
+    data = data_of(cfg)
+    configs = data.sources(cfg).values()
+    sources = [
+        source
+        for own in configs
+        for source in ([own.source] if isinstance(own.source, str) else own.source)
+    ]
+    is_limited = any(own.min_tokens or own.max_tokens is not None for own in configs)
     is_here = all(
         any(Path(name).expanduser().exists() for name in (source, source.partition(":")[0]))
         for source in sources
     )
     if not is_here or (is_limited and not has_tokenizer):
         return None
-    prompts = load_prompts(
-        data,
-        read_tokenizer(cfg.policy.path) if is_limited else None,
-        prompt_format=cfg.policy.prompt,
-        default_split=DEFAULT_SPLITS["train"],
-    )
-    sizes = [len(shard) for shard in partition(prompts, cfg, cfg.partition, cfg.num_clients)]
+    tokenizer = read_tokenizer(cfg.policy.path) if is_limited else None
+    splits = data.load(cfg, tokenizer, {}, measures=False, on_note=lambda _: None)
+    sizes = [len(shard) for shard in data.shards(splits.train, cfg).values()]
     return min(sizes), max(sizes)
 
 
@@ -223,10 +222,11 @@ def _work(
     num_measured = len(measured_preferences(cfg))
     prompts += num_measured * num_fronts * evaluation.num_validation_prompts
     prompts += (num_measured + evaluation.num_refined) * evaluation.num_test_prompts
+    samples = cfg.estimator.learns_from == "prompts"  # otherwise passes over given replies
     # a client's trainings start from the same state, so they share their first batch
     batches = traffic.num_trainings * (cfg.strategy.num_local_steps - 1) + 1
-    training = cfg.rounds * clients_per_round * batches * cfg.estimator.batch_size
-    evaluated = prompts * evaluation.num_samples
+    training = samples * cfg.rounds * clients_per_round * batches * cfg.estimator.batch_size
+    evaluated = samples * prompts * evaluation.num_samples
     judges = len(cfg.rewards) + sum(len(group.rewards) for group in cfg.groups.values())
     return Work(
         optimizer_steps=traffic.num_trainings * num_passes(cfg),
@@ -237,7 +237,7 @@ def _work(
         prompts_per_client=prompts_per_client,
         training_replies=training,
         evaluation_replies=evaluated,
-        calibration_replies=evaluation.num_calibration_prompts,
+        calibration_replies=samples * evaluation.num_calibration_prompts,
         scored_replies=len(cfg.rewards) * training
         + judges * evaluation.num_calibration_prompts
         + (len(cfg.rewards) + len(evaluation.metrics)) * evaluated,

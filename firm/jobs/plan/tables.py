@@ -81,14 +81,23 @@ def _work_table(plan: RunPlan) -> PlanTable:
             "solves for weights in total",
             f"{work.rounds * (visits * work.solves + work.server_solves):,}",
         ),
+        *_sampling_rows(work),
+        ("forward and backward passes", _passes_text(work.updates)),
+        *([("rollouts", _passes_text(work.rollouts))] if work.training_replies else []),
+    ]
+    return PlanTable("Work", ("", ""), rows)
+
+
+def _sampling_rows(work: Work) -> list[tuple[str, str]]:
+    """Returns the rows on sampled replies, if the run samples any."""
+    if not work.training_replies:
+        return []
+    return [
         ("replies sampled in training", f"{work.training_replies:,}"),
         ("replies sampled in evaluations", f"at most {work.evaluation_replies:,}"),
         ("replies sampled for calibration", f"at most {work.calibration_replies:,}"),
         ("reward calls, one per reply and score", f"at most {work.scored_replies:,}"),
-        ("forward and backward passes", _passes_text(work.updates)),
-        ("rollouts", _passes_text(work.rollouts)),
     ]
-    return PlanTable("Work", ("", ""), rows)
 
 
 def _share_rows(work: Work) -> Iterator[tuple[str, str]]:
@@ -135,14 +144,25 @@ def _memory_tables(plan: RunPlan) -> Iterator[PlanTable]:
             ]
         rows += [
             ("values and advantages", formats.size(memory.values)),
-            ("rollout, with log-probabilities", formats.size(memory.rollout)),
-            ("  keys and values", formats.size(memory.cache)),
-            ("rollout of an evaluation or calibration", formats.size(memory.evaluation)),
+            *_pass_rows(plan),
         ]
         yield PlanTable("Memory of a process", ("", "bytes"), rows)
     by_device = sorted(plan.memory_by_device().items())
     if rows := [(name, formats.size(size)) for name, size in by_device if size]:
         yield PlanTable("Peak memory by device", ("", "bytes"), rows)
+
+
+def _pass_rows(plan: RunPlan) -> list[tuple[str, str]]:
+    """Returns the memory of passes without gradients, with sampling if the run samples replies."""
+    assert plan.memory is not None
+    memory = plan.memory
+    if not plan.work.training_replies:
+        return [("passes over pairs without gradients", formats.size(memory.evaluation))]
+    return [
+        ("rollout, with log-probabilities", formats.size(memory.rollout)),
+        ("  keys and values", formats.size(memory.cache)),
+        ("rollout of an evaluation or calibration", formats.size(memory.evaluation)),
+    ]
 
 
 def _shard_rows(policy: PolicyFigures) -> list[tuple[str, str]]:

@@ -33,7 +33,7 @@ class Traffic:
         self._num_parameters = sum(parameter.numel() for parameter in adapter.values())
         num_columns = min(self._num_parameters, SAMPLED_PARAMETERS) or SAMPLED_PARAMETERS
         self._scale = self._num_parameters / num_columns
-        self._sizes = Sizes(num_columns, num_passes(cfg), _metrics(list(cfg.rewards)))
+        self._sizes = Sizes(num_columns, num_passes(cfg), _metrics(list(cfg.objectives)))
         self.bytes_down = self.bytes_up = self.uploads = 0
         self.num_clients = 0
         """Number of clients that train."""
@@ -85,7 +85,7 @@ def round_traffic(
 ) -> Traffic:
     """Returns the traffic of one round of the strategy."""
     traffic = Traffic(cfg, adapter or {})
-    state = ServerState(traffic.adapter, objectives=tuple(cfg.rewards), seed=0)
+    state = ServerState(traffic.adapter, objectives=cfg.objectives, seed=0)
     with suppress(RoundFailed):
         STRATEGIES[cfg.strategy.name](state, clients, traffic, cfg.strategy)
     assert traffic.num_clients

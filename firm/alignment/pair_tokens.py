@@ -1,0 +1,225 @@
+"""Pairs of ranked replies as rows of tokens, with the reference's log-probabilities.
+
+The log-probabilities under the reference do not change during training. They are computed once and
+kept in the user's cache, by a hash of everything that they depend on: the reference's parameters
+and the tokens.
+"""
+
+import hashlib
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from transformers import PreTrainedTokenizerBase
+
+from firm.alignment.pairs import Pair
+from firm.alignment.prompts import Prompt, PromptFormat, fitting_token_ids, format_prompt
+from firm.alignment.sequences import BY_OBJECTIVE, Examples, Queries, Sequences, left_padded
+from firm.cache import cache_folder
+
+TAG = b"firm reference log-probabilities 1"
+"""Changes whenever equal tokens and parameters would give other values."""
+
+
+@dataclass(frozen=True)
+class EncodedPair:
+    """A pair in the policy's tokens."""
+
+    pair: Pair
+    objective: int
+    """Index of the objective by which the replies are ranked."""
+    prompt_ids: list[int]
+    reply_ids: tuple[list[int], list[int]]
+    """Tokens of the preferred and the other reply, with the end token."""
+    is_cut: tuple[bool, bool, bool]
+    """Whether the prompt and each reply were truncated."""
+    reference: tuple[float, float] = (0.0, 0.0)
+    """Log-probabilities of the replies under the reference; see `with_references`."""
+
+
+@dataclass(frozen=True)
+class PairBatch(Examples):
+    """B pairs, each ranked by one objective."""
+
+    queries: Queries
+    """The prompts."""
+    replies: torch.Tensor
+    """Token ids of the preferred and the other reply, right-padded, [B, 2, T]."""
+    num_tokens: torch.Tensor
+    """Number of tokens of each reply, [B, 2]."""
+    reference: torch.Tensor
+    """Log-probabilities of the replies under the reference, float32 [B, 2]."""
+    ranked: torch.Tensor = field(metadata=BY_OBJECTIVE)
+    """True if the objective ranks the pair, bool [M, B]."""
+    cut: torch.Tensor
+    """Whether the prompt and each reply were truncated, bool [B, 3]."""
+
+    @property
+    def is_judged(self) -> torch.Tensor:
+        """True if the objective ranks the pair, bool [M, B] on the CPU."""
+        return self.ranked.cpu()
+
+    @property
+    def preferences(self) -> torch.Tensor | None:
+        """Preferences of the pairs for a conditioned policy, [B, M]."""
+        return self.queries.preferences
+
+    @property
+    def sequences(self) -> Sequences:
+        """The 2 B replies with their prompts; those of a pair are adjacent."""
+        queries = self.queries.repeated(2)
+        ids = torch.cat((queries.token_ids, self.replies.flatten(0, 1)), dim=1)
+        return Sequences(queries, ids, self.num_tokens.flatten())
+
+    def to(self, device: Any) -> "PairBatch":
+        """Returns the pairs on a device."""
+        names = ("queries", "replies", "num_tokens", "reference", "ranked", "cut")
+        return replace(self, **{name: getattr(self, name).to(device) for name in names})
+
+
+def encode_pairs(
+    pairs: Sequence[Pair],
+    objectives: Sequence[str],
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    prompt_format: PromptFormat,
+    end_ids: Sequence[int],
+    max_prompt_tokens: int,
+    max_reply_tokens: int,
+) -> list[EncodedPair]:
+    """Returns pairs in the policy's tokens.
+
+    Prompts are truncated as for sampling. Replies are truncated at the end and then lack the end
+    token, as a sampled reply of maximum length.
+
+    Args:
+        pairs: Pairs with the names of their objectives.
+        objectives: Names of the M objectives.
+        tokenizer: Tokenizer of the policy, as returned by `load_tokenizer`.
+        prompt_format: Format of the prompts.
+        end_ids: Tokens that end a sampled reply; see `end_token_ids`.
+        max_prompt_tokens: Maximum number of tokens of a prompt.
+        max_reply_tokens: Maximum number of tokens of a reply, with the end token.
+    """
+    prompts = [pair.prompt for pair in pairs]
+    prompt_ids, is_cut = fitting_token_ids(
+        prompts, tokenizer, prompt_format=prompt_format, max_tokens=max_prompt_tokens
+    )
+    end = reply_end(tokenizer, prompt_format, end_ids)
+    texts = [_spaced(text, tokenizer, prompt_format) for p in pairs for text in p.replies]
+    rows: Any = tokenizer(texts, add_special_tokens=False, verbose=False)["input_ids"]
+    whole = [[*ids, *end] for ids in rows]
+    kept = [ids[:max_reply_tokens] for ids in whole]
+    was_cut = [len(ids) > max_reply_tokens for ids in whole]
+    return [
+        EncodedPair(
+            pair,
+            objectives.index(pair.objective),
+            prompt_ids[at],
+            (kept[2 * at], kept[2 * at + 1]),
+            (is_cut[at], was_cut[2 * at], was_cut[2 * at + 1]),
+        )
+        for at, pair in enumerate(pairs)
+    ]
+
+
+def reply_end(
+    tokenizer: PreTrainedTokenizerBase, prompt_format: PromptFormat, end_ids: Sequence[int]
+) -> list[int]:
+    """Returns the token that ends a reply: the chat template's, or the tokenizer's EOS, or none."""
+    if prompt_format.kind_for(tokenizer) == "chat":
+        asked, reply = {"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}
+        opened = format_prompt(Prompt(messages=(asked,)), tokenizer, prompt_format)
+        whole = str(tokenizer.apply_chat_template([asked, reply], tokenize=False))
+        closing = whole.rpartition("b")[2] if whole.startswith(opened[:1]) else ""
+        ids: Any = tokenizer(closing, add_special_tokens=False)["input_ids"]
+        if end := next((token for token in ids if token in end_ids), None):
+            return [end]
+    return list(end_ids[:1])
+
+
+def _spaced(text: str, tokenizer: PreTrainedTokenizerBase, prompt_format: PromptFormat) -> str:
+    """Returns a reply with the white space that the format puts before it."""
+    kind = prompt_format.kind_for(tokenizer)
+    if kind == "plain":
+        return text
+    return text.strip() if kind == "chat" else f" {text.strip()}"
+
+
+def collate(pairs: Sequence[EncodedPair], num_objectives: int, *, pad_id: int) -> PairBatch:
+    """Returns pairs as a batch, padded to the longest prompt and reply."""
+    token_ids, lengths = left_padded([pair.prompt_ids for pair in pairs], fill=pad_id)
+    rows = [ids for pair in pairs for ids in pair.reply_ids]
+    longest = max(map(len, rows))
+    replies = torch.tensor([ids + [pad_id] * (longest - len(ids)) for ids in rows])
+    objectives = torch.tensor([pair.objective for pair in pairs])
+    return PairBatch(
+        Queries([pair.pair.prompt for pair in pairs], token_ids, lengths),
+        replies.view(len(pairs), 2, longest),
+        torch.tensor([len(ids) for ids in rows]).view(-1, 2),
+        torch.tensor([pair.reference for pair in pairs], dtype=torch.float32),
+        objectives == torch.arange(num_objectives)[:, None],
+        torch.tensor([pair.is_cut for pair in pairs]),
+    )
+
+
+def with_references(
+    pairs: Sequence[EncodedPair],
+    logprobs_of: Callable[[Sequence[EncodedPair]], torch.Tensor],
+    reference: bytes | None,
+) -> list[EncodedPair]:
+    """Returns the pairs with the log-probabilities of their replies under the reference.
+
+    Args:
+        pairs: N pairs.
+        logprobs_of: Computes the log-probabilities, [N, 2].
+        reference: Fingerprint of the reference, of `fingerprint`; None reads and writes no cache.
+    """
+    if not pairs:
+        return []
+    if reference is None:
+        values = logprobs_of(pairs)
+    else:
+        digest = hashlib.blake2b(TAG + reference, digest_size=20)
+        for pair in pairs:
+            digest.update(repr((pair.prompt_ids, *pair.reply_ids)).encode())
+        file = cache_folder("references") / f"{digest.hexdigest()}.safetensors"
+        values = _read(file, len(pairs))
+        if values is None:
+            values = logprobs_of(pairs)
+            _write(file, values)
+    rows = zip(pairs, values.tolist(), strict=True)
+    return [replace(pair, reference=tuple(row)) for pair, row in rows]
+
+
+def _read(file: Path, num_pairs: int) -> torch.Tensor | None:
+    """Returns cached log-probabilities [N, 2]; None if there are none, or the file is damaged."""
+    try:
+        values = load_file(file)["logprobs"]
+    except (OSError, SafetensorError, KeyError):
+        return None
+    return values if values.shape == (num_pairs, 2) and values.isfinite().all() else None
+
+
+def _write(file: Path, values: torch.Tensor) -> None:
+    file.parent.mkdir(parents=True, exist_ok=True)
+    part = file.with_suffix(f".{os.getpid()}")
+    save_file({"logprobs": values.contiguous()}, part)
+    os.replace(part, file)
+
+
+def fingerprint(model: Any, *settings: Any) -> bytes:
+    """Returns a hash of a model's frozen parameters, its configuration and further settings."""
+    digest = hashlib.blake2b(repr(settings).encode(), digest_size=20)
+    digest.update(model.config.to_json_string().encode())
+    for name, tensor in sorted([*model.named_parameters(), *model.named_buffers()]):
+        if not tensor.requires_grad:
+            digest.update(f"{name} {tensor.dtype} {list(tensor.shape)}".encode())
+            bits = tensor.detach().cpu().contiguous().flatten().view(torch.uint8)
+            digest.update(bits.numpy())
+    return digest.digest()

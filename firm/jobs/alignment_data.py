@@ -1,0 +1,343 @@
+"""Training and held-out data of an alignment run, by what its estimator learns from."""
+
+import hashlib
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
+
+from transformers import PreTrainedTokenizerBase
+
+from firm.alignment.attacks import AttackConfig, attacked_pairs
+from firm.alignment.pair_tokens import EncodedPair
+from firm.alignment.pairs import Pair, load_pairs
+from firm.alignment.prompt_data import PromptsConfig, load_prompts, loose_text, overlap_notes
+from firm.alignment.prompts import Prompt
+from firm.alignment.trainer import MultiObjectiveTrainer
+from firm.federation.partition import dirichlet_partition, iid_partition
+from firm.jobs.alignment_config import (
+    DEFAULT_SPLITS,
+    GIVEN,
+    AlignmentConfig,
+    PromptPartitionConfig,
+    client_names,
+    held_objectives,
+)
+from firm.run.errors import UserError
+
+HELD_OUT = 10
+"""One in `HELD_OUT` prompts is held out for validation, and another one for testing, if the data
+have no splits for these uses."""
+
+
+@dataclass(frozen=True)
+class Splits:
+    """Prompts or pairs by use."""
+
+    train: list[Any]
+    """Data to train on."""
+    validation: list[Any]
+    """Data to evaluate on after every round; empty except on the server."""
+    test: list[Any]
+    """Data to evaluate on before and after training; empty except on the server."""
+
+    @property
+    def prompts(self) -> list[Prompt]:
+        """The prompts of all data."""
+        everything = (*self.train, *self.validation, *self.test)
+        return [each.prompt if isinstance(each, Pair) else each for each in everything]
+
+
+class Data(Protocol):
+    """Data of one kind."""
+
+    def sources(self, cfg: AlignmentConfig) -> Mapping[str, PromptsConfig]:
+        """Returns the sources of the training data, by key."""
+        ...
+
+    def every_source(self, cfg: AlignmentConfig) -> Mapping[str, PromptsConfig]:
+        """Returns the sources of training and held-out data, by key."""
+        ...
+
+    def load(
+        self,
+        cfg: AlignmentConfig,
+        tokenizer: PreTrainedTokenizerBase | None,
+        given: Mapping[str, Sequence[Prompt]],
+        *,
+        measures: bool,
+        on_note: Callable[[str], None],
+    ) -> Splits:
+        """Returns the data of a run.
+
+        Args:
+            cfg: The run.
+            tokenizer: The policy's tokenizer; needed only for limits on tokens.
+            given: Rows that a Python program passed as objects, by name.
+            measures: Whether to load held-out data.
+            on_note: Receives notes for the user.
+        """
+        ...
+
+    def shards(
+        self,
+        train: list[Any],
+        cfg: AlignmentConfig,
+        *,
+        names: Sequence[str] | None = None,
+        partition: PromptPartitionConfig | None = None,
+    ) -> dict[str, list[Any]]:
+        """Returns the clients' shards, each large enough for a batch of distinct examples.
+
+        Args:
+            train: Data to divide.
+            cfg: The run.
+            names: Names of the clients; by default, of all.
+            partition: Form of the division; by default, the configured one.
+        """
+        ...
+
+    def examples(
+        self, trainer: MultiObjectiveTrainer, shard: list[Any], attack: AttackConfig | None = None
+    ) -> Sequence[Any]:
+        """Returns the examples of a client, an attacker if there is an `attack`."""
+        ...
+
+
+class PromptData:
+    """Prompts to sample replies to."""
+
+    def sources(self, cfg: AlignmentConfig) -> dict[str, PromptsConfig]:
+        """Returns the source of the training prompts."""
+        return {"data.train": cfg.data.train}
+
+    def every_source(self, cfg: AlignmentConfig) -> dict[str, PromptsConfig]:
+        """Returns the sources of all prompts."""
+        return {f"data.{use}": getattr(cfg.data, use) for use in DEFAULT_SPLITS}
+
+    def load(
+        self,
+        cfg: AlignmentConfig,
+        tokenizer: PreTrainedTokenizerBase | None,
+        given: Mapping[str, Sequence[Prompt]],
+        *,
+        measures: bool,
+        on_note: Callable[[str], None],
+    ) -> Splits:
+        """Returns the prompts of `data`; see `Data`."""
+
+        def prompts_of(use: str) -> list[Prompt]:
+            config, own = getattr(cfg.data, use), given.get(use)
+            if own is None and config.source == GIVEN:
+                raise UserError(
+                    f"data.{use}.source: the prompts were passed to firm.align as objects; call it "
+                    f"again with them and resume=True, or pass --data.{use}.source."
+                )
+            return load_prompts(
+                config,
+                tokenizer,
+                given=own,
+                prompt_format=cfg.policy.prompt,
+                default_split=DEFAULT_SPLITS[use],
+                on_note=lambda text: on_note(f"data.{use}: {text}"),
+            )
+
+        prompts = prompts_of("train")
+        validation, test = [], []
+        if measures:
+            if num_validation := cfg.evaluation.num_validation_prompts:
+                validation = prompts_of("validation")[:num_validation]
+            test = prompts_of("test")[: cfg.evaluation.num_test_prompts]
+            for note in overlap_notes(prompts, {"validation": validation, "test": test}):
+                on_note(note)
+        return Splits(prompts, validation, test)
+
+    def shards(
+        self,
+        train: list[Prompt],
+        cfg: AlignmentConfig,
+        *,
+        names: Sequence[str] | None = None,
+        partition: PromptPartitionConfig | None = None,
+    ) -> dict[str, list[Prompt]]:
+        """Returns the clients' prompts; see `Data`."""
+        names, size = names or client_names(cfg), cfg.estimator.num_prompts
+        kinds = [prompt.kind for prompt in train]
+        shards = _divided(kinds, len(names), cfg, partition or cfg.partition, min_examples=size)
+        return _by_name(names, train, shards)
+
+    def examples(
+        self,
+        trainer: MultiObjectiveTrainer,
+        shard: list[Prompt],
+        attack: AttackConfig | None = None,
+    ) -> list[Prompt]:
+        """Returns the prompts; attacks change their rewards."""
+        return shard
+
+
+class PairData:
+    """Pairs of replies that people ranked, by objective."""
+
+    def sources(self, cfg: AlignmentConfig) -> dict[str, PromptsConfig]:
+        """Returns the sources of the pairs of all objectives."""
+        return {f"pairs.{name}": own for name, own in cfg.pairs.items()}
+
+    def every_source(self, cfg: AlignmentConfig) -> Mapping[str, PromptsConfig]:
+        """Returns the sources of the pairs, whose held-out splits have no others."""
+        return self.sources(cfg)
+
+    def load(
+        self,
+        cfg: AlignmentConfig,
+        tokenizer: PreTrainedTokenizerBase | None,
+        given: Mapping[str, Sequence[Prompt]],
+        *,
+        measures: bool,
+        on_note: Callable[[str], None],
+    ) -> Splits:
+        """Returns the pairs of all objectives; see `Data`.
+
+        Prompts that are held out for one objective are trained on for none.
+        """
+        evaluation = cfg.evaluation
+        limits = {
+            "validation": evaluation.num_validation_prompts,
+            "test": evaluation.num_test_prompts,
+        }
+        train: list[Pair] = []
+        held_out: dict[str, list[Pair]] = {use: [] for use in limits}
+        for name, config in cfg.pairs.items():
+            if name not in given and config.source == GIVEN:
+                raise UserError(
+                    f"pairs.{name}.source: the pairs were passed to firm.align as objects; call it "
+                    f"again with them and resume=True, or pass --pairs.{name}.source."
+                )
+
+            def pairs_of(
+                split: str | None, key: str, name: str = name, config: Any = config
+            ) -> list[Pair]:
+                return load_pairs(
+                    replace(config, split=split),
+                    tokenizer,
+                    objective=name,
+                    given=given.get(key),
+                    prompt_format=cfg.policy.prompt,
+                    on_note=lambda text: on_note(f"pairs.{name}: {text}"),
+                )
+
+            own = pairs_of(config.split, name)
+            for use, limit in limits.items():
+                split = getattr(config, use)
+                if split is not None:
+                    held_out[use] += pairs_of(split, f"{name}/{use}")[:limit] if limit else []
+                    continue
+                taken = _held_out(own, seed=cfg.seed, limit=limit)
+                held_out[use] += taken
+                own = _without(own, taken)
+            train += own
+        num_all = len(train)
+        train = _without(train, [pair for pairs in held_out.values() for pair in pairs])
+        if num_all > len(train):
+            on_note(
+                f"{num_all - len(train)} of {num_all} training pairs are dropped, since their "
+                "prompts are held out."
+            )
+        for name in cfg.pairs:
+            if not any(pair.objective == name for pair in train):
+                raise UserError(
+                    f"pairs.{name}: no pair is left to train on after holding out "
+                    f"{evaluation.num_validation_prompts} validation and "
+                    f"{evaluation.num_test_prompts} test pairs; pass more pairs, or lower "
+                    "evaluation.num_validation_prompts and num_test_prompts."
+                )
+        return Splits(train, **(held_out if measures else {use: [] for use in held_out}))
+
+    def shards(
+        self,
+        train: list[Pair],
+        cfg: AlignmentConfig,
+        *,
+        names: Sequence[str] | None = None,
+        partition: PromptPartitionConfig | None = None,
+    ) -> dict[str, list[Pair]]:
+        """Returns the clients' pairs: those of an objective are divided among its clients."""
+        names = names or client_names(cfg)
+        own: dict[str, list[Pair]] = {name: [] for name in names}
+        objectives = held_objectives(cfg)
+        for objective in cfg.pairs:
+            pairs = [pair for pair in train if pair.objective == objective]
+            holders = [name for name in names if objective in objectives[name]]
+            sizes = [-(-cfg.estimator.batch_size // len(objectives[name])) for name in holders]
+            if not holders:
+                continue
+            division = partition or cfg.partition
+            shards = _divided(
+                [objective] * len(pairs), len(holders), cfg, division, min_examples=max(sizes)
+            )
+            for name, shard in _by_name(holders, pairs, shards).items():
+                own[name] += shard
+        return own
+
+    def examples(
+        self, trainer: MultiObjectiveTrainer, shard: list[Pair], attack: AttackConfig | None = None
+    ) -> list[EncodedPair]:
+        """Returns the pairs in tokens, with the reference's log-probabilities."""
+        return trainer.encode_pairs(attacked_pairs(shard, attack))
+
+
+DATA: Mapping[str, Data] = {"prompts": PromptData(), "pairs": PairData()}
+"""Data by the value of `EstimatorConfig.learns_from`."""
+
+
+def data_of(cfg: AlignmentConfig) -> Data:
+    """Returns the kind of data that a run's estimator learns from."""
+    return DATA[cfg.estimator.learns_from]
+
+
+def _divided(
+    kinds: Sequence[str],
+    num_clients: int,
+    cfg: AlignmentConfig,
+    config: PromptPartitionConfig,
+    *,
+    min_examples: int,
+) -> list[list[int]]:
+    """Returns the indices of each client's examples."""
+    if config.kind == "iid":
+        return iid_partition(len(kinds), num_clients, seed=cfg.seed, min_examples=min_examples)
+    return dirichlet_partition(
+        kinds, num_clients, alpha=config.alpha, seed=cfg.seed, min_examples=min_examples
+    )
+
+
+def _by_name(
+    names: Sequence[str], examples: Sequence[Any], shards: Sequence[Sequence[int]]
+) -> dict[str, list[Any]]:
+    rows = ([examples[index] for index in shard] for shard in shards)
+    return dict(zip(names, rows, strict=True))
+
+
+def _held_out(pairs: Sequence[Pair], *, seed: int, limit: int) -> list[Pair]:
+    """Returns the pairs of one in `HELD_OUT` prompts, at least 2, until there are `limit` pairs.
+
+    Prompts are ordered by a hash, so that most objectives of a data set hold out the same ones.
+    """
+    groups: dict[str, list[Pair]] = {}
+    for pair in pairs:
+        groups.setdefault(loose_text(pair.prompt.transcript), []).append(pair)
+
+    def position(text: str) -> bytes:
+        return hashlib.blake2b(f"{seed} {text}".encode()).digest()
+
+    taken: list[Pair] = []
+    for number, text in enumerate(sorted(groups, key=position)):
+        if number >= max(2, len(groups) // HELD_OUT) or len(taken) >= limit:
+            break
+        taken += groups[text]
+    return taken
+
+
+def _without(pairs: Iterable[Pair], held_out: Iterable[Pair]) -> list[Pair]:
+    """Returns the pairs whose prompts are not held out, up to white space."""
+    texts = {loose_text(pair.prompt.transcript) for pair in held_out}
+    return [pair for pair in pairs if loose_text(pair.prompt.transcript) not in texts]

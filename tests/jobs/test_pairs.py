@@ -1,0 +1,172 @@
+"""Runs that learn from pairs alone."""
+
+import json
+from dataclasses import replace
+
+import pytest
+
+from firm.jobs.alignment import align, main
+from firm.jobs.alignment_config import AlignmentConfig
+from firm.jobs.interface import align as firm_align
+from firm.run.config import compose
+from firm.run.directory import Run
+from firm.run.errors import UserError
+
+CHOSEN = {"helpful": " Take a new one and keep it warm.", "harmless": " I would rather not."}
+REJECTED = {"helpful": " No.", "harmless": " Sure, do it now."}
+
+
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+
+
+@pytest.fixture
+def pairs(tmp_path):
+    for name in CHOSEN:
+        rows = [
+            {
+                "prompt": f"\n\nHuman: Can you help me with my {n} {name} cabs?\n\nAssistant:",
+                "chosen": CHOSEN[name],
+                "rejected": REJECTED[name],
+            }
+            for n in range(40)
+        ]
+        text = "".join(json.dumps(row) + "\n" for row in rows)
+        (tmp_path / f"{name}.jsonl").write_text(text)
+    return tmp_path
+
+
+def settings(folder, **changes):
+    return {
+        "num_threads": 1,
+        "rounds": 2,
+        "num_clients": 3,
+        "policy.path": "firm/miniature/checkpoints/policy",
+        "policy.lora.r": 4,
+        **{f"pairs.{name}.source": str(folder / f"{name}.jsonl") for name in CHOSEN},
+        "groups": {"one": {"clients": [2], "objectives": ["helpful"]}},
+        "rollout.max_new_tokens": 16,
+        "rollout.max_prompt_tokens": 64,
+        "estimator.name": "dpo",
+        "estimator.batch_size": 8,
+        "estimator.minibatch_size": 4,
+        "estimator.actor_learning_rate": 1e-3,
+        "strategy.num_local_steps": 1,
+        "evaluation.num_validation_prompts": 4,
+        "evaluation.num_test_prompts": 4,
+        **changes,
+    }
+
+
+def configured(folder, out, **changes):
+    given = settings(folder, **{key.replace("__", "."): value for key, value in changes.items()})
+    return compose(AlignmentConfig, [], [*given.items(), ("out", str(out))], source="test")
+
+
+def test_a_run_learns_to_rank_held_out_pairs(pairs, tmp_path):
+    result = align(configured(pairs, tmp_path / "run"))
+    table = result.rewards
+    assert (table["base"] == 0.5).all()
+    assert (table["final"] > 0.9).all()
+    rows = result.rows
+    assert not next(row for row in rows if row["kind"] == "run")["calibration"]
+    last = [row for row in rows if row["kind"] == "client" and row["client"] == "client_2"][-1]
+    assert last["pair_accuracy"]["harmless"] is None
+    assert last["pair_accuracy"]["helpful"] > 0.5
+    assert "helpful, accuracy" in [row.name for row in result.comparison]
+    assert result.page.exists()
+    assert "pair_margin" in json.dumps(rows)
+
+
+def test_a_resumed_run_equals_one_that_was_not_stopped(pairs, tmp_path):
+    whole = align(configured(pairs, tmp_path / "whole", rounds=3))
+    cut = configured(pairs, tmp_path / "cut", rounds=1)
+    align(cut)
+    resumed = align(replace(cut, rounds=3, resume=True))
+    assert (whole.adapter / "adapter_model.safetensors").read_bytes() == (
+        resumed.adapter / "adapter_model.safetensors"
+    ).read_bytes()
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"engine": "stacked"},
+        {"strategy__name": "fedavg"},
+        {"strategy__name": "fedcmoo"},
+        {"strategy__upload__bits": 8},
+        {
+            "policy__conditioning__kind": "preference",
+            "policy__conditioning__draw_per": "step",
+            "groups": {},
+            "evaluation__preferences": [[1, 0], [0, 1]],
+        },
+    ],
+    ids=lambda changes: next(iter(changes)),
+)
+def test_the_rest_of_the_house_trains_on_pairs(pairs, tmp_path, changes):
+    result = align(configured(pairs, tmp_path / "run", **changes))
+    assert (result.rewards["final"] > 0.6).all()
+    assert Run(tmp_path / "run").record()["status"] == "finished"
+
+
+def test_stacked_clients_train_as_alone(pairs, tmp_path):
+    alone = align(configured(pairs, tmp_path / "alone"))
+    stacked = align(configured(pairs, tmp_path / "stacked", engine="stacked"))
+    for name in ("helpful", "harmless"):
+        own, theirs = (each.final.margins[name].nanmean() for each in (alone, stacked))
+        assert own.item() == pytest.approx(theirs.item(), rel=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"rewards__brief__name": "brevity"}, "rewards must be left out with estimator dpo"),
+        ({"estimator__name": "critic_free"}, "rewards must name at least one objective"),
+        ({"policy__conditioning__kind": "preference"}, "draw_per must be step"),
+        ({"evaluation__metrics": {"x": {"name": "brevity"}}}, "samples no replies"),
+    ],
+)
+def test_settings_that_do_not_fit_are_refused(pairs, tmp_path, changes, message):
+    with pytest.raises(UserError, match=message):
+        configured(pairs, tmp_path / "run", **changes)
+
+
+def test_a_field_names_the_objective_of_a_row(pairs, tmp_path):
+    rows = []
+    for name in CHOSEN:
+        own = (pairs / f"{name}.jsonl").read_text().splitlines()
+        rows += [{**json.loads(line), "kind": name} for line in own]
+    source = tmp_path / "all.jsonl"
+    source.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    pairs_of = {name: {"source": str(source), "named_by": "aim"} for name in CHOSEN}
+    with pytest.raises((UserError, ValueError), match="no row of 80 has 'helpful'"):
+        align(configured(pairs, tmp_path / "run", pairs=pairs_of))
+
+
+def test_a_plan_counts_pairs_and_no_replies(pairs, tmp_path, capsys):
+    cfg = configured(pairs, tmp_path / "run", plan=True)
+    main(cfg)
+    text = capsys.readouterr().out
+    assert "replies sampled" not in text
+    assert "passes over pairs without gradients" in text
+    assert "update without gradient checkpointing" in text
+    assert "rollout, with" not in text
+
+
+def test_python_passes_lists_of_pairs(pairs, tmp_path):
+    lists = {
+        name: [json.loads(line) for line in (pairs / f"{name}.jsonl").read_text().splitlines()]
+        for name in CHOSEN
+    }
+    given = settings(pairs, rounds=1, groups={})
+    path = given.pop("policy.path")
+    for name in CHOSEN:
+        del given[f"pairs.{name}.source"]
+    result = firm_align(path, pairs=lists, settings=given, out=tmp_path / "run")
+    assert set(result.rewards.index) == set(CHOSEN)
+    with pytest.raises(UserError, match="pairs must be passed without rewards"):
+        firm_align(path, {"x": "brevity"}, ["a"], pairs=lists)
+    with pytest.raises(UserError, match="or pairs"):
+        firm_align(path)
