@@ -77,15 +77,9 @@ MUTATIONS = (
         _variant("LoRA-XS, checkpointing"),
     ),
     Mutation(
-        "firm/alignment/decoding.py",
-        "torch.tensor(list(end_ids), device=device)",
-        "torch.tensor(list(end_ids))",
-        STACKED,
-    ),
-    Mutation(
-        "firm/alignment/stacked/model.py",
-        "device=ids.device",
-        'device=torch.device("cpu")',
+        "firm/alignment/stacked/replies.py",
+        "torch.tensor(list(part.end_ids), device=device)",
+        "torch.tensor(list(part.end_ids))",
         STACKED,
     ),
     Mutation(

@@ -137,7 +137,8 @@ class Runner:
         name = block.name or "snippet.yaml"
         Path(name).write_text(self.here(block.text), encoding="utf-8")
         errors = []
-        for config, (below, keys) in CONFIGS.items():
+        # a run on pairs is not laid over one that has rewards
+        for config, (below, keys) in [*CONFIGS.items(), (AlignmentConfig, ([], []))]:
             try:
                 compose(config, [*below, name], keys)
                 return
