@@ -8,7 +8,7 @@ from typing import Literal
 import torch
 from transformers import GenerationConfig, PretrainedConfig
 
-from firm.alignment.adapters.target_modules import default_target_modules
+from firm.alignment.adapters.target_modules import empty_model, usual_names
 from firm.alignment.generation import RolloutConfig, end_token_ids, stop_strings
 from firm.alignment.policy import checkpoint_errors, is_gguf, read_architecture, read_tokenizer
 from firm.alignment.prompts import PromptFormat
@@ -29,6 +29,7 @@ class Inspection:
     """Strings that end a reply and are not part of it."""
     target_modules: list[str]
     """Modules that have an adapter by default."""
+    num_parameters: int
 
 
 def inspect_policy(
@@ -55,7 +56,8 @@ def inspect_policy(
         with checkpoint_errors("language model", path):
             config = read_architecture(path)
             generation = _generation_config(path, config)
-            modules = default_target_modules(config)
+            model = empty_model(config)
+            modules = usual_names(model)
     except ValueError as error:
         on_note(str(error))
         return None
@@ -67,6 +69,7 @@ def inspect_policy(
         [str(tokenizer.convert_ids_to_tokens(each)) for each in ids],
         stop_strings(rollout, prompt_format, tokenizer),
         modules,
+        model.num_parameters(),
     )
 
 

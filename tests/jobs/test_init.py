@@ -12,6 +12,7 @@ from firm.jobs.alarms import alarms_at_start
 from firm.jobs.alignment import main as align
 from firm.jobs.alignment_config import AlignmentConfig
 from firm.jobs.init import InitConfig, init, main
+from firm.jobs.inspection import inspect_policy
 from firm.run import UserError, compose, parse
 from tests.runs import read_rows
 from tests.smoke import ROOT, SMOKE
@@ -67,6 +68,23 @@ def test_what_it_writes_runs_and_keeps_splits_apart(data, tmp_path, monkeypatch,
     assert set(rows[0]["rewards"]) == set(REWARDS)
     splits = (getattr(cfg.data, name).split for name in ("train", "validation", "test"))
     assert list(splits) == ["[:80%]", "[80%:90%]", "[90%:]"]
+
+
+@pytest.mark.parametrize(
+    ("num_parameters", "rate"), [(10**6, 6e-5), (135 * 10**6, 5e-4), (10**9, 6e-5)]
+)
+def test_models_of_a_size_that_was_measured_get_its_settings(
+    data, tmp_path, monkeypatch, num_parameters, rate
+):
+    found = inspect_policy(POLICY, on_note=print)
+    assert found is not None
+    assert 800_000 < found.num_parameters < 1_000_000
+    resized = replace(found, num_parameters=num_parameters)
+    monkeypatch.setattr("firm.jobs.init.inspect_policy", lambda *_, **__: resized)
+    rewards = {"brief": "brevity", "positive": "positivity"}
+    own = init(InitConfig(POLICY, rewards, str(data), out=tmp_path / "own.yaml")).config
+    assert own.estimator.actor_learning_rate == rate
+    assert own.estimator.num_epochs == (1 if rate > 1e-4 else 3)
 
 
 def test_held_out_prompts_of_their_own_and_data_sets(tmp_path, data, monkeypatch):

@@ -28,8 +28,13 @@ def default_target_modules(config: PretrainedConfig) -> list[str]:
     Args:
         config: A model's configuration; no weights are created.
     """
+    return usual_names(empty_model(config))
+
+
+def empty_model(config: PretrainedConfig) -> Any:
+    """Returns a language model without weights."""
     with torch.device("meta"):
-        return usual_names(AutoModelForCausalLM.from_config(config))
+        return AutoModelForCausalLM.from_config(config)
 
 
 def usual_names(model: Any) -> list[str]:
