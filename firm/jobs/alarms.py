@@ -1,5 +1,6 @@
 """Warnings about an alignment run's configuration and its rounds."""
 
+from firm.alignment.advantages import KLConfig
 from firm.alignment.kl_alarms import kl_alarm, mismatch_alarm, ratio_alarm
 from firm.alignment.rollout import logprobs_from
 from firm.federation.diagnostics import failure_alarms
@@ -16,7 +17,8 @@ def alarms_at_start(cfg: AlignmentConfig) -> list[str]:
     """Returns warnings that follow from the configuration alone."""
     texts = [note for option in cfg.strategy.options for note in option.notes()]
     texts += _leftovers(cfg)
-    if cfg.strategy.num_local_epochs is not None:  # the local steps depend on the prompts
+    # the local steps depend on the prompts; the defaults are the paper's, and known to do little
+    if cfg.strategy.num_local_epochs is not None or cfg.estimator.kl == KLConfig():
         return texts
     num_steps = cfg.rounds * cfg.strategy.num_local_steps
     alarm = kl_alarm(cfg.estimator.kl, batch_size=cfg.estimator.batch_size, num_steps=num_steps)

@@ -501,13 +501,23 @@ def test_ratios_of_an_unchanged_policy_are_judged_without_the_adapters_dropout(d
     assert any("ratios other than 1" in a for a in alarms_of_rounds(cfg, rows)) == (dropout == 0)
 
 
+def test_the_papers_settings_do_not_warn_about_themselves():
+    cfg = config("--estimator.kl", "{controller: adaptive, coefficient: 0.2, horizon: 10000}")
+    assert alarms_at_start(cfg) == []
+    assert alarms_at_start(config("--estimator.kl", "{controller: adaptive, coefficient: 0.1}"))
+    solves = {"beta_effect": [0.001], "gradient_norms": [[1.0, 2.0]], "cosines": [[-0.5]]}
+    rows = [{"kind": "client", "round": at, "client": "a", **solves} for at in (1, 2, 3)]
+    assert config("--strategy.beta", "0.01").strategy.alarms(rows) == []
+    assert config("--strategy.beta", "0.02").strategy.alarms(rows)
+
+
 def test_clients_whose_solves_are_not_all_valid_do_not_silence_the_alarm(undrawn):
-    cfg = config("--strategy.beta", "0.01")
+    cfg = config("--strategy.beta", "0.02")
     solves = {"beta_effect": [0.001], "gradient_norms": [[1.0, 2.0]], "cosines": [[-0.5]]}
     rows = [{"kind": "client", "round": at, "client": "a", **solves} for at in (1, 2, 3)]
     end = {"kind": "round", "round": 3, "failures": []}
     (alarm,) = alarms_of_rounds(cfg, [*rows, end])
-    assert "beta 0.01 is inert" in alarm
+    assert "beta 0.02 is inert" in alarm
     short = {"kind": "client", "round": 3, "beta_effect": [0.9]}
     assert alarms_of_rounds(cfg, [*rows, short, end]) == [alarm]
     (note,) = alarms_of_rounds(cfg, [*rows, {**rows[0], "cosines": []}, end])

@@ -23,6 +23,9 @@ from firm.schema import Finite, Items, NonNegative
 from firm.solvers.constraints import linear_constraints
 from firm.solvers.regularised import Solver, firm_weights
 
+PAPER_BETA = 0.01
+"""β of the paper's experiments (A.1), which moves the weights by little."""
+
 
 @configuration
 class FirmConfig(StrategyConfig):
@@ -30,7 +33,7 @@ class FirmConfig(StrategyConfig):
 
     name: Literal["firm"] = "firm"
     """Strategy."""
-    beta: Annotated[float, Paper("A.1", (0.01,))] = 0.01
+    beta: Annotated[float, Paper("A.1", (PAPER_BETA,))] = PAPER_BETA
     """Strength β of the regularisation towards uniform weights (Eq. 9); not used with a
     preference."""
     preference: tuple[float, ...] | None = None
@@ -78,8 +81,8 @@ class FirmConfig(StrategyConfig):
         return [Count(self.aggregation), Mean(), Rate(self.server_learning_rate)]
 
     def alarms(self, rows: Sequence[Mapping[str, Any]]) -> list[str]:
-        """Returns an alarm if β has almost no effect on the weights."""
-        if self.preference is not None:
+        """Returns an alarm if a β other than the paper's has almost no effect on the weights."""
+        if self.preference is not None or self.beta == PAPER_BETA:
             return []
         solves = [row for row in rows if {"gradient_norms", "cosines"} <= row.keys()]
         alarm = beta_alarm(solves, self.beta)
