@@ -453,7 +453,7 @@ def test_a_kl_controller_that_cannot_act_is_told_before_the_first_round_on_the_p
 ):
     sizes = {"num_validation_prompts": 0, "num_test_prompts": 2}
     out = run(
-        *("--out", tmp_path / "run", "--rounds", 1),
+        *("--out", tmp_path / "run", "--rounds", 1, "--estimator.kl.coefficient", 0.1),
         *(part for key, value in sizes.items() for part in (f"--evaluation.{key}", value)),
     )
     (about,) = read_rows(out, "run")
@@ -467,16 +467,19 @@ def test_a_kl_controller_that_cannot_act_is_told_before_the_first_round_on_the_p
 
 
 def test_where_local_work_is_told_in_epochs_the_kl_controller_is_not_judged_by_one_step():
-    keys = ["--estimator.kl.controller", "adaptive", "--estimator.kl.horizon", "10000"]
+    keys = ["--estimator.kl.controller", "adaptive", "--estimator.kl.coefficient", "0.1"]
     cfg = config(*keys)
     assert len(alarms_at_start(cfg)) == 1
     strategy = replace(cfg.strategy, num_local_steps=1, num_local_epochs=5)
     assert alarms_at_start(replace(cfg, strategy=strategy)) == []
 
 
-def test_the_plan_of_the_papers_run_says_that_its_kl_controller_cannot_act(capsys):
-    main(parse(AlignmentConfig, ["--config", str(ROOT / "configs/hh_tinyllama.yaml"), "--plan"]))
-    assert "from 0.2 to 0.1959 or 0.2041 at most" in capsys.readouterr().out
+def test_a_plan_says_that_a_kl_controller_other_than_the_papers_cannot_act(capsys):
+    keys = ["--config", str(ROOT / "configs/hh_tinyllama.yaml"), "--plan"]
+    main(parse(AlignmentConfig, keys))
+    assert "inert" not in capsys.readouterr().out
+    main(parse(AlignmentConfig, [*keys, "--estimator.kl.coefficient", "0.1"]))
+    assert "from 0.1 to 0.09797 or 0.1021 at most" in capsys.readouterr().out
 
 
 def test_what_epsilon_does_not_cover_is_said_at_the_start_alone():
