@@ -282,15 +282,17 @@ def print_result(cfg: AlignmentConfig, result: Result) -> None:
     )
     record = read_record(result.path)
     if rows := front_rows(record):
-        names = list(cfg.rewards)
+        names, shown = list(cfg.objectives), WINGS[cfg.estimator.learns_from].shown
+        kl = ["kl"] if "kl" in rows[0] else []
         print_table(
-            "the same prompts at each measured preference, mean ± standard error",
-            [", ".join(names), *names, "kl"],
+            f"the same {cfg.estimator.learns_from} at each measured preference, mean ± standard "
+            "error",
+            [", ".join(names), *names, *kl],
             [
                 [
                     formats.shares(row["preference"]),
-                    *(f"{s['mean']:.3f} ± {s['se']:.3f}" for s in map(row["scores"].get, names)),
-                    f"{row['kl']:.3f} ± {row['kl_se']:.3f}",
+                    *(f"{s['mean']:.3f} ± {s['se']:.3f}" for s in map(row[shown].get, names)),
+                    *(f"{row[key]:.3f} ± {row[f'{key}_se']:.3f}" for key in kl),
                 ]
                 for row in rows
             ],

@@ -34,7 +34,7 @@ from firm.federation.lockstep import lockstep
 from firm.fields import NOT_IN_PAPER, Paper, configuration
 from firm.jobs.alignment import main
 from firm.jobs.alignment_config import AlignmentConfig
-from firm.jobs.alignment_loading import partition
+from firm.jobs.alignment_data import data_of
 from firm.jobs.plan import make_plan, plan_tables, planning
 from firm.jobs.plan.memory import EVALUATION_BATCH, LiveBytes, evaluated_rows
 from firm.jobs.plan.passes import preferences_of_minibatch
@@ -84,7 +84,7 @@ def rows_of(plan, title: str) -> list[tuple[str, ...]]:
 def shards_of(cfg: AlignmentConfig) -> list[list]:
     """The clients' prompts as a run divides them."""
     prompts = load_prompts(cfg.data.train, load_tokenizer(cfg.policy))
-    return partition(prompts, cfg, cfg.partition, cfg.num_clients)
+    return list(data_of(cfg).shards(prompts, cfg).values())
 
 
 LARGE = ("--policy.lora.r", 16)

@@ -111,6 +111,22 @@ def test_the_rest_of_the_house_trains_on_pairs(pairs, tmp_path, changes):
     assert Run(tmp_path / "run").record()["status"] == "finished"
 
 
+def test_the_front_of_a_conditioned_run_is_printed(pairs, tmp_path, capsys):
+    cfg = configured(
+        pairs,
+        tmp_path / "run",
+        rounds=1,
+        groups={},
+        policy__conditioning__kind="preference",
+        policy__conditioning__draw_per="step",
+        evaluation__preferences=[[1, 0], [0, 1]],
+    )
+    main(cfg)
+    printed = capsys.readouterr().out
+    assert "the same pairs at each measured preference" in printed
+    assert "helpful, accuracy" in printed
+
+
 def test_stacked_clients_train_as_alone(pairs, tmp_path):
     alone = align(configured(pairs, tmp_path / "alone"))
     stacked = align(configured(pairs, tmp_path / "stacked", engine="stacked"))
