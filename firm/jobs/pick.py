@@ -7,8 +7,9 @@ import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
+from annotated_types import Gt, Lt
 from huggingface_hub import ModelCard
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
@@ -19,6 +20,7 @@ from firm.federation.outside import legible
 from firm.fronts.front import Front, Point
 from firm.fronts.nearest import Expectation, expected_rewards, nearest, neighbours, sound
 from firm.fronts.reach import mean_preference, reaching
+from firm.fronts.requirements import Requirement, best_meeting, parse_requirements
 from firm.jobs.model_card import markdown_table, markdown_text, model_card
 from firm.registry import did_you_mean
 from firm.run.errors import UserError
@@ -39,11 +41,18 @@ class PickConfig:
     front: Path
     """METHOD.front.json of a sweep, or front.json of a conditioned run, with the adapters' folders
     beside it."""
-    want: str
+    want: str = ""
     """Target trade-off as comma-separated name=share pairs of all objectives; scaled to sum 1. For
     separately trained models, it is the preference they were trained for. For a conditioned
     adapter, it is the proportion of the objectives' gains, each relative to its range on the front;
-    the preference that reaches it is computed."""
+    the preference that reaches it is computed. With `require`, the weights of the rewards to
+    maximise instead."""
+    require: str = ""
+    """Requirements on rewards in [0, 1], kl or other scores, such as "harmless>=0.6, kl<=3". Among
+    the models whose bounds meet all of them, the one with the largest rewards of the objectives
+    without a requirement is chosen, or with the largest weighted by `want`."""
+    confidence: Annotated[float, Gt(0.5), Lt(1)] = 0.95
+    """Confidence of the one-sided bounds that must meet `require`."""
     merge: bool = False
     """Merge the adapters around the target, instead of choosing the nearest one; for a conditioned
     adapter, fold it at the preference."""
@@ -51,6 +60,11 @@ class PickConfig:
     """Folder of the merged adapter, which must not exist; default: runs/merged-TIME."""
 
     def __post_init__(self) -> None:
+        if not self.want and not self.require:
+            raise ValueError(
+                "want or require is missing: pass a target, such as --want a=0.7,b=0.3, or "
+                "requirements, such as --require 'a>=0.6'."
+            )
         if self.out is not None and not self.merge:
             raise ValueError(
                 f"out needs merge, since only merged adapters are written, got {self.out}; add "
@@ -75,6 +89,10 @@ class PickedModel:
     """Folder of the merged adapter; None without merging."""
     run: Path | None
     """Conditioned run that the front belongs to; None for the front of a sweep."""
+    requirements: Sequence[Requirement] = ()
+    """Requirements that the model meets."""
+    confidence: float = 0.95
+    """Confidence of the bounds that meet them."""
 
     @property
     def adapter(self) -> Path:
@@ -94,6 +112,16 @@ class PickedModel:
             [name, f"{self.front.base[name]:.3f}", f"{reward:.3f} ± {expected.errors[name]:.3f}"]
             for name, reward in expected.rewards.items()
         ]
+
+    @property
+    def requirement_rows(self) -> list[list[str]]:
+        """Returns a table row per requirement: the requirement, and the model's bound."""
+        rows = []
+        for each in self.requirements:
+            inside = sum(share * each.margin(point, self.confidence) for point, share in self.parts)
+            bound = each.bound + inside if each.is_minimum else each.bound - inside
+            rows.append([str(each), f"{bound:.3f}"])
+        return rows
 
     @property
     def evidence(self) -> str:
@@ -164,24 +192,74 @@ def pick(cfg: PickConfig) -> PickedModel:
             adapters are missing or cannot be merged.
     """
     front = load_front(cfg.front)
-    target = parse_target(cfg.want, front.objectives)
+    requirements = _requirements(cfg, front)
+    target = _weights(cfg, front, requirements)
     preference, candidates = target, front
-    if front.is_conditioned:
+    if requirements:
+        around = _meeting(cfg, front, requirements, target)
+        preference = mean_preference(around)
+        candidates = front.of_seed(around[0][0].seed)
+    elif front.is_conditioned:
         around = reaching(front, target)
         preference = mean_preference(around)
         candidates = sound(front).of_seed(around[0][0].seed)
     else:
         around = neighbours(front, target) if cfg.merge else []
-    parts = around if cfg.merge else [(nearest(candidates, preference), 1.0)]
+    is_chosen = cfg.merge or bool(requirements)
+    parts = around if is_chosen else [(nearest(candidates, preference), 1.0)]
     folders = [cfg.front.parent / point.adapter for point, _ in parts]
     for (point, _), folder in zip(parts, folders, strict=True):
         check_there(point, folder, cfg.front.parent)
     out = (cfg.out or dated_folder("merged")) if cfg.merge else None
     run = cfg.front.parent if (cfg.front.parent / "run.json").is_file() else None
-    picked = PickedModel(front, target, preference, parts, folders, out, run)
+    picked = PickedModel(
+        front, target, preference, parts, folders, out, run, requirements, cfg.confidence
+    )
     if out is not None:
         write_merged(out, folders, [share for _, share in parts], merged_card(picked))
     return picked
+
+
+def _requirements(cfg: PickConfig, front: Front) -> list[Requirement]:
+    try:
+        return parse_requirements(cfg.require, front) if cfg.require else []
+    except ValueError as error:
+        raise UserError(str(error)) from error
+
+
+def _weights(cfg: PickConfig, front: Front, requirements: Sequence[Requirement]) -> list[float]:
+    """Returns the target, or equal weights of the objectives without a requirement."""
+    if cfg.want:
+        return parse_target(cfg.want, front.objectives)
+    bound = {each.name for each in requirements}
+    free = [float(name not in bound) for name in front.objectives]
+    return free if any(free) else [1.0] * len(front.objectives)
+
+
+def _meeting(
+    cfg: PickConfig, front: Front, requirements: Sequence[Requirement], weights: Sequence[float]
+) -> list[tuple[Point, float]]:
+    """Returns the models with shares that meet the requirements and do best.
+
+    Raises:
+        UserError: None does; the message has the numbers of the nearest.
+    """
+    parts, margin = best_meeting(
+        front, requirements, weights, confidence=cfg.confidence, is_mixed=cfg.merge
+    )
+    if margin >= 0:
+        return parts
+    nearest_one = PickedModel(
+        front, list(weights), mean_preference(parts), parts, [], None, None, requirements,
+        cfg.confidence,
+    )  # fmt: skip
+    bounds = ", ".join(f"{name} has {bound}" for name, bound in nearest_one.requirement_rows)
+    raise UserError(
+        f"require: no {'mixture' if cfg.merge else 'measured model'} meets {cfg.require} with "
+        f"{cfg.confidence:.0%} confidence. The nearest, at the preference "
+        f"{nearest_one.in_words(nearest_one.preference)}, misses by {-margin:.3f}: {bounds}. Relax "
+        "a requirement, measure more prompts, or train other preferences."
+    )
 
 
 def load_front(path: Path) -> Front:
@@ -380,7 +458,11 @@ def _tokenizer_files(adapter: Path) -> list[Path]:
 def main(cfg: PickConfig) -> Path:
     """Prints the model for the target preference; returns the adapter's folder."""
     picked = pick(cfg)
-    print(f"target    {picked.in_words(picked.target)}")
+    if picked.requirements:
+        print(f"require   {', '.join(map(str, picked.requirements))}")
+        print(f"weights   {picked.in_words(picked.target)}")
+    else:
+        print(f"target    {picked.in_words(picked.target)}")
     if picked.front.is_conditioned:
         print(f"reached   at the preference {picked.in_words(picked.preference)}")
     for point, share in picked.parts:
@@ -392,6 +474,12 @@ def main(cfg: PickConfig) -> Path:
         ["", "base", "expected"],
         picked.reward_rows,
     )
+    if picked.requirements:
+        print_table(
+            f"Bounds with {picked.confidence:.0%} confidence",
+            ["required", "bound"],
+            picked.requirement_rows,
+        )
     print(picked.evidence)
     print(legible(f"adapter   {picked.adapter}"))
     for purpose, command in picked.commands().items():

@@ -94,6 +94,43 @@ def test_the_nearest_adapter_is_named_with_what_it_earned(front, capsys):
     assert "selected by rewards on validation prompts" in printed
 
 
+def require(front, text, *arguments):
+    given = ["--front", str(front), "--require", text, *map(str, arguments)]
+    return main(parse(PickConfig, given))
+
+
+def test_requirements_are_met_by_lower_bounds_and_the_rest_is_maximised(front, tmp_path, capsys):
+    # brevity 0.4, 0.6, 0.8 with errors 0.01, 0.02, 0.03: the middle one's bound is 0.567
+    assert require(front, "brevity>=0.56") == front.parent / "points/middle/adapter"
+    printed = capsys.readouterr().out
+    assert "require   brevity >= 0.56\nweights   brevity 0.000, positivity 1.000" in printed
+    assert "brevity >= 0.56   0.567" in printed
+    assert require(front, "brevity>=0.57") == front.parent / "points/high/adapter"
+    assert require(front, "brevity>=0.56", "--confidence", 0.99) != require(front, "brevity>=0.56")
+    out = require(front, "brevity>=0.57", "--merge", "--out", tmp_path / "merged")
+    assert "brevity >= 0.57   0.570" in capsys.readouterr().out
+    assert (out / "adapter_model.safetensors").exists()
+
+
+def test_requirements_that_no_model_meets_are_refused_with_numbers(front, refused):
+    line = refused("--front", str(front), "--require", "brevity>=0.9,kl<=1")
+    assert "no measured model meets brevity>=0.9,kl<=1 with 95% confidence" in line
+    assert "at the preference brevity 1.000, positivity 0.000, misses by 0.149" in line
+    assert "brevity >= 0.9 has 0.751, kl <= 1 has 0.500" in line
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("brevty>=1", "unknown 'brevty'; choose from brevity, positivity, kl"),
+        ("brevity=1", "must be NAME>=NUMBER or NAME<=NUMBER"),
+        ("brevity>=high", "must be NAME>=NUMBER"),
+    ],
+)
+def test_malformed_requirements_are_refused(front, refused, text, message):
+    assert message in refused("--front", str(front), "--require", text)
+
+
 def test_neighbours_are_merged_by_their_shares_into_a_whole_folder(front, run, tmp_path, capsys):
     out = tmp_path / "merged"
     assert pick(front, "brevity=0.7,positivity=0.3", "--merge", "--out", out) == out
@@ -169,7 +206,7 @@ def test_a_model_of_a_front_without_its_runs_is_picked_with_the_base_model_s_nam
         ("brevity=0,positivity=0", "must have a share above 0"),
         ("brevity=1,positivity=0,brevity=1", "got brevity twice"),
         ("0.5,0.5", "name=share pairs of brevity, positivity, got '0.5'"),
-        ("", "name=share pairs"),
+        ("", "want or require is missing"),
     ],
 )
 def test_an_invalid_target_ends_in_a_line(want, reason, front, refused):
