@@ -18,7 +18,7 @@ from safetensors.torch import load_file, save_file
 from transformers import PreTrainedTokenizerBase
 
 from firm.alignment.pairs import Pair
-from firm.alignment.prompts import Prompt, PromptFormat, fitting_token_ids, format_prompt
+from firm.alignment.prompts import PromptFormat, apply_template, fitting_token_ids
 from firm.alignment.sequences import BY_OBJECTIVE, Examples, Queries, Sequences, left_padded
 from firm.cache import cache_folder
 
@@ -133,13 +133,12 @@ def reply_end(
 ) -> list[int]:
     """Returns the token that ends a reply: the chat template's, or the tokenizer's EOS, or none."""
     if prompt_format.kind_for(tokenizer) == "chat":
-        asked, reply = {"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}
-        opened = format_prompt(Prompt(messages=(asked,)), tokenizer, prompt_format)
-        whole = str(tokenizer.apply_chat_template([asked, reply], tokenize=False))
-        closing = whole.rpartition("b")[2] if whole.startswith(opened[:1]) else ""
+        reply = "A reply."
+        turns = [{"role": "user", "content": "Hello."}, {"role": "assistant", "content": reply}]
+        closing = apply_template(tokenizer, turns).rpartition(reply)[2]
         ids: Any = tokenizer(closing, add_special_tokens=False)["input_ids"]
-        if end := next((token for token in ids if token in end_ids), None):
-            return [end]
+        if ends := [token for token in ids if token in end_ids]:
+            return ends[:1]
     return list(end_ids[:1])
 
 

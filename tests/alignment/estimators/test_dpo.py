@@ -10,7 +10,7 @@ from trl import DPOTrainer
 
 from firm.alignment import KLConfig, RolloutConfig
 from firm.alignment.estimators import DPOConfig
-from firm.alignment.pair_tokens import collate
+from firm.alignment.pair_tokens import collate, reply_end
 from firm.alignment.pairs import Pair
 from firm.alignment.prompts import Prompt, PromptFormat
 from firm.alignment.trainer import MultiObjectiveTrainer
@@ -227,6 +227,15 @@ def test_a_reply_ends_with_the_end_token_unless_it_is_cut(make_pairs_trainer, to
     assert pair.is_cut == (False, False, True)
     batch = collate([pair], 1, pad_id=tokenizer.pad_token_id)
     assert batch.sequences.mask.sum(1).tolist() == [3, 10]
+
+
+@pytest.mark.parametrize(("closing", "end"), [("</s>", [2]), ("<s>", [1]), ("", [2])])
+def test_a_reply_in_a_chat_ends_as_its_template_closes_a_turn(make_tokenizer, closing, end):
+    tokenizer = make_tokenizer()
+    tokenizer.chat_template = "{% for m in messages %}{{ m.content }}" + closing + "{% endfor %}"
+    assert reply_end(tokenizer, PromptFormat(name="chat"), [2, 1]) == end
+    assert reply_end(tokenizer, PromptFormat(name="hh"), [2, 1]) == [2]
+    assert reply_end(tokenizer, PromptFormat(name="hh"), []) == []
 
 
 @pytest.mark.parametrize(
