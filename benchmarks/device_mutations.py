@@ -77,9 +77,15 @@ MUTATIONS = (
         _variant("LoRA-XS, checkpointing"),
     ),
     Mutation(
-        "firm/alignment/stacked/replies.py",
-        "torch.tensor(list(part.end_ids), device=device)",
-        "torch.tensor(list(part.end_ids))",
+        "firm/alignment/decoding.py",
+        "torch.tensor(list(end_ids), device=device)",
+        "torch.tensor(list(end_ids))",
+        STACKED,
+    ),
+    Mutation(
+        "firm/alignment/stacked/model.py",
+        "device=ids.device",
+        'device=torch.device("cpu")',
         STACKED,
     ),
     Mutation(

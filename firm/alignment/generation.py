@@ -14,7 +14,7 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
-from firm.alignment.head import LARGE_VOCABULARY
+from firm.alignment.decoding import SamplingState, decode_, random_numbers, sampled_tokens
 from firm.alignment.prompts import PromptFormat
 from firm.alignment.sequences import (
     ALONE,
@@ -22,10 +22,9 @@ from firm.alignment.sequences import (
     TEMPERATURE_GUARD,
     Alone,
     Queries,
-    forward,
+    last_logits_alone,
     set_preferences,
     shares_prompts,
-    token_logprobs,
 )
 from firm.federation.engines.processes import Team
 from firm.fields import NOT_IN_PAPER, Hint, NumTokens, PositiveFloat, PositiveInt, configuration
@@ -127,7 +126,7 @@ def generate(
         Token ids [B, Q + T], which start with the queries, and log-probabilities [B, T] under the
         tempered sampling distribution.
     """
-    draws = _Draws(queries.num_rows, team.share(queries.num_rows), config)
+    draws = _Draws(queries.num_rows, team.share(queries.num_rows), config, queries.device)
     if team.size == 1:
         return _generate(model, queries, tokenizer, config, end_ids, on_token, draws)
     own = queries.rows(draws.rows)
@@ -137,7 +136,7 @@ def generate(
     parts = [(ids, logprobs) for ids, logprobs, _ in gathered]
     length = max(logprobs.size(1) for _, logprobs in parts)
     draws.vocabulary = max(vocabulary for _, _, vocabulary in gathered)
-    draws.skip_to(length, queries.device)
+    draws.skip_to(length)
     pad_id = int(tokenizer.pad_token_id)  # type: ignore[arg-type]
     context_length = queries.token_ids.size(1)
     sequences = [pad_right(ids, context_length + length, pad_id) for ids, _ in parts]
@@ -159,14 +158,36 @@ def _generate(
     if not len(query_ids):  # the batch has fewer rows than the team has processes
         return query_ids, torch.empty(0, 0, device=query_ids.device)
     pad_id = int(tokenizer.pad_token_id)  # type: ignore[arg-type]  # checked when it was loaded
-    attention_mask = queries.mask
-    cache = None if config.cache == "static" else _prompt_cache(model, queries)
+    if config.cache == "dynamic" and shares_prompts(model):
+        sequences, logprobs = _decoded(model, queries, config, end_ids, on_token, draws)
+    else:
+        sequences = _generated(model, queries, config, end_ids, on_token, draws)
+        logprobs = draws.logprobs(sequences.size(1) - query_ids.size(1))
+    if not logprobs.isfinite().all():
+        raise RuntimeError(
+            "sampling the replies: the policy's logits are not finite; lower the learning rate, or "
+            "use policy.dtype float32 or bfloat16."
+        )
+    responses = sequences[:, query_ids.size(1) :]
+    is_end = torch.isin(responses, torch.tensor(end_ids, device=responses.device))
+    is_after = (is_end.cumsum(1) - is_end.long() > 0) | (responses < 0)
+    return torch.cat((query_ids, responses.masked_fill(is_after, pad_id)), dim=1), logprobs
+
+
+def _generated(
+    model: Any,
+    queries: Queries,
+    config: RolloutConfig,
+    end_ids: Sequence[int],
+    on_token: Callable[[int], None],
+    draws: "_Draws",
+) -> torch.Tensor:
+    """Returns token ids [B, Q + T] sampled by transformers."""
     set_preferences(model, queries.preferences)
     with _without_sampling_defaults(model):
-        sequences = model.generate(
-            input_ids=torch.masked_fill(query_ids, ~attention_mask, 0),
-            attention_mask=attention_mask,
-            past_key_values=cache,
+        return model.generate(
+            input_ids=torch.masked_fill(queries.token_ids, ~queries.mask, 0),
+            attention_mask=queries.mask,
             logits_processor=LogitsProcessorList([_Told(on_token), draws]),
             generation_config=GenerationConfig(
                 max_new_tokens=config.max_new_tokens,
@@ -176,30 +197,64 @@ def _generate(
                 cache_implementation="static" if config.cache == "static" else None,
             ),
         )
-    responses = sequences[:, query_ids.size(1) :]
-    logprobs = draws.logprobs(responses.size(1))
-    is_end = torch.isin(responses, torch.tensor(end_ids, device=responses.device))
-    responses = responses.masked_fill(is_end.cumsum(1) - is_end.long() > 0, pad_id)
-    return torch.cat((query_ids, responses), dim=1), logprobs
 
 
-def _prompt_cache(model: Any, queries: Queries) -> Any:
-    """Returns the keys and values of all prompts but their last tokens, or None.
+def _decoded(
+    model: Any,
+    queries: Queries,
+    config: RolloutConfig,
+    end_ids: Sequence[int],
+    on_token: Callable[[int], None],
+    draws: "_Draws",
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Returns token ids [B, Q + T], -1 after the end, and log-probabilities [B, T]."""
+    alone = last_logits_alone(model)
 
-    Equal prompts take one row of the pass. The last tokens are left to `generate`, which needs
-    their logits.
-    """
-    if queries.token_ids.size(1) == 1 or not shares_prompts(model):
-        return None
+    def run(rows: _OwnRows, token_ids: Any, mask: Any, positions: Any, cache: Any) -> Any:
+        on_token(mask.size(1) - queries.token_ids.size(1))
+        set_preferences(model, rows.preferences)
+        return model(
+            input_ids=token_ids,
+            attention_mask=mask,
+            position_ids=positions,
+            past_key_values=cache,
+            use_cache=True,
+            return_dict=True,
+            **alone,
+        )
+
     first, index = queries.distinct()
-    if len(first) == queries.num_rows:
-        return None
-    prompts = queries.rows(first)
-    set_preferences(model, prompts.preferences)
-    output = forward(model, prompts.token_ids[:, :-1], prompts.mask[:, :-1], use_cache=True)
-    cache = output.past_key_values
-    cache.reorder_cache(index)  # also copies states of linear attention
-    return cache
+    reply = SamplingState(
+        queries.token_ids,
+        draws.draw,
+        temperature=config.temperature,
+        max_new_tokens=config.max_new_tokens,
+        end_ids=end_ids,
+    )
+    rows, prompts = _OwnRows(queries), _OwnRows(queries.rows(first))
+    decode_(run, prompts, index if len(first) < queries.num_rows else None, rows, [reply])
+    return reply.result()
+
+
+class _OwnRows:
+    """Rows of one part, with their preferences; implements `DecodedRows`."""
+
+    def __init__(self, queries: Queries) -> None:
+        self.token_ids, self.mask = queries.token_ids, queries.mask
+        self.counts = [queries.num_rows]
+        self.preferences = queries.preferences
+
+    def span(self, index: int) -> slice:
+        """Returns the slice of all rows."""
+        return slice(None)
+
+    def restrict(self, kept: list[torch.Tensor]) -> torch.Tensor:
+        """Keeps the rows at these indices; see `DecodedRows`."""
+        (rows,) = kept
+        self.counts = [len(rows)]
+        if self.preferences is not None:
+            self.preferences = self.preferences[rows]
+        return rows
 
 
 class _Told(LogitsProcessor):
@@ -226,23 +281,21 @@ class _Draws(LogitsProcessor):
         num_rows: Rows of the whole batch.
         rows: Rows of this process.
         config: Temperature of the samples.
+        device: Device of the rows.
     """
 
-    def __init__(self, num_rows: int, rows: slice, config: RolloutConfig) -> None:
+    def __init__(
+        self, num_rows: int, rows: slice, config: RolloutConfig, device: torch.device
+    ) -> None:
         self.rows = rows
         self.vocabulary = 0  # unknown before the first token, hence to processes without rows
-        self._num_rows = num_rows
+        self._num_rows, self._device = num_rows, device
+        self._num_drawn = 0
         self._temperature = config.temperature + TEMPERATURE_GUARD
         self._logprobs: list[torch.Tensor] = []
 
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
-        self.vocabulary = scores.size(-1)
-        tokens, logprobs = sampled_tokens(scores / self._temperature, self._draw(scores.device))
-        if not logprobs.isfinite().all():
-            raise RuntimeError(
-                f"sampling token {len(self._logprobs) + 1} of the replies: the policy's logits are "
-                "not finite; lower the learning rate, or use policy.dtype float32 or bfloat16."
-            )
+        tokens, logprobs = sampled_tokens(scores / self._temperature, self.draw(scores.size(-1)))
         self._logprobs.append(logprobs)
         return torch.zeros_like(scores).scatter_(1, tokens[:, None], 1.0)
 
@@ -251,61 +304,16 @@ class _Draws(LogitsProcessor):
         # on "mps", transformers may sample a token after the last one, and take it back
         return torch.stack(self._logprobs[:num_tokens], dim=1)
 
-    def skip_to(self, num_tokens: int, device: torch.device) -> None:
+    def draw(self, vocabulary: int) -> torch.Tensor:
+        """Returns the random numbers of this process's rows for one token."""
+        self.vocabulary = vocabulary
+        self._num_drawn += 1
+        return random_numbers(self._num_rows, vocabulary, device=self._device)[self.rows]
+
+    def skip_to(self, num_tokens: int) -> None:
         """Draws for the remaining tokens of the team's longest row, to keep generators equal."""
-        for _ in range(num_tokens - len(self._logprobs)):
-            self._draw(device)
-
-    def _draw(self, device: torch.device) -> torch.Tensor:
-        return random_numbers(self._num_rows, self.vocabulary, device=device)[self.rows]
-
-
-def random_numbers(
-    num_rows: int,
-    vocabulary: int,
-    *,
-    device: torch.device,
-    generator: torch.Generator | None = None,
-) -> torch.Tensor:
-    """Returns the random numbers by which `sampled_tokens` samples one token of each of N rows.
-
-    Returns:
-        Exponential variates [N, V], as `torch.multinomial` draws; or, for large vocabularies, for
-        which these take longer than a model's layers, one uniform variate per row, [N].
-    """
-    if vocabulary < LARGE_VOCABULARY:
-        draws = torch.empty(num_rows, vocabulary, device=device)
-        return draws.exponential_(generator=generator)
-    # sums in float32 would end before the rarest tokens; "mps" has nothing else
-    dtype = torch.float32 if device.type == "mps" else torch.float64
-    return torch.rand(num_rows, dtype=dtype, device=device, generator=generator)
-
-
-def sampled_tokens(
-    scores: torch.Tensor, numbers: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Samples a token from each row of tempered logits, by `random_numbers` of the rows.
-
-    Samples the token with the largest ratio of probability to exponential variate, or the one at
-    which the cumulative probability exceeds the uniform variate; never one of probability 0.
-
-    Args:
-        scores: Tempered logits, [n, V].
-        numbers: Exponential variates [n, V] or uniform ones [n].
-
-    Returns:
-        Tokens and their log-probabilities, each [n]. A log-probability is NaN if logits of its row
-        are.
-    """
-    probabilities = torch.softmax(scores, dim=-1)
-    if numbers.ndim == 2:
-        tokens = (probabilities / numbers).argmax(-1)
-        return tokens, token_logprobs(scores[:, None], tokens[:, None])[:, 0]
-    sums = probabilities.cumsum(-1, dtype=numbers.dtype)
-    thresholds = numbers[:, None] * sums[:, -1:]  # below the sum even if the number rounds to 1
-    tokens = torch.searchsorted(sums, thresholds, right=True)
-    tokens = tokens.clamp(max=scores.size(-1) - 1)  # NaN is above all sums
-    return tokens[:, 0], probabilities.gather(1, tokens)[:, 0].log()
+        while self._num_drawn < num_tokens:
+            self.draw(self.vocabulary)
 
 
 @contextmanager

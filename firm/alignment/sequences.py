@@ -1,7 +1,7 @@
 """Prompts and responses as rows of tokens, and forward passes over them."""
 
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, fields, replace
 from typing import Any, Self
@@ -296,16 +296,14 @@ def entropy(logits: torch.Tensor) -> torch.Tensor:
     return torch.logsumexp(logits, dim=-1) - torch.sum(probabilities * logits, dim=-1)
 
 
-def forward(
-    model: Any, token_ids: torch.Tensor, attention_mask: torch.Tensor, *, use_cache: bool = False
-) -> Any:
+def forward(model: Any, token_ids: torch.Tensor, attention_mask: torch.Tensor) -> Any:
     """Returns the output of a model on padded ids [B, L], with the hidden states [B, L, H].
 
     For a language model the only entry of `hidden_states` is the input of its head:
     `output_hidden_states` would keep the states of all layers, and those of Gemma 3n are [4, B, L,
     H]. Positions count only the tokens in the mask [B, L], so that padding does not shift a text.
     If `head_of` knows the model's head, `head` is set and the logits are empty, [B, 0, V]; see
-    `token_scores`. With `use_cache` the keys and values are in `past_key_values`.
+    `token_scores`.
     """
     module, head, states = model.get_output_embeddings(), head_of(model), []
 
@@ -320,7 +318,7 @@ def forward(
             attention_mask=attention_mask,
             position_ids=attention_mask.cumsum(1) - attention_mask.long(),
             return_dict=True,
-            use_cache=use_cache,
+            use_cache=False,
         )
     finally:
         if hook is not None:
@@ -336,9 +334,18 @@ def shares_prompts(model: Any) -> bool:
     That needs keys and values to copy, and pays where `head_of` knows the model's head: with a
     large vocabulary. Sharded models, whose processes run equal passes, have no such head.
     """
+    return "past_key_values" in forward_options(model) and head_of(model) is not None
+
+
+def forward_options(model: Any) -> Mapping[str, Any]:
+    """Returns the parameters of a model's forward pass, by name."""
     base = model.get_base_model() if hasattr(model, "get_base_model") else model
-    has_cache = "past_key_values" in inspect.signature(base.forward).parameters
-    return has_cache and head_of(model) is not None
+    return inspect.signature(base.forward).parameters
+
+
+def last_logits_alone(model: Any) -> dict[str, int]:
+    """Returns the option by which a pass has logits of its last position only, if there is one."""
+    return {"logits_to_keep": 1} if "logits_to_keep" in forward_options(model) else {}
 
 
 def set_preferences(model: Any, preferences: torch.Tensor | None) -> None:

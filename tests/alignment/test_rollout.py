@@ -8,15 +8,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import GenerationConfig
 
-from firm.alignment import generation
+from firm.alignment import decoding
 from firm.alignment.advantages import kl_penalty
+from firm.alignment.decoding import random_numbers, sampled_tokens
 from firm.alignment.generation import (
     RolloutConfig,
     end_token_ids,
     find_ends,
     generate,
-    random_numbers,
-    sampled_tokens,
 )
 from firm.alignment.prompts import Prompt, PromptFormat
 from firm.alignment.rollout import Sampler, encode_prompts, rollout
@@ -174,7 +173,7 @@ def test_a_static_cache_samples_the_same_tokens(model, query_ids, tokenizer):
 def numbers(request, monkeypatch) -> str:
     """The random numbers that tokens are sampled by: those of a small or a large vocabulary."""
     if request.param == "uniform":
-        monkeypatch.setattr(generation, "LARGE_VOCABULARY", 0)
+        monkeypatch.setattr(decoding, "LARGE_VOCABULARY", 0)
     return request.param
 
 
@@ -224,7 +223,7 @@ def test_a_uniform_number_chooses_the_token_at_which_the_probabilities_sum_to_it
 def test_logits_that_are_not_finite_are_an_error_when_sampled(make_model, tokenizer, numbers):
     model, query = make_model(), torch.tensor([[4, 9, 7]])
     model.lm_head.weight.data[5] = torch.nan
-    with pytest.raises(RuntimeError, match="token 1 of the replies: the policy's logits are not"):
+    with pytest.raises(RuntimeError, match="sampling the replies: the policy's logits are not"):
         generate(model, queries(query), tokenizer=tokenizer, config=settings_of(), end_ids=[])
 
 

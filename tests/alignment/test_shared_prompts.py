@@ -58,6 +58,7 @@ def test_every_architecture_samples_as_with_a_prompt_in_each_row(
     model = ARCHITECTURES[name].model(SPECIAL).requires_grad_(False)
     asked = prompts(model.config.get_text_config().vocab_size, [0, 0, 1, 0, 2, 3, 1, 1])
     config = RolloutConfig(max_new_tokens=8, temperature=1.0, stop_strings=[])
+    heads.head_of(model)  # compares its formula, in a pass of its own
     results, rows = [], []
     handle = model.register_forward_pre_hook(
         lambda _module, _args, options: rows.append(len(options["input_ids"])), with_kwargs=True
@@ -69,7 +70,7 @@ def test_every_architecture_samples_as_with_a_prompt_in_each_row(
         results.append(generate(model, asked, tokenizer=tokenizer, config=config, end_ids=[2]))
     handle.remove()
     has_cache = "stacked" not in ARCHITECTURES[name].refused
-    assert rows.count(4) == has_cache  # one pass over the distinct prompts
+    assert rows[0] == (4 if has_cache else 8)  # the distinct prompts, or all
     (ids, logprobs), (plain_ids, plain_logprobs) = results
     assert torch.equal(ids, plain_ids)
     real = plain_ids[:, asked.token_ids.size(1) :] != 0
@@ -111,3 +112,29 @@ def test_every_architecture_samples_in_joint_passes_as_with_a_prompt_in_each_row
         assert torch.equal(ids, plain_ids)
         real = plain_ids[:, -logprobs.size(1) :] >= 0
         torch.testing.assert_close(logprobs[real], plain_logprobs[real], rtol=1e-4, atol=1e-5)
+
+
+def test_finished_rows_leave_the_batch_and_change_no_token(
+    make_model, tokenizer, large, monkeypatch
+):
+    model = make_model().requires_grad_(False)
+    asked = prompts(15, [0, 1, 2, 3] * 4)
+    config = RolloutConfig(max_new_tokens=12, temperature=1.0, stop_strings=[])
+    sizes = []
+    handle = model.register_forward_pre_hook(
+        lambda _module, _args, options: sizes.append(len(options["input_ids"])), with_kwargs=True
+    )
+    results = []
+    for is_own in (True, False):
+        if not is_own:
+            handle.remove()
+            monkeypatch.setattr(generation, "shares_prompts", lambda _: False)
+        torch.manual_seed(0)
+        ids, _ = generate(
+            model, asked, tokenizer=tokenizer, config=config, end_ids=list(range(2, 7))
+        )
+        results.append((ids, torch.get_rng_state()))
+    assert sizes[1] == 4  # the distinct prompts, after the comparison of the head
+    assert 16 >= max(sizes[2:]) > sizes[-1]
+    for own, plain in zip(*results, strict=True):
+        assert torch.equal(own, plain)

@@ -14,7 +14,7 @@ from firm.alignment import (
     LoraSettings,
     PolicyConfig,
     copy_adapter,
-    generation,
+    decoding,
     load_policy,
 )
 from firm.alignment import head as heads
@@ -118,7 +118,7 @@ def test_two_rounds_of_adam_end_as_with_clients_in_turn(both, options, max_rows)
 
 def test_large_vocabularies_end_as_with_clients_in_turn(both, monkeypatch):
     """Their tokens take one random number per row, and equal prompts one row of a pass."""
-    monkeypatch.setattr(generation, "LARGE_VOCABULARY", 0)
+    monkeypatch.setattr(decoding, "LARGE_VOCABULARY", 0)
     monkeypatch.setattr(heads, "LARGE_VOCABULARY", 0)
     monkeypatch.setattr(heads, "_formulas", WeakKeyDictionary())
     results = both(firm_round, FirmConfig(num_local_steps=2), estimator="critic_free")

@@ -6,25 +6,21 @@ give the gradients of all clients; if objectives differ by one factor per reply,
 pass does.
 """
 
-import inspect
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
 
 from firm.alignment.adapters.forward import forward_of
+from firm.alignment.decoding import SamplingState, decode_, random_numbers
 from firm.alignment.policy import adapter_parameters, set_mode
-from firm.alignment.sequences import forward, shares_prompts
+from firm.alignment.sequences import forward, forward_options, last_logits_alone, shares_prompts
 from firm.alignment.stacked.passes import ClientPart, Output, Pass, PassPosition
-from firm.alignment.stacked.replies import SamplingState
 from firm.federation.lockstep import outcome_of
 from firm.gradients.jacobian import check_losses, jacobian_buffer
 from firm.gradients.per_sequence import check_sequences
-
-KEPT_SHARE = 0.9
-"""Finished rows are dropped once the share of unfinished replies is at most this; below 1, because
-compacting the cache takes time."""
 
 
 class StackedModel:
@@ -43,14 +39,12 @@ class StackedModel:
     def __init__(self, policy: Any) -> None:
         self.policy = policy
         self._slot = adapter_parameters(policy)
-        base = policy.get_base_model()
-        known = inspect.signature(base.forward).parameters
-        if "past_key_values" not in known:
+        if "past_key_values" not in forward_options(policy):
+            base = type(policy.get_base_model()).__name__
             raise ValueError(
-                f"engine must be local with a {type(base).__name__}, which has no key-value cache, "
-                "got stacked."
+                f"engine must be local with a {base}, which has no key-value cache, got stacked."
             )
-        self._last_logits_alone = {"logits_to_keep": 1} if "logits_to_keep" in known else {}
+        self._last_logits_alone = last_logits_alone(policy)
         self._forward = forward_of(policy)
         self._forward.install_(policy)
         is_checkpointed = any(getattr(m, "gradient_checkpointing", False) for m in policy.modules())
@@ -147,32 +141,13 @@ class StackedModel:
 
         Equal prompts of a part take one row of the first pass. Each part draws the same random
         numbers from its generator as it would alone, and ends with its last reply. Finished replies
-        are dropped from the batch once there are enough of them (`KEPT_SHARE`).
+        are dropped from the batch once there are enough of them (`decode_`).
         """
         set_mode(self.policy, is_training=False)
-        joint, replies = self._pass(parts), [SamplingState(part) for part in parts]
-        prompts, rows = self._prompts(joint)  # D prompts; index of each row's, [N]
-        positions = prompts.mask.cumsum(1) - prompts.mask.long()
-        output = self._cached_pass(prompts, prompts.token_ids, prompts.mask, positions)
-        cache = output.past_key_values
-        logits = output.logits[:, -1].float()  # [D, V]
-        mask, positions = joint.mask, positions[:, -1:]
-        if rows is not None:
-            cache.reorder_cache(rows)  # also copies states of linear attention
-            logits, positions = logits[rows], positions[rows]
-        while True:
-            tokens = torch.cat([r.sample(logits[joint.span(at)]) for at, r in enumerate(replies)])
-            num_open = max(reply.num_open for reply in replies)
-            if not num_open:
-                return [reply.result() for reply in replies]
-            positions = positions + 1
-            mask = torch.cat([mask, mask.new_ones(len(mask), 1)], dim=1)
-            if num_open <= KEPT_SHARE * max(joint.counts):
-                rows = joint.restrict([reply.keep(num_open) for reply in replies])
-                cache.reorder_cache(rows)
-                tokens, positions, mask = tokens[rows], positions[rows], mask[rows]
-            output = self._cached_pass(joint, tokens[:, None], mask, positions, cache)
-            logits = output.logits[:, -1].float()  # [N, V]
+        joint, replies = self._pass(parts), [_sampling(part) for part in parts]
+        prompts, index = self._prompts(joint)
+        decode_(self._cached_pass, prompts, index, joint, replies)
+        return [reply.result() for reply in replies]
 
     def _prompts(self, joint: Pass) -> tuple[Pass, torch.Tensor | None]:
         """Returns a pass over each part's distinct prompts, and the row of every prompt in it.
@@ -195,12 +170,12 @@ class StackedModel:
         token_ids: torch.Tensor,
         mask: torch.Tensor,
         positions: torch.Tensor,
-        cache: Any = None,
+        cache: Any,
     ) -> Any:
         """Returns the output of a pass over the next tokens, with logits of the last ones."""
         with self._forward.of(joint):
             return self.policy(
-                input_ids=token_ids.masked_fill(~mask[:, -token_ids.size(1) :], 0),
+                input_ids=token_ids,
                 attention_mask=mask,
                 position_ids=positions,
                 past_key_values=cache,
@@ -211,6 +186,19 @@ class StackedModel:
 
     def _pass(self, parts: list[ClientPart]) -> Pass:
         return Pass(parts, {parameter: name for name, parameter in self._slot.items()})
+
+
+def _sampling(part: ClientPart) -> SamplingState:
+    assert part.config is not None
+    ids = part.token_ids
+    draw = partial(random_numbers, len(ids), device=ids.device, generator=part.generator)
+    return SamplingState(
+        ids,
+        draw,
+        temperature=part.config.temperature,
+        max_new_tokens=part.config.max_new_tokens,
+        end_ids=part.end_ids,
+    )
 
 
 @dataclass(frozen=True, eq=False)

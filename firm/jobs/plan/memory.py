@@ -24,7 +24,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 from transformers import AutoModelForCausalLM, PretrainedConfig
 
-from firm.alignment.generation import random_numbers, sampled_tokens
+from firm.alignment.decoding import random_numbers, sampled_tokens
 from firm.alignment.pair_tokens import PairBatch
 from firm.alignment.policy import PolicyConfig, add_adapter, set_mode
 from firm.alignment.prompts import Prompt
