@@ -89,7 +89,10 @@ def train_trl(cfg: AlignmentConfig, out: Path) -> dict[str, float]:
         reward_funcs=[reward(name) for name in cfg.rewards],
         train_dataset=Dataset.from_dict({"prompt": prompts}),
         peft_config=LoraConfig(
-            r=lora.r, lora_alpha=int(lora.alpha), lora_dropout=0.0, target_modules="all-linear"
+            r=lora.r,
+            lora_alpha=int(lora.alpha),
+            lora_dropout=0.0,
+            target_modules=lora.target_modules,
         ),
         args=GRPOConfig(
             output_dir=str(out / "trl_trainer"),
