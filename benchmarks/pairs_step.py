@@ -37,7 +37,7 @@ WORDS = ("take", "a", "fresh", "cup", "keep", "it", "warm", "while", "one", "dri
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--model", default=str(checkpoint_path("policy")))
     parser.add_argument("--pairs", type=int, default=8)
     parser.add_argument("--repeats", type=int, default=7)

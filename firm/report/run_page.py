@@ -324,7 +324,8 @@ def _evaluation(record: Record, comparison: Comparison) -> Table:
     return comparison_table(
         {"aligned": comparison.lines},
         f"{comparison.prompts}, the same for both models; aligned is the "
-        f"global model after round {comparison.round}.",
+        f"global model after round {comparison.round}"
+        f"{', at equal shares of all objectives' if front_rows(record) else ''}.",
         chips={name: figures.objective_color(record, name) for name in record.objectives},
     )
 
