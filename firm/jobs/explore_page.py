@@ -19,8 +19,8 @@ HELP = (
 STYLE = "#reached :is(td, th) { white-space: nowrap; padding: .3rem .5rem; }"
 LEGEND = (
     "Circles: measured front by preference, ± one standard error; hollow circles are dominated. "
-    "Square: model at the sliders' trade-off. Star: base model. The table lists the base model's rewards, and the "
-    "rewards expected at this preference."
+    "Square: model at the sliders' trade-off. Star: base model. The table lists the base model's "
+    "rewards, and the rewards expected at this preference."
 )
 ASKED = "Message to both models"
 
