@@ -13,7 +13,7 @@ EXTRAS = tomllib.loads((Path(__file__).parents[1] / "pyproject.toml").read_text(
 ]
 
 
-@pytest.mark.parametrize("extra", EXTRAS.keys() - {"all"})
+@pytest.mark.parametrize("extra", sorted(EXTRAS.keys() - {"all"}))
 def test_the_command_names_the_packages_of_the_extra_alone(extra):
     words = install_command(extra).split()
     assert words[:2] == ["pip", "install"]
