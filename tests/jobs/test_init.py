@@ -166,7 +166,7 @@ def test_a_fault_of_the_program_is_not_taken_for_a_model_that_cannot_be_read(
     def fails(config):
         raise ZeroDivisionError
 
-    monkeypatch.setattr("firm.jobs.inspection.default_target_modules", fails)
+    monkeypatch.setattr("firm.jobs.inspection.empty_model", fails)
     with pytest.raises(ZeroDivisionError):
         init(InitConfig(POLICY, {"brief": "brevity"}, str(data), out=tmp_path / "own.yaml"))
 
