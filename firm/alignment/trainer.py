@@ -238,10 +238,13 @@ class MultiObjectiveTrainer:
                 on_progress=on_progress,
             )
 
-    def encode_pairs(self, pairs: Sequence[Pair]) -> list[EncodedPair]:
+    def encode_pairs(
+        self, pairs: Sequence[Pair], *, on_progress: Callable[[int], None] = lambda _: None
+    ) -> list[EncodedPair]:
         """Stage 1 of pairs: returns them in the policy's tokens, with the reference's values.
 
         Log-probabilities under the reference are read from the user's cache if they are there.
+        Otherwise `on_progress` is called with the number of replies so far.
         """
         config = self.rollout_config
         encoded = encode_pairs(
@@ -256,7 +259,8 @@ class MultiObjectiveTrainer:
         size, model = config.forward_batch_size, self.policy_model
         # the processes of a team must agree on whether to compute
         key = fingerprint(model, size, str(self.device)) if self.team.size == 1 else None
-        return with_references(encoded, partial(self.reply_logprobs, of_reference=True), key)
+        logprobs_of = partial(self.reply_logprobs, of_reference=True, on_progress=on_progress)
+        return with_references(encoded, logprobs_of, key)
 
     @torch.no_grad()
     def reply_logprobs(
@@ -265,12 +269,14 @@ class MultiObjectiveTrainer:
         *,
         of_reference: bool = False,
         preference: Sequence[float] | None = None,
+        on_progress: Callable[[int], None] = lambda _: None,
     ) -> torch.Tensor:
         """Returns the log-probabilities of the replies of N pairs, float32 [N, 2] on the CPU.
 
         Equal pairs share passes with the same others under the policy and the reference, so that a
         policy that equals its reference gets equal values. A conditioned policy takes the
-        preference, by default equal shares.
+        preference, by default equal shares. `on_progress` is called with the number of replies so
+        far.
         """
         set_mode(self.policy_model, is_training=False)
         sampler = replace(self._sampler, config=replace(self.rollout_config, temperature=1.0))
@@ -281,6 +287,7 @@ class MultiObjectiveTrainer:
             max(1, self.rollout_config.forward_batch_size // 2),
         )
         for start in range(0, len(order), size):
+            on_progress(2 * start)
             places = order[start : start + size]
             batch = self.collated([pairs[at] for at in places], preference)
             rows = batch.sequences
@@ -288,6 +295,7 @@ class MultiObjectiveTrainer:
                 logprobs = sampler.logprobs(rows, of_reference=of_reference)
             sums = logprobs.masked_fill(~rows.mask, 0).sum(1)
             values[places] = sums.view(-1, 2).float().cpu()
+        on_progress(2 * len(order))
         return values
 
     def collated(self, pairs: Sequence[EncodedPair], preference: Any = None) -> PairBatch:

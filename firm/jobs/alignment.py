@@ -2,7 +2,7 @@
 
 import html
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import asdict, dataclass, replace
 from functools import partial
@@ -193,7 +193,13 @@ def align(cfg: AlignmentConfig, given: Given | None = None) -> Result | None:
     cfg = set_threads(cfg, loaded, on_event=progress.event)
     calibrations = shared_calibrations(loaded, cfg, out, on_event=progress.event)
     on_stage = progress.event if progress.is_live else None
-    clients = build_clients(loaded, cfg, calibrations, on_event=on_stage)
+    clients = build_clients(
+        loaded,
+        cfg,
+        calibrations,
+        on_event=on_stage,
+        on_measured=partial(progress.event, "measured"),
+    )
     engine = build_engine(clients, cfg, processes, on_event=progress.event)
     if not processes.is_server:
         serve(engine)
@@ -556,11 +562,25 @@ class _PairsWing(_LanguageWing):
         self, adapter: Adapter, split: str, preference: Sequence[float] | None = None
     ) -> PairEvaluation:
         trainer, cfg = self._loaded.trainer, self._cfg
+        pairs = getattr(self._loaded.data, split)
+
+        def told(what: str) -> Callable[[int], None]:
+            return lambda done: self._progress.event(
+                "measured",
+                what=what,
+                done=done,
+                total=2 * len(pairs),
+                num_tokens=cfg.rollout.max_new_tokens,
+            )
+
         if split not in self._pairs:
-            self._pairs[split] = trainer.encode_pairs(getattr(self._loaded.data, split))
+            about = f"{split} pairs under the reference"
+            self._pairs[split] = trainer.encode_pairs(pairs, on_progress=told(about))
         load_adapter_(trainer.adapter_parameters, adapter)
         return evaluate_pairs(
-            partial(trainer.reply_logprobs, preference=preference),
+            partial(
+                trainer.reply_logprobs, preference=preference, on_progress=told(f"{split} pairs")
+            ),
             self._pairs[split],
             cfg.objectives,
             beta=cfg.estimator.beta,  # type: ignore[attr-defined]  # of estimators on pairs

@@ -97,9 +97,16 @@ class Data(Protocol):
         ...
 
     def examples(
-        self, trainer: MultiObjectiveTrainer, shard: list[Any], attack: AttackConfig | None = None
+        self,
+        trainer: MultiObjectiveTrainer,
+        shard: list[Any],
+        attack: AttackConfig | None = None,
+        on_progress: Callable[[int], None] = lambda _: None,
     ) -> Sequence[Any]:
-        """Returns the examples of a client, an attacker if there is an `attack`."""
+        """Returns the examples of a client, an attacker if there is an `attack`.
+
+        `on_progress` is called with the number of replies that passed through the model so far.
+        """
         ...
 
 
@@ -170,6 +177,7 @@ class PromptData:
         trainer: MultiObjectiveTrainer,
         shard: list[Prompt],
         attack: AttackConfig | None = None,
+        on_progress: Callable[[int], None] = lambda _: None,
     ) -> list[Prompt]:
         """Returns the prompts; attacks change their rewards."""
         return shard
@@ -279,10 +287,14 @@ class PairData:
         return own
 
     def examples(
-        self, trainer: MultiObjectiveTrainer, shard: list[Pair], attack: AttackConfig | None = None
+        self,
+        trainer: MultiObjectiveTrainer,
+        shard: list[Pair],
+        attack: AttackConfig | None = None,
+        on_progress: Callable[[int], None] = lambda _: None,
     ) -> list[EncodedPair]:
         """Returns the pairs in tokens, with the reference's log-probabilities."""
-        return trainer.encode_pairs(attacked_pairs(shard, attack))
+        return trainer.encode_pairs(attacked_pairs(shard, attack), on_progress=on_progress)
 
 
 DATA: Mapping[str, Data] = {"prompts": PromptData(), "pairs": PairData()}

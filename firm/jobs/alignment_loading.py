@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -232,6 +233,7 @@ def build_clients(
     *,
     shards: Mapping[str, list[Any]] | None = None,
     on_event: Callable[..., None] | None = None,
+    on_measured: Callable[..., None] = lambda **_: None,
 ) -> list[Client]:
     """Builds clients on their shards of the training data, or on other data.
 
@@ -242,6 +244,8 @@ def build_clients(
         names: Clients to build; by default, the clients of this process.
         shards: Prompts or pairs by client; by default, a partition of the training data.
         on_event: Progress callback of the clients.
+        on_measured: Called with the arguments of the event "measured" while pairs pass through the
+            reference, which takes long with a large model.
     """
     names = loaded.processes.hosted(client_names(cfg)) if names is None else names
     common = Judges(loaded.trainer.reward_fns, {name: calibrations[name] for name in cfg.rewards})
@@ -258,7 +262,18 @@ def build_clients(
         judges, group = own.get(name, (common, None))
         client = AlignmentClient(
             name,
-            data.examples(loaded.trainer, shards[name], group and group.attack),
+            data.examples(
+                loaded.trainer,
+                shards[name],
+                group and group.attack,
+                partial(
+                    _report_replies,
+                    on_measured,
+                    what=f"{name}'s pairs under the reference",
+                    total=2 * len(shards[name]),
+                    num_tokens=cfg.rollout.max_new_tokens,
+                ),
+            ),
             new_trainer(),
             seed=cfg.seed,
             judges=judges,
@@ -271,6 +286,10 @@ def build_clients(
         )
         clients.append(as_attacker(client, group and group.attack, seed=cfg.seed))
     return clients
+
+
+def _report_replies(on_measured: Callable[..., None], done: int, **info: Any) -> None:
+    on_measured(done=done, **info)
 
 
 def build_engine(

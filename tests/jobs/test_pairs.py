@@ -64,6 +64,18 @@ def configured(folder, out, **changes):
     return compose(AlignmentConfig, [], [*given.items(), ("out", str(out))], source="test")
 
 
+def test_passes_under_the_reference_are_told(pairs, tmp_path, capsys):
+    align(configured(pairs, tmp_path / "run", rounds=1))
+    told = capsys.readouterr().err
+    for line in (
+        "client_0's pairs under the reference: ",
+        "client_2's pairs under the reference: ",
+        "test pairs under the reference: 12 replies of up to 16 tokens",
+        "test pairs: 12 replies of up to 16 tokens",
+    ):
+        assert told.count(line) == 1, told
+
+
 def test_a_run_learns_to_rank_held_out_pairs(pairs, tmp_path):
     result = align(configured(pairs, tmp_path / "run"))
     table = result.rewards
