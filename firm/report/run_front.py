@@ -151,6 +151,8 @@ def _rows(record: Record, split: str) -> Mapping[int, list[Row]]:
     for name, rows in record.evaluations.items():
         if name.startswith(f"{split} at "):
             for row in rows:
+                if not row.get("preference"):  # a malformed one has been dropped from the log
+                    continue
                 by_round.setdefault(row["round"], []).append(row)
     return {
         number: sorted(by_round[number], key=lambda row: row["preference"], reverse=True)

@@ -236,11 +236,12 @@ def _headlines(record: Record, comparison: Comparison) -> list[Headline]:
 def _stats(record: Record, comparison: Comparison | None) -> list[tuple[str, str, str]]:
     stats = []
     labels = {"kl": "KL, nats per reply", "length": "Reply length, tokens", "parse": "Parse rate"}
+    front = front_rows(record)
     for name, label in labels.items() if comparison else ():
         if comparison and (line := comparison.line(name)):
             has_base = line.base and name != "kl"
             base = f"base {formats.number(line.base.mean)}" if line.base and has_base else ""
-            values = [row[name] for row in front_rows(record) if row.get(name) is not None]
+            values = [row[name] for row in front if row.get(name) is not None]
             value = formats.number(line.aligned and line.aligned.mean)
             if values and not line.is_score:
                 value = " – ".join(formats.number(end) for end in (min(values), max(values)))

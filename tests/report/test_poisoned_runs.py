@@ -235,6 +235,20 @@ def test_samples_of_any_shape_are_shown_as_far_as_they_are_valid(make_run):
     assert "a good prompt" in (run_path / "report.html").read_text()
 
 
+@pytest.mark.parametrize("preference", [None, "high", [], [0.5], [0.5, "x"], [0.2, 0.3, 0.5]])
+def test_a_front_row_without_a_valid_preference_is_left_out(make_run, preference):
+    run_path = make_run(num_clients=1, num_rounds=1, num_done=1)
+    rows = read_rows(run_path)
+    own = next(row for row in reversed(rows) if row.get("split") == "test")
+    rows += [{**own, "split": f"test at {n}", "preference": preference} for n in range(2)]
+    write_rows(run_path, rows)
+    samples = [{"round": n, "prompt": "p", "completion": "yes"} for n in range(2)]
+    text = "".join(json.dumps({**row, "preference": preference}) + "\n" for row in samples)
+    (run_path / "samples.jsonl").write_text(text)
+    write_report(run_path, final=False)
+    assert "</html>" in (run_path / "report.html").read_text()
+
+
 def test_the_command_draws_a_poisoned_run(run_path, capsys):
     rows = read_rows(run_path)
     rows[last(rows, "client")] |= {"kl": math.nan, "client\ud800": "\udfff", "bytes_up": 10**400}
