@@ -8,7 +8,7 @@ metrics.
 """
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NotRequired, TypedDict
@@ -163,9 +163,7 @@ class Evaluation:
     @property
     def prompt_of_row(self) -> torch.Tensor:
         """Prompt index of each row, in order of first appearance, [R]."""
-        numbers: dict[str, int] = {}
-        texts = [loose_text(row["prompt"]) for row in self.samples]
-        return torch.tensor([numbers.setdefault(text, len(numbers)) for text in texts])
+        return prompt_indices(row["prompt"] for row in self.samples)
 
     def change(self, base: "Evaluation") -> dict[str, torch.Tensor]:
         """Returns scores minus another policy's, by name and row, [R].
@@ -391,6 +389,12 @@ def _check_scored(
                 f"{whose and f' {whose}'}, and a standard error needs 2: evaluate on more prompts "
                 "to which it applies, or remove it."
             )
+
+
+def prompt_indices(texts: Iterable[str]) -> torch.Tensor:
+    """Returns the index of each prompt in order of first appearance, ignoring white space, [R]."""
+    numbers: dict[str, int] = {}
+    return torch.tensor([numbers.setdefault(loose_text(text), len(numbers)) for text in texts])
 
 
 def distinct(texts: Sequence[str], length: int) -> float:

@@ -16,11 +16,11 @@ from firm.alignment.evaluation import (
     MetricComparison,
     MetricRecord,
     num_scored,
+    prompt_indices,
     rewards_compared,
     summaries,
 )
 from firm.alignment.pair_tokens import EncodedPair
-from firm.alignment.prompt_data import loose_text
 from firm.quantities import Quantity, register
 
 register(Quantity("accuracy_change", kind="evaluation", section="", type=dict[str, MetricRecord]))
@@ -142,9 +142,7 @@ def evaluate_pairs(
     ratios = logprobs(pairs) - reference
     margin = beta * (ratios[:, 0] - ratios[:, 1])
     ranked = torch.tensor([pair.objective for pair in pairs])
-    numbers: dict[str, int] = {}
-    texts = [loose_text(pair.pair.prompt.transcript) for pair in pairs]
-    groups = torch.tensor([numbers.setdefault(text, len(numbers)) for text in texts])
+    groups = prompt_indices(pair.pair.prompt.transcript for pair in pairs)
     margins = {name: margin.where(ranked == j, torch.nan) for j, name in enumerate(objectives)}
     for name, values in margins.items():
         if (count := num_scored(values, groups)) < 2:
