@@ -633,6 +633,20 @@ def older_numbers() -> str:
     return markdown_table([*header, "hypervolume from zero", header[-1]], rows)
 
 
+def search_table() -> str:
+    """Returns the settings of configs/smollm2_settings.yaml, on the validation questions."""
+    paths = sorted((ROOT / "docs/results/data/smollm2_settings").glob("*.front.json"))
+    fronts = {path.name.removesuffix(".front.json"): Front.load(path) for path in paths}
+    base = np.array([list(next(iter(fronts.values())).base.values())])
+    rows = [["base model", f"{utility_of(base):.3f}", *["0"] * 3]]
+    for name, front in fronts.items():
+        kls = [f"{own[0].kl:.1f}" for _, own in sorted(by_preference(front).items(), reverse=True)]
+        rows.append([name.replace("_", " "), f"{utility_of(_rows_of(front.points)):.3f}", *kls])
+    preferences = ["(0.9, 0.1)", "(0.5, 0.5)", "(0.1, 0.9)"]
+    header = ["learning rate", "expected utility", *(f"KL at p = {p}" for p in preferences)]
+    return markdown_table(header, rows)
+
+
 def utility_of(points: np.ndarray) -> float:
     """Returns the expected utility of points [N, 2], chosen and valued on the same prompts."""
     return float((points @ np.stack([TARGETS, 1 - TARGETS])).max(0).mean())
@@ -661,6 +675,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "baselines": baseline_table,
     "weights": weights_table,
     "real model": real_table,
+    "search": search_table,
     "older runs": older_runs,
     "older fronts": older_fronts,
     "older numbers": older_numbers,
