@@ -9,6 +9,7 @@ from urllib.parse import urlsplit
 from firm.extras import install_command
 from firm.jobs.chat import SIDES, ChatReply
 from firm.jobs.explore import ExploreConfig, Explorer, TargetPoint
+from firm.report.static import light_color
 from firm.run.errors import UserError
 
 HELP = (
@@ -16,7 +17,10 @@ HELP = (
     "gains on this front, are proportional to the sliders. The base model and the model at this "
     "trade-off then reply side by side, with the same sampling noise."
 )
-STYLE = "#reached :is(td, th) { white-space: nowrap; padding: .3rem .5rem; }"
+STYLE = """
+#reached :is(td, th) { white-space: nowrap; padding: .3rem .5rem; }
+@media (max-width: 480px) { #reached :is(td, th) { padding: .3rem; font-size: .85rem; } }
+"""
 LEGEND = (
     "Circles: measured front by preference, ± one standard error; hollow circles are dominated. "
     "Square: model at the sliders' trade-off. Star: base model. The table lists the base model's "
@@ -232,8 +236,12 @@ def _gradio() -> Any:
 
 
 def _theme() -> Any:
-    """Returns a theme that loads no fonts from other servers."""
-    return _gradio().themes.Default(font=["system-ui", "sans-serif"], font_mono=["monospace"])
+    """Returns a theme in the colours of reports, which loads no fonts from other servers."""
+    theme = _gradio().themes.Default(font=["system-ui", "sans-serif"], font_mono=["monospace"])
+    accent = light_color("var(--objective-0)")
+    fills = {"slider_color": accent, "button_primary_background_fill": accent}
+    fills |= {"button_primary_background_fill_hover": light_color("var(--objective-5)")}
+    return theme.set(**fills, **{f"{name}_dark": color for name, color in fills.items()})
 
 
 def _reached(explorer: Explorer, target: Sequence[float]) -> TargetPoint | None:
