@@ -41,16 +41,16 @@ class PickConfig:
     front: Path
     """METHOD.front.json of a sweep, or front.json of a conditioned run, with the adapters' folders
     beside it."""
-    want: str = ""
-    """Target trade-off as comma-separated name=share pairs of all objectives; scaled to sum 1. For
-    separately trained models, it is the preference they were trained for. For a conditioned
-    adapter, it is the proportion of the objectives' gains, each relative to its range on the front;
-    the preference that reaches it is computed. With `require`, the weights of the rewards to
-    maximise instead."""
+    target: str = ""
+    """Where to end up on the front, as comma-separated name=share pairs of all objectives; scaled
+    to sum 1. For separately trained models, it is the preference they were trained for. For a
+    conditioned adapter, it is the proportion of the objectives' gains, each relative to its range
+    on the front; the preference that reaches it is computed. With `require`, the weights of the
+    rewards to maximise instead."""
     require: str = ""
     """Requirements on rewards in [0, 1], kl or other scores, such as "harmless>=0.6, kl<=3". Among
     the models whose bounds meet all of them, the one with the largest rewards of the objectives
-    without a requirement is chosen, or with the largest weighted by `want`."""
+    without a requirement is chosen, or with the largest weighted by `target`."""
     confidence: Annotated[float, Gt(0.5), Lt(1)] = 0.95
     """Confidence of the one-sided bounds that must meet `require`."""
     merge: bool = False
@@ -60,9 +60,9 @@ class PickConfig:
     """Folder of the merged adapter, which must not exist; default: runs/merged-TIME."""
 
     def __post_init__(self) -> None:
-        if not self.want and not self.require:
+        if not self.target and not self.require:
             raise ValueError(
-                "want or require is missing: pass a target, such as --want a=0.7,b=0.3, or "
+                "target or require is missing: pass a target, such as --target a=0.7,b=0.3, or "
                 "requirements, such as --require 'a>=0.6'."
             )
         if self.out is not None and not self.merge:
@@ -229,8 +229,8 @@ def _requirements(cfg: PickConfig, front: Front) -> list[Requirement]:
 
 def _weights(cfg: PickConfig, front: Front, requirements: Sequence[Requirement]) -> list[float]:
     """Returns the target, or equal weights of the objectives without a requirement."""
-    if cfg.want:
-        return parse_target(cfg.want, front.objectives)
+    if cfg.target:
+        return parse_target(cfg.target, front.objectives)
     bound = {each.name for each in requirements}
     free = [float(name not in bound) for name in front.objectives]
     return free if any(free) else [1.0] * len(front.objectives)
@@ -298,27 +298,27 @@ def parse_target(text: str, objectives: Sequence[str]) -> list[float]:
     for pair in text.split(","):
         name, equals, value = (part.strip() for part in pair.partition("="))
         if not equals:
-            raise UserError(f"want must be name=share pairs of {known}, got {pair.strip()!r}.")
+            raise UserError(f"target must be name=share pairs of {known}, got {pair.strip()!r}.")
         if name not in objectives:
             near = did_you_mean(name, objectives)
-            raise UserError(f"want has the unknown objective {name!r}; choose from {known}{near}")
+            raise UserError(f"target has the unknown objective {name!r}; choose from {known}{near}")
         if name in shares:
-            raise UserError(f"want must have each objective once, got {name} twice in {text!r}.")
+            raise UserError(f"target must have each objective once, got {name} twice in {text!r}.")
         try:
             shares[name] = float(value)
         except ValueError:
             shares[name] = math.nan
         if not 0 <= shares[name] < math.inf:
             raise UserError(
-                f"want: the share of {name} must be a non-negative number, got {value!r}."
+                f"target: the share of {name} must be a non-negative number, got {value!r}."
             )
     if missing := [name for name in objectives if name not in shares]:
         raise UserError(
-            f"want has no share for {', '.join(missing)}, got {text!r}; add {missing[0]}=0 if it "
+            f"target has no share for {', '.join(missing)}, got {text!r}; add {missing[0]}=0 if it "
             "does not matter."
         )
     if sum(shares.values()) <= 0:
-        raise UserError(f"want must have a share above 0, got {text!r}.")
+        raise UserError(f"target must have a share above 0, got {text!r}.")
     return [shares[name] for name in objectives]
 
 
@@ -465,6 +465,11 @@ def main(cfg: PickConfig) -> Path:
         print(f"target    {picked.in_words(picked.target)}")
     if picked.front.is_conditioned:
         print(f"reached   at the preference {picked.in_words(picked.preference)}")
+        if not picked.requirements:
+            print(
+                "          (a target is a proportion of the gains measured on the front, which "
+                "come\n          closest to it at this preference)"
+            )
     for point, share in picked.parts:
         part = f", share {share:.3f}" if cfg.merge else ""
         preference = picked.in_words(point.preference)

@@ -112,7 +112,7 @@ def outputs(tmp_path_factory) -> Outputs:
             "--num_prompts", 8, "--out", folder / "out/evaluation",
         )  # fmt: skip
         found.call(
-            "pick", "pick", "--front", out / "front.json", "--want", "brevity=0.4,brief=0.6",
+            "pick", "pick", "--front", out / "front.json", "--target", "brevity=0.4,brief=0.6",
             "--merge", "--out", folder / f"out/merged {HOSTILE}",
         )  # fmt: skip
         with pytest.MonkeyPatch.context() as patch:

@@ -114,7 +114,7 @@ def test_a_person_moves_the_point_along_the_front_and_asks_there(explored, stron
     assert page.complaints == []
 
 
-def test_all_sliders_at_zero_are_no_wish(explored):
+def test_all_sliders_at_zero_are_no_target(explored):
     page = explored
     before = page(MARKERS)
     slide(page, 0, 0)

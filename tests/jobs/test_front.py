@@ -77,8 +77,8 @@ def test_the_run_s_page_is_the_front_and_its_points_are_ordinary_adapters(traine
     assert rounds == [2]
 
 
-def test_a_wish_is_answered_at_the_preference_that_reaches_it(bent, tmp_path, capsys):
-    options = ["--front", str(bent / "front.json"), "--want", "brevity=0.4,positivity=0.6"]
+def test_a_target_is_answered_at_the_preference_that_reaches_it(bent, tmp_path, capsys):
+    options = ["--front", str(bent / "front.json"), "--target", "brevity=0.4,positivity=0.6"]
     main(parse(PickConfig, [*options, "--merge", "--out", str(tmp_path / "merged")]))
     # 0.4 of the way between 0.5² and 0.75² in rewards
     share = 0.5 + 0.25 * (0.4 - 0.25) / (0.5625 - 0.25)
@@ -88,7 +88,8 @@ def test_a_wish_is_answered_at_the_preference_that_reaches_it(bent, tmp_path, ca
         torch.testing.assert_close(value, expected[name])
     printed = capsys.readouterr().out
     shown = f"brevity {share:.3f}, positivity {1 - share:.3f}"
-    assert f"reached   at the preference {shown}" in printed
+    assert f"reached   at the preference {shown}\n" in printed
+    assert "a target is a proportion of the gains measured on the front" in printed
     assert "0.400 ± " in printed
     assert f"--adapter {tmp_path / 'merged'}" in printed
     assert f"preference {shown} as the mean" in (tmp_path / "merged/README.md").read_text()

@@ -58,8 +58,8 @@ def front(run, tmp_path) -> Path:
     return tmp_path / "sweep/firm.front.json"
 
 
-def pick(front: Path, want: str, *arguments: object) -> Path:
-    given = ["--front", str(front), "--want", want, *map(str, arguments)]
+def pick(front: Path, target: str, *arguments: object) -> Path:
+    given = ["--front", str(front), "--target", target, *map(str, arguments)]
     return main(parse(PickConfig, given))
 
 
@@ -167,7 +167,7 @@ def test_the_printed_commands_talk_to_the_merged_adapter_and_measure_it(front, t
     assert set(cfg.rewards) == set(OBJECTIVES)
 
 
-def test_a_wish_that_a_model_was_trained_for_is_that_model(front, tmp_path, capsys):
+def test_a_target_that_a_model_was_trained_for_is_that_model(front, tmp_path, capsys):
     out = pick(front, "brevity=1,positivity=1", "--merge", "--out", tmp_path / "merged")
     whole = read_adapter(front.parent / "points/middle")
     merged = load_file(out / "adapter_model.safetensors")
@@ -186,7 +186,7 @@ def test_a_model_of_a_front_without_its_runs_is_picked_with_the_base_model_s_nam
 
 
 @pytest.mark.parametrize(
-    ("want", "reason"),
+    ("target", "reason"),
     [
         ("brevity=0.5", "no share for positivity"),
         (
@@ -206,11 +206,11 @@ def test_a_model_of_a_front_without_its_runs_is_picked_with_the_base_model_s_nam
         ("brevity=0,positivity=0", "must have a share above 0"),
         ("brevity=1,positivity=0,brevity=1", "got brevity twice"),
         ("0.5,0.5", "name=share pairs of brevity, positivity, got '0.5'"),
-        ("", "want or require is missing"),
+        ("", "target or require is missing"),
     ],
 )
-def test_an_invalid_target_ends_in_a_line(want, reason, front, refused):
-    assert reason in refused("--front", front, "--want", want)
+def test_an_invalid_target_ends_in_a_line(target, reason, front, refused):
+    assert reason in refused("--front", front, "--target", target)
 
 
 def test_pairs_stand_in_any_order():
@@ -218,23 +218,23 @@ def test_pairs_stand_in_any_order():
 
 
 def test_what_is_gone_or_in_the_way_ends_in_a_line_and_nothing_is_written(front, tmp_path, refused):
-    want, sweep = ("--want", "brevity=0.7,positivity=0.3"), front.parent
-    assert "there is no file" in refused("--front", tmp_path / "none.json", *want)
-    assert f"such as {front}" in refused("--front", sweep, *want)
+    target, sweep = ("--target", "brevity=0.7,positivity=0.3"), front.parent
+    assert "there is no file" in refused("--front", tmp_path / "none.json", *target)
+    assert f"such as {front}" in refused("--front", sweep, *target)
     (tmp_path / "odd.json").write_text("{}")
-    assert "is not a valid front" in refused("--front", tmp_path / "odd.json", *want)
-    assert "add --merge" in refused("--front", front, *want, "--out", tmp_path / "merged")
+    assert "is not a valid front" in refused("--front", tmp_path / "odd.json", *target)
+    assert "add --merge" in refused("--front", front, *target, "--out", tmp_path / "merged")
 
     taken = tmp_path / "taken"
     taken.mkdir()
-    merge = (*want, "--merge", "--out", taken)
+    merge = (*target, "--merge", "--out", taken)
     assert "choose another --out" in refused("--front", front, *merge)
     assert not any(taken.iterdir())
 
     (sweep / "points/middle/adapter/adapter_model.safetensors").unlink()
-    merge = (*want, "--merge", "--out", tmp_path / "merged")
+    merge = (*target, "--merge", "--out", tmp_path / "merged")
     assert "the adapter of middle is missing" in refused("--front", front, *merge)
-    assert "the adapter of middle is missing" in refused("--front", front, *want)
+    assert "the adapter of middle is missing" in refused("--front", front, *target)
     assert not (tmp_path / "merged").exists()
 
 
@@ -243,7 +243,7 @@ def test_adapters_of_other_kinds_are_not_merged(front, tmp_path, refused):
     settings = json.loads(path.read_text())
     settings["target_modules"].reverse()  # peft keeps them in a set
     path.write_text(json.dumps(settings))
-    arguments = ("--front", front, "--want", "brevity=0.7,positivity=0.3", "--merge")
+    arguments = ("--front", front, "--target", "brevity=0.7,positivity=0.3", "--merge")
     pick(front, "brevity=0.7,positivity=0.3", "--merge", "--out", tmp_path / "fine")
     path.write_text(json.dumps(settings | {"lora_alpha": 1}))
     assert "lora_alpha" in refused(*arguments, "--out", tmp_path / "merged")
@@ -267,7 +267,7 @@ def test_a_strangers_front_shows_no_escapes_and_reads_nothing_outside(front, tmp
         ("points/middle/adapter", "points/../../elsewhere", "must be inside the front's folder"),
     ):
         front.write_text(text.replace(f'"{name}"', f'"{stranger}"'))
-        line = refused("--front", front, "--want", "brevity=1,positivity=1")
+        line = refused("--front", front, "--target", "brevity=1,positivity=1")
         assert message in line
         assert line.isprintable()
 
@@ -275,12 +275,12 @@ def test_a_strangers_front_shows_no_escapes_and_reads_nothing_outside(front, tmp
     place = front.parent / "points/middle/adapter"
     shutil.move(place, tmp_path / "elsewhere")
     place.symlink_to(tmp_path / "elsewhere")
-    line = refused("--front", front, "--want", "brevity=1,positivity=1")
+    line = refused("--front", front, "--target", "brevity=1,positivity=1")
     assert "the adapter of middle is a link out of" in line
 
 
 def test_adapters_of_a_stranger_are_read_with_care(front, tmp_path, refused):
-    arguments = ("--front", front, "--want", "brevity=0.7,positivity=0.3", "--merge")
+    arguments = ("--front", front, "--target", "brevity=0.7,positivity=0.3", "--merge")
     arguments += ("--out", tmp_path / "merged")
     path = front.parent / "points/high/adapter/adapter_config.json"
     settings = json.loads(path.read_text())
