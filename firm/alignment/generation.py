@@ -22,7 +22,7 @@ from firm.alignment.sequences import (
     TEMPERATURE_GUARD,
     Alone,
     Queries,
-    last_logits_alone,
+    cached_pass,
     set_preferences,
     shares_prompts,
 )
@@ -208,20 +208,11 @@ def _decoded(
     draws: "_Draws",
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Returns token ids [B, Q + T], -1 after the end, and log-probabilities [B, T]."""
-    alone = last_logits_alone(model)
 
     def run(rows: _OwnRows, token_ids: Any, mask: Any, positions: Any, cache: Any) -> Any:
         on_token(mask.size(1) - queries.token_ids.size(1))
         set_preferences(model, rows.preferences)
-        return model(
-            input_ids=token_ids,
-            attention_mask=mask,
-            position_ids=positions,
-            past_key_values=cache,
-            use_cache=True,
-            return_dict=True,
-            **alone,
-        )
+        return cached_pass(model, token_ids, mask, positions, cache)
 
     first, index = queries.distinct()
     reply = SamplingState(

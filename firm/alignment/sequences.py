@@ -343,9 +343,32 @@ def forward_options(model: Any) -> Mapping[str, Any]:
     return inspect.signature(base.forward).parameters
 
 
-def last_logits_alone(model: Any) -> dict[str, int]:
-    """Returns the option by which a pass has logits of its last position only, if there is one."""
-    return {"logits_to_keep": 1} if "logits_to_keep" in forward_options(model) else {}
+def cached_pass(
+    model: Any, token_ids: torch.Tensor, mask: torch.Tensor, positions: torch.Tensor, cache: Any
+) -> Any:
+    """Returns the output of a pass over the next tokens [n, L], with the last logits, [n, 1, V].
+
+    For a large head, their hidden states are copied to adjacent memory: torch would multiply a view
+    of some positions, as transformers' `logits_to_keep` makes one, by a copy of the head per row.
+    """
+    is_large = head_of(model) is not None
+
+    def keep_last(_: torch.nn.Module, inputs: tuple[torch.Tensor, ...]) -> Any:
+        last = inputs[0][:, -1:]
+        return last.contiguous() if is_large else last, *inputs[1:]
+
+    hook = model.get_output_embeddings().register_forward_pre_hook(keep_last)
+    try:
+        return model(
+            input_ids=token_ids,
+            attention_mask=mask,
+            position_ids=positions,
+            past_key_values=cache,
+            use_cache=True,
+            return_dict=True,
+        )
+    finally:
+        hook.remove()
 
 
 def set_preferences(model: Any, preferences: torch.Tensor | None) -> None:

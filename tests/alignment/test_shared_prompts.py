@@ -77,6 +77,22 @@ def test_every_architecture_samples_as_with_a_prompt_in_each_row(
     torch.testing.assert_close(logprobs[real], plain_logprobs[real], rtol=1e-4, atol=1e-5)
 
 
+def test_a_large_head_multiplies_adjacent_states_of_the_last_position(tokenizer, large):
+    # torch copies the head's matrix once per row for a view of some positions
+    model = ARCHITECTURES["llama"].model(SPECIAL).requires_grad_(False)
+    heads.head_of(model)
+    states = []
+    model.get_output_embeddings().register_forward_hook(
+        lambda _module, inputs, _output: states.append(
+            (inputs[0].size(1), inputs[0].is_contiguous())
+        )
+    )
+    asked = prompts(model.config.vocab_size, [0, 0, 1, 2])
+    config = RolloutConfig(max_new_tokens=3, stop_strings=[])
+    generate(model, asked, tokenizer=tokenizer, config=config, end_ids=[2])
+    assert set(states) == {(1, True)}
+
+
 @pytest.mark.parametrize("name", STACKED)
 def test_every_architecture_samples_in_joint_passes_as_with_a_prompt_in_each_row(
     name, large, monkeypatch

@@ -16,7 +16,7 @@ import torch
 from firm.alignment.adapters.forward import forward_of
 from firm.alignment.decoding import SamplingState, decode_, random_numbers
 from firm.alignment.policy import adapter_parameters, set_mode
-from firm.alignment.sequences import forward, forward_options, last_logits_alone, shares_prompts
+from firm.alignment.sequences import cached_pass, forward, forward_options, shares_prompts
 from firm.alignment.stacked.passes import ClientPart, Output, Pass, PassPosition
 from firm.federation.lockstep import outcome_of
 from firm.gradients.jacobian import check_losses, jacobian_buffer
@@ -44,7 +44,6 @@ class StackedModel:
             raise ValueError(
                 f"engine must be local with a {base}, which has no key-value cache, got stacked."
             )
-        self._last_logits_alone = last_logits_alone(policy)
         self._forward = forward_of(policy)
         self._forward.install_(policy)
         is_checkpointed = any(getattr(m, "gradient_checkpointing", False) for m in policy.modules())
@@ -174,15 +173,7 @@ class StackedModel:
     ) -> Any:
         """Returns the output of a pass over the next tokens, with logits of the last ones."""
         with self._forward.of(joint):
-            return self.policy(
-                input_ids=token_ids,
-                attention_mask=mask,
-                position_ids=positions,
-                past_key_values=cache,
-                use_cache=True,
-                return_dict=True,
-                **self._last_logits_alone,
-            )
+            return cached_pass(self.policy, token_ids, mask, positions, cache)
 
     def _pass(self, parts: list[ClientPart]) -> Pass:
         return Pass(parts, {parameter: name for name, parameter in self._slot.items()})

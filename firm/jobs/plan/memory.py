@@ -11,7 +11,6 @@ holds freed blocks: a run of "49k, PPO" there took 2.0 times the estimate with g
 """
 
 import dataclasses
-import inspect
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -28,7 +27,7 @@ from firm.alignment.decoding import random_numbers, sampled_tokens
 from firm.alignment.pair_tokens import PairBatch
 from firm.alignment.policy import PolicyConfig, add_adapter, set_mode
 from firm.alignment.prompts import Prompt
-from firm.alignment.sequences import Queries, Rollouts, set_preferences
+from firm.alignment.sequences import Queries, Rollouts, cached_pass, set_preferences
 from firm.alignment.stacked.trainer import stacked_trainers
 from firm.alignment.trainer import Learner, MultiObjectiveTrainer
 from firm.federation.engines.stacked import MAX_ROWS
@@ -191,18 +190,11 @@ class Rehearsal:
         probabilities, and what chooses a token by them.
         """
         model, rollout = self._model, self._cfg.rollout
-        known = inspect.signature(model.get_base_model().forward).parameters
         mask = torch.ones(num_rows, num_tokens, dtype=torch.long, device=self._device)
         mask[0, 0] = 0
         ids = mask if cache is None else mask[:, -1:]
-        output = model(
-            input_ids=ids,
-            attention_mask=mask,
-            position_ids=(mask.cumsum(1) - 1)[:, -ids.size(1) :],
-            use_cache=True,
-            **({} if cache is None else {"past_key_values": cache}),
-            **({"logits_to_keep": 1} if "logits_to_keep" in known else {}),
-        )
+        positions = (mask.cumsum(1) - 1)[:, -ids.size(1) :]
+        output = cached_pass(model, ids, mask, positions, cache)
         logits = output.logits[:, -1].to(torch.float32, copy=True)
         numbers = random_numbers(*logits.shape, device=logits.device)
         sampled_tokens(logits / rollout.temperature, numbers)
