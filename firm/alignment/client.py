@@ -94,7 +94,7 @@ class AlignmentClient(Client):
         on_event: Progress callback: `on_event("stage", stage=..., step=..., num_steps=...)`.
     """
 
-    capabilities = frozenset({"epochs"})
+    capabilities = frozenset({"rewards", "epochs"})
 
     def __init__(
         self,

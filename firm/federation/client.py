@@ -53,12 +53,14 @@ class Batch(Protocol):
         ...
 
 
-Capability = Literal["losses", "epochs", "weighted_gradients"]
-"""losses: ``losses()``. epochs: ``batches_per_epoch``. weighted_gradients: ``weighted_gradients``
-takes one backward pass."""
+Capability = Literal["losses", "rewards", "epochs", "weighted_gradients"]
+"""losses: ``losses()``. rewards: ``metrics()`` has the mean reward of each objective, as "rewards".
+epochs: ``batches_per_epoch``. weighted_gradients: ``weighted_gradients`` takes one backward
+pass."""
 
 _NEEDS: dict[Capability, tuple[str, str]] = {
     "losses": ("losses on a client's whole shard", "choose another strategy"),
+    "rewards": ("the rewards of what a client trains on", "choose another strategy"),
     "epochs": ("the number of batches in a client's shard", "set num_local_steps instead"),
 }
 

@@ -68,6 +68,8 @@ class RoundConfig:
     privacy."""
     reads_losses: ClassVar[bool] = False
     """True if clients send their losses at θ_t."""
+    reads_rewards: ClassVar[bool] = False
+    """True if the strategy needs the mean rewards among the clients' metrics."""
     solves_on_server: ClassVar[bool] = False
     """True if the server solves for weights in every round."""
     averages: ClassVar[bool] = True
@@ -129,6 +131,7 @@ class RoundConfig:
         """Raises ``ValueError`` if a class of clients lacks a required capability."""
         needs: dict[Capability, bool] = {
             "losses": self.reads_losses,
+            "rewards": self.reads_rewards,
             "epochs": self.num_local_epochs is not None,
         }
         for capability, is_needed in needs.items():

@@ -303,6 +303,8 @@ def print_result(cfg: AlignmentConfig, result: Result) -> None:
                 for row in rows
             ],
         )
+    for outcome in record.constraint_outcomes:
+        print(f"constraint {printable(outcome, max_length=5_000)}")
     for sign in record.hacking_signs:
         print(f"note: sign of reward hacking: {printable(sign, max_length=5_000)}")
     for alarm in alarms(row for row in result.rows if row["kind"] in ("run", "round")):

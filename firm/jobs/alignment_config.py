@@ -268,6 +268,7 @@ class AlignmentConfig:
             )
         self.strategy.check(list(self.objectives))
         self.strategy.check_clients(AlignmentClient)
+        _check_constraints(self)
         _check_groups(self)
         _check_calibrations(self)
 
@@ -392,6 +393,25 @@ def _check_ranks(cfg: AlignmentConfig) -> None:
                 f"strategy.ranks must name clients, {names[0]} to {names[-1]}, with ranks of at "
                 f"most policy.lora.r ({whole}), got {name}: {rank}."
             )
+
+
+def _check_constraints(cfg: AlignmentConfig) -> None:
+    """Raises ``ValueError`` if constraints on rewards conflict with other settings."""
+    if not cfg.strategy.reads_rewards:
+        return
+    name = cfg.strategy.name
+    if cfg.estimator.learns_from == "pairs":
+        raise ValueError(
+            f"strategy {name} needs rewards, which estimator {cfg.estimator.name} does not have; "
+            "choose another estimator."
+        )
+    if cfg.policy.conditioning.kind != "none":
+        raise ValueError(
+            f"strategy {name} cannot train a policy with policy.conditioning.kind "
+            f"{cfg.policy.conditioning.kind}, whose replies are weighted by their preferences; "
+            "train without constraints, and choose a preference that meets them by `firm pick "
+            "--require`."
+        )
 
 
 def _check_conditioning(cfg: AlignmentConfig) -> None:

@@ -10,6 +10,9 @@ from firm.run.errors import UserError
 from firm.run.rows import as_one_training
 from firm.run.sweep import Sweep
 
+ONE_SIDED = 1.645
+"""Standard errors of a one-sided bound at 95 % confidence."""
+
 
 @dataclass(frozen=True)
 class Record:
@@ -87,6 +90,27 @@ class Record:
                 at = split.removeprefix("test at ")
                 signs += [f"at preference {at}, {s}" for s in rows[-1].get("hacking_signs") or ()]
         return signs
+
+    @property
+    def constraint_outcomes(self) -> list[str]:
+        """Sentences on whether the strategy's constraints hold on the test prompts.
+
+        A constraint holds, or is missed, if the one-sided bound of the mean reward at 95 %
+        confidence is on that side of it, by the standard error over prompts; otherwise it is open.
+        """
+        bounds = (self.settings.get("strategy") or {}).get("min_rewards") or {}
+        found, row = [], final_row(self) or {}
+        for name, bound in bounds.items():
+            mean, se = (score(row, "rewards", name, part) for part in ("mean", "se"))
+            if mean is None or se is None:
+                continue
+            gap, width = mean - bound, ONE_SIDED * se
+            verdict = "holds" if gap >= width else "is missed" if gap < -width else "is open"
+            found.append(
+                f"{name} >= {bound:g} {verdict}: reward {mean:.3f} ± {se:.3f}, one-sided 95 % "
+                f"bounds {mean - width:.3f} and {mean + width:.3f}"
+            )
+        return found
 
     def extra_scores(self) -> list[str]:
         """Names of the scores other than the objectives, in order of appearance."""

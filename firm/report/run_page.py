@@ -94,7 +94,11 @@ def run_page(record: Record) -> Page:
         product="FIRM run report",
         title=record.name,
         status=record.run.get("status", "unknown"),
-        summary=[*filter(None, [summary, record.header.get("about")]), *_hacking(record)],
+        summary=[
+            *filter(None, [summary, record.header.get("about")]),
+            *(f"Constraint {outcome}." for outcome in record.constraint_outcomes),
+            *_hacking(record),
+        ],
         facts=facts,
         headlines=_headlines(record, comparison) if comparison else [],
         stats=_stats(record, comparison) if record.rounds else [],

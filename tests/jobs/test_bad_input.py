@@ -118,7 +118,18 @@ CASES = {
     ),
     "a strategy that does not exist": (
         ["--strategy.name", "fedprox"],
-        ["strategy.name must be one of afl, fedavg", "got 'fedprox'"],
+        ["strategy.name must be one of afl, constrained, fedavg", "got 'fedprox'"],
+    ),
+    "constraints of a conditioned policy": (
+        [
+            *["--strategy.name", "constrained", "--strategy.min_rewards", "{brevity: 0.5}"],
+            *["--policy.conditioning.kind", "preference", "--estimator.name", "critic_free"],
+        ],
+        ["cannot train a policy with policy.conditioning.kind preference", "firm pick --require"],
+    ),
+    "a constraint on no objective": (
+        ["--strategy.name", "constrained", "--strategy.min_rewards", "{brevty: 0.5}"],
+        ["min_rewards has the unknown objective 'brevty'", "did you mean 'brevity'?"],
     ),
     "a strategy that reads losses on a shard of prompts": (
         ["--strategy.name", "qfedavg"],

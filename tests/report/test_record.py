@@ -1,6 +1,7 @@
 import pytest
 
 from firm.report import read_record
+from firm.report.run_page import run_page
 from firm.run.errors import UserError
 from tests.runs import read_rows, write_rows
 
@@ -96,3 +97,27 @@ def test_a_record_tells_seed_preference_and_whether_it_is_over(make_run):
         file.write("  preference: [0.2, 0.8]\n")
     assert read_record(run_path).preference == (0.2, 0.8)
     assert not read_record(make_run("going", is_over=False)).is_finished
+
+
+def test_constraints_hold_are_missed_or_stay_open_by_their_one_sided_bounds(make_run):
+    run_path = make_run()
+    rows = read_rows(run_path)
+    last = [row for row in rows if row["kind"] == "evaluation" and row["split"] == "test"][-1]
+    for name, mean in (("helpful", 0.7), ("harmless", 0.5)):
+        last["rewards"][name] = {**last["rewards"][name], "mean": mean, "se": 0.1}
+    write_rows(run_path, rows)
+    record = read_record(run_path)
+    for bounds, expected in (
+        ({"helpful": 0.53}, ["helpful >= 0.53 holds: reward 0.700 ± 0.100, one-sided 95 % bounds"]),
+        ({"helpful": 0.54}, ["helpful >= 0.54 is open"]),
+        ({"helpful": 0.86, "harmless": 0.67}, ["helpful >= 0.86 is open", "harmless >= 0.67 is"]),
+        ({"helpful": 0.87}, ["helpful >= 0.87 is missed"]),
+        ({"unknown": 0.5}, []),
+    ):
+        record.settings["strategy"] = {"min_rewards": bounds}
+        found = record.constraint_outcomes
+        assert len(found) == len(expected)
+        assert all(text.startswith(start) for text, start in zip(found, expected, strict=True))
+        assert [text for text in run_page(record).summary if text.startswith("Constraint ")] == [
+            f"Constraint {text}." for text in found
+        ]

@@ -12,6 +12,7 @@ from firm.federation import LocalEngine, RoundFailed, ServerState
 from firm.federation.serialization import pack, unpack
 from firm.federation.strategies import STRATEGIES
 from firm.federation.strategies.afl import AflConfig
+from firm.federation.strategies.constrained import ConstrainedConfig
 from firm.federation.strategies.fedavg import FedAvgConfig
 from firm.federation.strategies.fedcmoo import FedCmooConfig
 from firm.federation.strategies.fedcmoo_pref import FedCmooPrefConfig
@@ -26,6 +27,7 @@ EXACT = {"compressor": "none", "communication": "one_way"}
 CASES = {
     "firm": FirmConfig(**SAMPLED, num_local_steps=2),
     "fedavg": FedAvgConfig(**SAMPLED, num_local_steps=2),
+    "constrained": ConstrainedConfig(**SAMPLED, num_local_steps=2),  # see test_constrained.py
     "qfedavg": QFedAvgConfig(**SAMPLED),
     "afl": AflConfig(**SAMPLED, weights_learning_rate=0.01),
     "afl, averaged": AflConfig(**SAMPLED, weights_learning_rate=0.01, average_iterates=True),
