@@ -10,7 +10,8 @@ from scipy.stats import norm
 
 from firm.fronts.front import Front, Point
 from firm.fronts.nearest import sound
-from firm.fronts.reach import neighbourhoods
+from firm.fronts.preferences import in_words
+from firm.fronts.reach import mean_preference, neighbourhoods
 from firm.solvers.checks import as_shares
 
 KL = "kl"
@@ -126,6 +127,65 @@ def best_meeting(
         )
     _, _, margin, parts = max(found, key=lambda entry: entry[:2])
     return parts, margin
+
+
+def meeting(
+    front: Front,
+    requirements: Sequence[Requirement],
+    weights: Sequence[float] | None = None,
+    *,
+    confidence: float,
+    is_mixed: bool,
+) -> list[tuple[Point, float]]:
+    """Returns the models that do best among those that meet requirements; see `best_meeting`.
+
+    Args:
+        front: The measured models.
+        requirements: Bounds that the model must meet.
+        weights: Weights of the objectives' rewards, shape [M]; by default equal weights of the
+            objectives without a requirement.
+        confidence: Confidence of each one-sided bound, in (0.5, 1).
+        is_mixed: Whether models of neighbouring preferences may be mixed.
+
+    Raises:
+        ValueError: None does; the message has the numbers of the nearest.
+    """
+    parts, margin = best_meeting(
+        front,
+        requirements,
+        weights or free_weights(front, requirements),
+        confidence=confidence,
+        is_mixed=is_mixed,
+    )
+    if margin >= 0:
+        return parts
+    found = bounds(parts, requirements, confidence)
+    numbers = ", ".join(f"{each} has {b:.3f}" for each, b in zip(requirements, found, strict=True))
+    raise ValueError(
+        f"require: no {'mixture' if is_mixed else 'measured model'} meets "
+        f"{', '.join(map(str, requirements))} with {confidence:.0%} confidence. The nearest, at "
+        f"the preference {in_words(front.objectives, mean_preference(parts))}, misses by "
+        f"{-margin:.3f}: {numbers}. Relax a requirement, measure more prompts, or train other "
+        "preferences."
+    )
+
+
+def free_weights(front: Front, requirements: Sequence[Requirement]) -> list[float]:
+    """Returns equal weights of the objectives without a requirement, or of all if all have one."""
+    bound = {each.name for each in requirements}
+    free = [float(name not in bound) for name in front.objectives]
+    return free if any(free) else [1.0] * len(front.objectives)
+
+
+def bounds(
+    parts: Sequence[tuple[Point, float]], requirements: Sequence[Requirement], confidence: float
+) -> list[float]:
+    """Returns the one-sided bound of a mixture of models for each requirement."""
+    found = []
+    for each in requirements:
+        inside = sum(share * each.margin(point, confidence) for point, share in parts)
+        found.append(each.bound + inside if each.is_minimum else each.bound - inside)
+    return found
 
 
 def _best_mixture(values: np.ndarray, margins: np.ndarray) -> np.ndarray:

@@ -19,10 +19,16 @@ from firm.federation.client import Adapter
 from firm.federation.outside import legible
 from firm.fronts.front import Front, Point
 from firm.fronts.nearest import Expectation, expected_rewards, nearest, neighbours, sound
+from firm.fronts.preferences import in_words, parse_shares
 from firm.fronts.reach import mean_preference, reaching
-from firm.fronts.requirements import Requirement, best_meeting, parse_requirements
+from firm.fronts.requirements import (
+    Requirement,
+    bounds,
+    free_weights,
+    meeting,
+    parse_requirements,
+)
 from firm.jobs.model_card import markdown_table, markdown_text, model_card
-from firm.registry import did_you_mean
 from firm.run.errors import UserError
 from firm.run.files import whole_folder
 from firm.run.names import dated_folder
@@ -116,12 +122,8 @@ class PickedModel:
     @property
     def requirement_rows(self) -> list[list[str]]:
         """Returns a table row per requirement: the requirement, and the model's bound."""
-        rows = []
-        for each in self.requirements:
-            inside = sum(share * each.margin(point, self.confidence) for point, share in self.parts)
-            bound = each.bound + inside if each.is_minimum else each.bound - inside
-            rows.append([str(each), f"{bound:.3f}"])
-        return rows
+        found = bounds(self.parts, self.requirements, self.confidence)
+        return [[str(each), f"{b:.3f}"] for each, b in zip(self.requirements, found, strict=True)]
 
     @property
     def evidence(self) -> str:
@@ -158,8 +160,7 @@ class PickedModel:
 
     def in_words(self, preference: Sequence[float] | None) -> str:
         """Formats a preference, scaled to sum 1, with the names of its objectives."""
-        pairs = zip(self.front.objectives, _scaled(preference), strict=True)
-        return ", ".join(f"{name} {share:.3f}" for name, share in pairs)
+        return in_words(self.front.objectives, preference or ())
 
     def commands(self) -> dict[str, list[str]]:
         """Returns the commands to chat with the model and to evaluate it, by purpose.
@@ -192,19 +193,17 @@ def pick(cfg: PickConfig) -> PickedModel:
             adapters are missing or cannot be merged.
     """
     front = load_front(cfg.front)
-    requirements = _requirements(cfg, front)
-    target = _weights(cfg, front, requirements)
+    try:
+        requirements = parse_requirements(cfg.require, front) if cfg.require else []
+        target = parse_shares(cfg.target, front.objectives) if cfg.target else None
+        target = target or free_weights(front, requirements)
+        around = _around(cfg, front, requirements, target)
+    except ValueError as error:
+        raise UserError(str(error)) from error
     preference, candidates = target, front
-    if requirements:
-        around = _meeting(cfg, front, requirements, target)
-        preference = mean_preference(around)
-        candidates = front.of_seed(around[0][0].seed)
-    elif front.is_conditioned:
-        around = reaching(front, target)
+    if requirements or front.is_conditioned:
         preference = mean_preference(around)
         candidates = sound(front).of_seed(around[0][0].seed)
-    else:
-        around = neighbours(front, target) if cfg.merge else []
     is_chosen = cfg.merge or bool(requirements)
     parts = around if is_chosen else [(nearest(candidates, preference), 1.0)]
     folders = [cfg.front.parent / point.adapter for point, _ in parts]
@@ -220,46 +219,15 @@ def pick(cfg: PickConfig) -> PickedModel:
     return picked
 
 
-def _requirements(cfg: PickConfig, front: Front) -> list[Requirement]:
-    try:
-        return parse_requirements(cfg.require, front) if cfg.require else []
-    except ValueError as error:
-        raise UserError(str(error)) from error
-
-
-def _weights(cfg: PickConfig, front: Front, requirements: Sequence[Requirement]) -> list[float]:
-    """Returns the target, or equal weights of the objectives without a requirement."""
-    if cfg.target:
-        return parse_target(cfg.target, front.objectives)
-    bound = {each.name for each in requirements}
-    free = [float(name not in bound) for name in front.objectives]
-    return free if any(free) else [1.0] * len(front.objectives)
-
-
-def _meeting(
-    cfg: PickConfig, front: Front, requirements: Sequence[Requirement], weights: Sequence[float]
+def _around(
+    cfg: PickConfig, front: Front, requirements: Sequence[Requirement], target: Sequence[float]
 ) -> list[tuple[Point, float]]:
-    """Returns the models with shares that meet the requirements and do best.
-
-    Raises:
-        UserError: None does; the message has the numbers of the nearest.
-    """
-    parts, margin = best_meeting(
-        front, requirements, weights, confidence=cfg.confidence, is_mixed=cfg.merge
-    )
-    if margin >= 0:
-        return parts
-    nearest_one = PickedModel(
-        front, list(weights), mean_preference(parts), parts, [], None, None, requirements,
-        cfg.confidence,
-    )  # fmt: skip
-    bounds = ", ".join(f"{name} has {bound}" for name, bound in nearest_one.requirement_rows)
-    raise UserError(
-        f"require: no {'mixture' if cfg.merge else 'measured model'} meets {cfg.require} with "
-        f"{cfg.confidence:.0%} confidence. The nearest, at the preference "
-        f"{nearest_one.in_words(nearest_one.preference)}, misses by {-margin:.3f}: {bounds}. Relax "
-        "a requirement, measure more prompts, or train other preferences."
-    )
+    """Returns the models with shares that meet the requirements, or whose mixture is the target."""
+    if requirements:
+        return meeting(front, requirements, target, confidence=cfg.confidence, is_mixed=cfg.merge)
+    if front.is_conditioned:
+        return reaching(front, target)
+    return neighbours(front, target) if cfg.merge else []
 
 
 def load_front(path: Path) -> Front:
@@ -282,44 +250,6 @@ def load_front(path: Path) -> Front:
         ) from None
     except ValueError as error:
         raise UserError(f"front: {error}") from error
-
-
-def parse_target(text: str, objectives: Sequence[str]) -> list[float]:
-    """Parses shares such as "b=0.3,a=0.7", and returns them in the order of the objectives.
-
-    Raises:
-        UserError: A pair is malformed, an objective is missing, unknown or named twice, or the
-            shares are not a valid preference.
-
-    >>> parse_target("harmless=1, helpful=3", ["helpful", "harmless"])
-    [3.0, 1.0]
-    """
-    known, shares = ", ".join(objectives), {}
-    for pair in text.split(","):
-        name, equals, value = (part.strip() for part in pair.partition("="))
-        if not equals:
-            raise UserError(f"target must be name=share pairs of {known}, got {pair.strip()!r}.")
-        if name not in objectives:
-            near = did_you_mean(name, objectives)
-            raise UserError(f"target has the unknown objective {name!r}; choose from {known}{near}")
-        if name in shares:
-            raise UserError(f"target must have each objective once, got {name} twice in {text!r}.")
-        try:
-            shares[name] = float(value)
-        except ValueError:
-            shares[name] = math.nan
-        if not 0 <= shares[name] < math.inf:
-            raise UserError(
-                f"target: the share of {name} must be a non-negative number, got {value!r}."
-            )
-    if missing := [name for name in objectives if name not in shares]:
-        raise UserError(
-            f"target has no share for {', '.join(missing)}, got {text!r}; add {missing[0]}=0 if it "
-            "does not matter."
-        )
-    if sum(shares.values()) <= 0:
-        raise UserError(f"target must have a share above 0, got {text!r}.")
-    return [shares[name] for name in objectives]
 
 
 def _scaled(preference: Sequence[float] | None) -> list[float]:

@@ -9,7 +9,13 @@ from hypothesis import strategies as st
 
 from firm.fronts import Front, Point
 from firm.fronts.nearest import sound
-from firm.fronts.requirements import Requirement, best_meeting, parse_requirements
+from firm.fronts.requirements import (
+    Requirement,
+    best_meeting,
+    free_weights,
+    meeting,
+    parse_requirements,
+)
 
 NAMES = ("a", "b")
 seeds = st.integers(0, 10_000)
@@ -105,3 +111,15 @@ def test_requirements_are_read_as_they_are_written():
     for wrong in ("c>=1", "a>0.5", "a>=", "a>=nan", ""):
         with pytest.raises(ValueError, match="require"):
             parse_requirements(wrong, front)
+
+
+def test_weights_default_to_the_objectives_without_a_requirement():
+    front = make_front(3)
+    requirements = parse_requirements("a>=0.2", front)
+    assert free_weights(front, requirements) == [0.0, 1.0]
+    assert free_weights(front, parse_requirements("a>=0.2,b>=0.2", front)) == [1.0, 1.0]
+    options = {"confidence": 0.95, "is_mixed": True}
+    parts, _ = best_meeting(front, requirements, [0, 1], **options)
+    assert meeting(front, requirements, **options) == parts
+    with pytest.raises(ValueError, match=r"no mixture meets a >= 5 with 95% .* misses by \d\.\d+"):
+        meeting(front, parse_requirements("a>=5", front), **options)

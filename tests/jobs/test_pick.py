@@ -12,7 +12,8 @@ from safetensors.torch import load_file, save_file
 
 from firm.cli.main import COMMANDS
 from firm.fronts import Front, Point
-from firm.jobs.pick import PickConfig, main, parse_target
+from firm.fronts.preferences import parse_shares
+from firm.jobs.pick import PickConfig, main
 from firm.run import parse, run_cli
 from tests.runs import edit_adapter, read_adapter
 from tests.smoke import POLICY
@@ -114,7 +115,7 @@ def test_requirements_are_met_by_lower_bounds_and_the_rest_is_maximised(front, t
 
 def test_requirements_that_no_model_meets_are_refused_with_numbers(front, refused):
     line = refused("--front", str(front), "--require", "brevity>=0.9,kl<=1")
-    assert "no measured model meets brevity>=0.9,kl<=1 with 95% confidence" in line
+    assert "no measured model meets brevity >= 0.9, kl <= 1 with 95% confidence" in line
     assert "at the preference brevity 1.000, positivity 0.000, misses by 0.149" in line
     assert "brevity >= 0.9 has 0.751, kl <= 1 has 0.500" in line
 
@@ -214,7 +215,7 @@ def test_an_invalid_target_ends_in_a_line(target, reason, front, refused):
 
 
 def test_pairs_stand_in_any_order():
-    assert parse_target("b=1, a=3", ["a", "b"]) == parse_target("a=3.0,b=1.0", ["a", "b"]) == [3, 1]
+    assert parse_shares("b=1, a=3", ["a", "b"]) == parse_shares("a=3.0,b=1.0", ["a", "b"]) == [3, 1]
 
 
 def test_what_is_gone_or_in_the_way_ends_in_a_line_and_nothing_is_written(front, tmp_path, refused):

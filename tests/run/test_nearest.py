@@ -15,10 +15,10 @@ from firm.fmoo import DatasetConfig, ModelConfig
 from firm.fmoo.data import DATASETS
 from firm.fmoo.models import MODELS
 from firm.fmoo.task_data import LOSSES
+from firm.fronts.preferences import parse_shares
 from firm.jobs.alignment_config import AlignmentConfig
 from firm.jobs.compare import CompareConfig
 from firm.jobs.fmoo_config import ClassicConfig
-from firm.jobs.pick import parse_target
 from firm.jobs.study import StudyConfig
 from firm.jobs.sweep import SweepConfig
 from firm.network.site import SitePolicy
@@ -95,7 +95,7 @@ REGISTRIES: Mapping[str, tuple[Any, Any]] = {
     "model": (lambda name: ModelConfig(name), MODELS),
     "loss": (lambda name: LOSSES[name], LOSSES),
     "reward": (check_name, REWARD_MODELS),
-    "objective": (lambda name: parse_target(f"{name}=1", ["helpful"]), ["helpful"]),
+    "objective": (lambda name: parse_shares(f"{name}=1", ["helpful"]), ["helpful"]),
 }
 NAMES = [(what, name) for what, (_, known) in REGISTRIES.items() for name in known]
 
