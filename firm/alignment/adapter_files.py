@@ -60,7 +60,7 @@ def load_adapters(
         ValueError: When the base model does not exist, the hub cannot be reached, a folder has no
             PEFT adapter or one that does not fit the base model, or as in `check_passes`.
     """
-    settings = [_adapter_settings(folder) for folder in folders]  # before the base is loaded
+    settings = [read_settings(folder) for folder in folders]  # before the base is loaded
     for folder, lora in zip(folders, settings, strict=True):
         base = lora.base_model_name_or_path or ""
         is_same = base == config.path or Path(base).resolve() == Path(config.path).resolve()
@@ -93,7 +93,12 @@ def load_adapters(
     return policy
 
 
-def _adapter_settings(folder: Path) -> LoraConfig:
+def read_settings(folder: Path) -> LoraConfig:
+    """Returns the settings of the adapter in a PEFT folder.
+
+    Raises:
+        ValueError: When there is none, it is malformed, or it changes the base model.
+    """
     if not (folder / "adapter_config.json").is_file():
         raise ValueError(
             f"there is no adapter in {folder}: choose a folder with adapter_config.json and "
@@ -137,7 +142,7 @@ def check_settings(folder: Path, policy: PeftModel, base: str) -> None:
         ValueError: When the folder has no adapter, or its base model, rank, scale or target modules
             differ.
     """
-    settings, own = _adapter_settings(folder), policy.peft_config["default"]
+    settings, own = read_settings(folder), policy.peft_config["default"]
     assert isinstance(own, LoraConfig)
     made_for = settings.base_model_name_or_path or ""
     if Path(made_for).name != Path(base).name:
@@ -240,6 +245,28 @@ def _save(policy: Any, folder: Path, state: dict[str, torch.Tensor]) -> None:
         file.write_text(json.dumps(settings, indent=2, sort_keys=True), encoding="utf-8")
 
 
+def read_adapter(folder: Path, preference: Sequence[float] | None = None) -> Adapter:
+    """Returns the adapter in a PEFT folder; a conditioned one is folded at the preference.
+
+    Without a preference, a conditioned adapter is read as saved, at equal shares.
+
+    Raises:
+        ValueError: When the folder has no adapter, or it cannot be folded at the preference.
+    """
+    with _reading(folder):
+        adapter = load_peft_weights(str(folder), device="cpu")
+        if preference is not None and (folder / _CONDITIONED).is_file():
+            adapter |= load_file(folder / _CONDITIONED)
+    if preference is None:
+        return adapter
+    if not any(map(is_conditioned, adapter)):
+        raise ValueError(
+            f"the adapter in {folder} has no {_CONDITIONED}, hence only one trade-off: train "
+            "with policy.conditioning.kind preference, or omit the preference."
+        )
+    return fold(adapter, preference)
+
+
 def fill_adapter_(
     policy: PeftModel,
     folder: Path,
@@ -257,17 +284,7 @@ def fill_adapter_(
         ValueError: When the folder has no adapter, one of another model or with non-finite values,
             or the adapter cannot be folded at the preference.
     """
-    with _reading(folder):
-        adapter = load_peft_weights(str(folder), device="cpu")
-        if preference is not None and (folder / _CONDITIONED).is_file():
-            adapter |= load_file(folder / _CONDITIONED)
-    if preference is not None:
-        if not any(map(is_conditioned, adapter)):
-            raise ValueError(
-                f"the adapter in {folder} has no {_CONDITIONED}, hence only one trade-off: train "
-                "with policy.conditioning.kind preference, or omit the preference."
-            )
-        adapter = fold(adapter, preference)
+    adapter = read_adapter(folder, preference)
     slot = get_peft_model_state_dict(policy, adapter_name=name, save_embedding_layers=False)
     problem = f"the adapter in {folder} does not fit {base}"
     adapter = _without_base(policy, adapter, problem)

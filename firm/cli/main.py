@@ -145,6 +145,18 @@ COMMANDS = {
         "explore:ExploreConfig",
         over="run",
     ),
+    "export": Command(
+        "Exports the front of a conditioned run for PEFT, llama.cpp or vLLM.",
+        "export:main",
+        "export:ExportConfig",
+        over="run",
+    ),
+    "serve": Command(
+        "Serves a conditioned run at any preference, as an OpenAI-compatible endpoint.",
+        "serve:main",
+        "serve:ServeConfig",
+        over="run",
+    ),
     "pick": Command("Picks or merges a model for a trade-off.", "pick:main", "pick:PickConfig"),
     "workspace": Command(
         "Saves a workspace in W&B with the main figures of a run's page.",
@@ -196,7 +208,7 @@ COMMANDS = {
 }
 """All commands, by the words after `firm`."""
 
-EXTRAS = {"nvflare": "network", "gguf": "real"}
+EXTRAS = {"nvflare": "network", "gguf": "real", "xllamacpp": "serve"}
 """Extra that installs an optional package, by the package's name."""
 
 USAGE = """usage: firm COMMAND [--config NAME_OR_FILE.yaml ...] [--key.path VALUE ...]

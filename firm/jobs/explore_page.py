@@ -4,13 +4,13 @@ import os
 import socket
 from collections.abc import Sequence
 from typing import Any
-from urllib.parse import urlsplit
 
 from firm.extras import install_command
 from firm.jobs.chat import SIDES, ChatReply
 from firm.jobs.explore import ExploreConfig, Explorer, TargetPoint
 from firm.report.static import light_color
 from firm.run.errors import UserError
+from firm.serving.local import foreign
 
 HELP = (
     "Move the sliders to choose a trade-off: the gains in the objectives, relative to the largest "
@@ -28,9 +28,7 @@ LEGEND = (
 )
 ASKED = "Message to both models"
 
-
-HOSTS = ("127.0.0.1", "localhost")
-"""Host names that requests from a browser on this machine may use."""
+HOST = "127.0.0.1"
 FILE_ROUTES = ("file", "upload", "upload_progress", "process_recording", "proxy")
 """Gradio's routes to files and other machines, which the page does not need."""
 
@@ -53,7 +51,7 @@ def serve(page: Any, port: int | None) -> str:
     """
     try:
         _, address, _ = page.launch(
-            server_name=HOSTS[0],
+            server_name=HOST,
             server_port=port,
             share=False,
             root_path="",
@@ -73,7 +71,7 @@ def serve(page: Any, port: int | None) -> str:
 
 def _check_free(port: int) -> None:
     try:
-        socket.create_server((HOSTS[0], port)).close()
+        socket.create_server((HOST, port)).close()
     except OSError as error:
         raise _taken(port) from error
 
@@ -93,9 +91,8 @@ def _guard() -> Any:
 class _Guarded:
     """An ASGI application that checks the host, origin and path of each request.
 
-    A foreign page could point its domain name at this machine and then read the responses (DNS
-    rebinding), so requests must name this machine as their host. File uploads and downloads are
-    rejected, whatever the environment allows Gradio.
+    Foreign pages are refused (see `foreign`), and file uploads and downloads are rejected, whatever
+    the environment allows Gradio.
     """
 
     def __init__(self, app: Any) -> None:
@@ -119,21 +116,12 @@ class _Guarded:
 def _problem(scope: Any) -> tuple[int, str] | None:
     """Returns status and text of a rejection, or None if the request is allowed."""
     headers = {name.lower(): value.decode("latin-1") for name, value in scope["headers"]}
-    origin = headers.get(b"origin")
-    if _host(f"//{headers.get(b'host', '')}") not in HOSTS:
-        return 403, "The request is for another host; open the page at its address.\n"
-    if origin is not None and _host(origin) not in HOSTS:
-        return 403, "The request comes from another page.\n"
+    problem = foreign(headers.get(b"host", ""), headers.get(b"origin"))
+    if problem is not None:
+        return 403, f"{problem}\n"
     if any(part.partition("=")[0] in FILE_ROUTES for part in scope["path"].split("/")):
         return 404, "This page does not transfer files.\n"
     return None
-
-
-def _host(url: str) -> str | None:
-    try:
-        return urlsplit(url).hostname if "@" not in url else None
-    except ValueError:
-        return None
 
 
 def build_page(explorer: Explorer) -> Any:

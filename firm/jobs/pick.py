@@ -299,10 +299,16 @@ def write_merged(
             )
     merged = weighted_mean(adapters, shares)
     with whole_folder(out) as draft:
-        for file in (folders[0] / SETTINGS_NAME, *_tokenizer_files(folders[0])):
-            shutil.copyfile(file, draft / file.name)
-        save_file(merged, draft / WEIGHTS_NAME, metadata={"format": "pt"})
+        save_like(folders[0], draft, merged)
         card.save(draft / "README.md")
+
+
+def save_like(folder: Path, draft: Path, adapter: Adapter) -> None:
+    """Writes an adapter with the settings and the tokenizer of another one's folder."""
+    draft.mkdir(parents=True, exist_ok=True)
+    for file in (folder / SETTINGS_NAME, *tokenizer_files(folder)):
+        shutil.copyfile(file, draft / file.name)
+    save_file(adapter, draft / WEIGHTS_NAME, metadata={"format": "pt"})
 
 
 def _read_adapter(folder: Path) -> Adapter:
@@ -373,11 +379,11 @@ def merged_card(picked: PickedModel) -> ModelCard:
         picked.in_words(picked.target),
         text,
         "merge",
-        has_tokenizer=bool(_tokenizer_files(picked.folders[0])),
+        has_tokenizer=bool(tokenizer_files(picked.folders[0])),
     )
 
 
-def _tokenizer_files(adapter: Path) -> list[Path]:
+def tokenizer_files(adapter: Path) -> list[Path]:
     """Returns the tokenizer files in an adapter's folder; empty if it has no tokenizer."""
     if not (adapter / "tokenizer_config.json").is_file():
         return []

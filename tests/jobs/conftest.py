@@ -5,6 +5,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from safetensors.torch import load_file, save_file
 
 from firm.fronts import Front
 from tests import smoke
@@ -42,4 +43,17 @@ def bent(trained, tmp_path_factory) -> Path:
         rewards = dict(zip(front.objectives, (first**2, 1 - first**2), strict=True))
         points.append(replace(point, rewards=rewards, collapse=None))
     replace(front, points=tuple(points), validation={}).save(place / "front.json")
+    return place
+
+
+@pytest.fixture(scope="session")
+def strong(bent, tmp_path_factory) -> Path:
+    """The bent run, with an adapter that answers differently at each preference.
+
+    No test changes it.
+    """
+    place = Path(shutil.copytree(bent, tmp_path_factory.mktemp("front") / "strong"))
+    slopes = load_file(place / "adapter/conditioned.safetensors")
+    slopes = {name: 200 * value for name, value in slopes.items()}
+    save_file(slopes, place / "adapter/conditioned.safetensors")
     return place

@@ -12,7 +12,6 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 import pytest
-from safetensors.torch import load_file, save_file
 
 from firm.cli.main import COMMANDS
 from firm.extras import install_command
@@ -30,16 +29,6 @@ POLICY = ("--policy.path", str(smoke.POLICY), "--check_base", "false")
 MARKERS = """[...document.querySelectorAll(".js-plotly-plot")].map((plot) =>
     plot.data.filter(({ name }) => name.startsWith("the sliders")).map(({ x, y }) => [x[0], y[0]])
 )"""
-
-
-@pytest.fixture(scope="module")
-def strong(bent, tmp_path_factory):
-    """The bent run, with an adapter that answers differently at each preference."""
-    place = Path(shutil.copytree(bent, tmp_path_factory.mktemp("front") / "strong"))
-    slopes = load_file(place / "adapter/conditioned.safetensors")
-    slopes = {name: 200 * value for name, value in slopes.items()}
-    save_file(slopes, place / "adapter/conditioned.safetensors")
-    return place
 
 
 @pytest.fixture(scope="module")

@@ -1,0 +1,161 @@
+"""The record of an exported front: turns a preference, a target or requirements into scales."""
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path, PurePosixPath
+from typing import Any, Self
+
+from firm.fronts.front import Front
+from firm.fronts.json_record import read_record, write_record
+from firm.fronts.preferences import parse_shares
+from firm.fronts.reach import mean_preference, reaching
+from firm.fronts.requirements import meeting, parse_requirements
+
+FRONT_NAME = "front.json"
+"""File of the record in the folder of an export."""
+TRADE_OFFS = ("preference", "target", "require")
+"""Keys of requests that state a trade-off."""
+Shares = str | Mapping[str, float] | Sequence[float]
+"""Shares of the objectives: "helpful=0.7,harmless=0.3", by name, or in the objectives' order."""
+
+_FORMAT = 1
+_SAME = 1e-6
+"""Difference of a preference's sum from 1 that is accepted, for shares with six digits."""
+
+
+@dataclass(frozen=True)
+class ServedFront:
+    """Adapters whose scaled sum is a conditioned adapter at any preference.
+
+    The scale of an objective's adapter is the objective's share of the preference, and shares sum
+    to 1: ΔW(p) = Σ_j p_j ΔW(e_j), where e_j is the preference for objective j alone.
+
+    Raises:
+        ValueError: When the adapters do not match the objectives, or a path leaves the folder.
+    """
+
+    base_model: str
+    """Base model, as the run names it."""
+    base_file: str
+    """GGUF file of the base model, relative to the record's folder; empty without one."""
+    adapters: dict[str, str]
+    """Each objective's adapter, a folder or a file relative to the record's folder."""
+    front: Front
+    """The measured points."""
+    scales_are: str = "the preference: an adapter's scale is its objective's share of sum 1"
+    """How a preference turns into scales, for readers of the file."""
+    chat_template: str = ""
+    """Jinja template of chats in place of the base model's; empty if that one was trained with."""
+    system_prompt: str = ""
+    """System message for conversations without one."""
+    request: dict[str, Any] = field(default_factory=dict)
+    """Defaults of chat requests, by OpenAI's and llama.cpp's names: the sampling at which the front
+    was measured."""
+
+    def __post_init__(self) -> None:
+        if list(self.adapters) != list(self.front.objectives):
+            raise ValueError(
+                f"adapters must be those of the objectives {', '.join(self.front.objectives)}, in "
+                f"their order, got {', '.join(self.adapters) or 'none'}."
+            )
+        for place in (self.base_file, *self.adapters.values()):
+            path = PurePosixPath(place)
+            if path.is_absolute() or ".." in path.parts or "\\" in place:
+                raise ValueError(f"paths must be inside the record's folder, got {place!r}.")
+
+    def save(self, folder: Path) -> None:
+        """Writes the record into a folder."""
+        write_record(folder / FRONT_NAME, self, version=_FORMAT)
+
+    @classmethod
+    def load(cls, folder: str | Path) -> Self:
+        """Returns the record in an export's folder.
+
+        Raises:
+            ValueError: When there is none, or it is malformed.
+        """
+        file = Path(folder) / FRONT_NAME
+        if not file.is_file():
+            raise ValueError(f"there is no {file}: pass a folder that `firm export` wrote.")
+        return read_record(file, cls, version=_FORMAT)
+
+    def preference(
+        self,
+        preference: Shares | None = None,
+        *,
+        target: Shares | None = None,
+        require: str | None = None,
+        confidence: float = 0.95,
+    ) -> list[float]:
+        """Returns the preference that a request states, [M], with sum 1; equal shares by default.
+
+        Args:
+            preference: Shares of the objectives, which must sum to 1. One objective may be left
+                out; its share is the rest.
+            target: Proportion of the measured gains, scaled to sum 1; see `firm.fronts.reaching`.
+            require: Requirements such as "harmless>=0.6, kl<=3", as of `firm pick`; the rewards of
+                the objectives without one are maximised.
+            confidence: Confidence of the one-sided bounds that must meet the requirements.
+
+        Raises:
+            ValueError: When more than one is given, one is malformed, or no mixture of measured
+                points meets the requirements.
+        """
+        given = zip(TRADE_OFFS, (preference, target, require), strict=True)
+        if len(names := [name for name, value in given if value is not None]) > 1:
+            raise ValueError(f"pass one of preference, target and require, got {', '.join(names)}.")
+        objectives = self.front.objectives
+        if preference is not None:
+            return _preference(preference, objectives)
+        if target is not None:
+            shares = parse_shares(_as_text(target, objectives, "target"), objectives)
+            return mean_preference(reaching(self.front, shares))
+        if require is not None:
+            if not isinstance(require, str):
+                raise ValueError(f"require must be a text such as 'kl<=3', got {_shown(require)}.")
+            requirements = parse_requirements(require, self.front)
+            parts = meeting(self.front, requirements, confidence=confidence, is_mixed=True)
+            return mean_preference(parts)
+        return [1 / len(objectives)] * len(objectives)
+
+    def scales(self, preference: Shares | None = None, **request: Any) -> dict[str, float]:
+        """Returns the scale of each objective's adapter for a request; see `preference`."""
+        shares = self.preference(preference, **request)
+        return dict(zip(self.adapters, shares, strict=True))
+
+
+def _preference(value: Shares, objectives: Sequence[str]) -> list[float]:
+    text = _as_text(value, objectives, "preference")
+    named = {pair.partition("=")[0].strip() for pair in text.split(",")}
+    missing = [name for name in objectives if name not in named]
+    rest = missing[0] if len(missing) == 1 < len(objectives) else None
+    given = text if rest is None else f"{text},{rest}=1"
+    shares = dict(zip(objectives, parse_shares(given, objectives, key="preference"), strict=True))
+    if rest is not None:
+        shares[rest] = 0.0
+        shares[rest] = max(1 - sum(shares.values()), 0.0)
+    total = sum(shares.values())
+    if not math.isclose(total, 1, abs_tol=_SAME):
+        raise ValueError(f"preference must have shares that sum to 1, got {text!r}.")
+    return [share / total for share in shares.values()]
+
+
+def _as_text(value: Any, objectives: Sequence[str], key: str) -> str:
+    """Returns shares in the form of `parse_shares`, which checks them."""
+    if isinstance(value, str):
+        return value
+    if isinstance(value, Mapping):
+        return ",".join(f"{name}={share}" for name, share in value.items())
+    if isinstance(value, Sequence) and len(value) == len(objectives):
+        return ",".join(f"{name}={s}" for name, s in zip(objectives, value, strict=True))
+    raise ValueError(
+        f"{key} must be name=share pairs, an object of shares by objective, or a list of "
+        f"{len(objectives)} shares ({', '.join(objectives)}), got {_shown(value)}."
+    )
+
+
+def _shown(value: Any) -> str:
+    text = json.dumps(value, default=str)
+    return text if len(text) <= 60 else f"{text[:60]}[...]"

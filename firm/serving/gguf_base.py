@@ -1,0 +1,136 @@
+"""Base models as GGUF files for llama.cpp, in the dtype of their checkpoint."""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+
+from firm.serving.gguf_layout import import_gguf, layout_of
+
+_USE_OTHER = "convert it with llama.cpp's convert_hf_to_gguf.py, and pass --base FILE.gguf."
+_BYTES = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}
+_DIGITS = {"type": "Digits", "individual_digits": True}
+_PRE_TOKENIZERS = {
+    "gpt-2": _BYTES,
+    "smollm": {"type": "Sequence", "pretokenizers": [_DIGITS, _BYTES]},
+}
+"""Pre-tokenizers as tokenizer.json defines them, by llama.cpp's names."""
+HH_TEMPLATE = (
+    "{%- set ns = namespace(system='') -%}{%- for m in messages -%}"
+    "{%- if m['role'] == 'system' -%}{%- set ns.system = ns.system + m['content'] + '\\n\\n' -%}"
+    "{%- else -%}{{- '\\n\\nAssistant: ' if m['role'] == 'assistant' else '\\n\\nHuman: ' -}}"
+    "{{- ns.system + m['content'] -}}{%- set ns.system = '' -%}{%- endif -%}{%- endfor -%}"
+    "{%- if add_generation_prompt -%}{{- '\\n\\nAssistant:' -}}{%- endif -%}"
+)
+"""Chat template of HH-RLHF's form, see `firm.alignment.prompts.hh_text`."""
+
+
+def plain_template(template: str) -> str:
+    """Returns the chat template of plain prompts: the last user message inside a text.
+
+    Args:
+        template: Text with {prompt}, as in `firm.alignment.prompts.PromptFormat`.
+    """
+    parts = [f"{{{{- {json.dumps(part)} -}}}}" for part in template.split("{prompt}")]
+    return "{{- (messages | selectattr('role', 'equalto', 'user') | list)[-1]['content'] -}}".join(
+        parts
+    )
+
+
+def write_base(file: Path, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
+    """Writes a language model and its tokenizer as a GGUF file.
+
+    Matrices keep the model's dtype; vectors are float32, as llama.cpp needs them.
+
+    Raises:
+        ValueError: When this function does not know the architecture, the rotary scaling or the
+            tokenizer in GGUF files.
+        ModuleNotFoundError: When the package gguf is not installed.
+    """
+    gguf, config = import_gguf(), model.config
+    writer = gguf.GGUFWriter(str(file), layout_of(config).architecture)
+    _add_sizes(writer, config)
+    _add_tokenizer(writer, gguf.TokenType, tokenizer, config.vocab_size)
+    for name, values, dtype in _tensors(model):
+        kind = getattr(gguf.GGMLQuantizationType, dtype)
+        writer.add_tensor(name, values, raw_shape=None, raw_dtype=kind)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+def _add_sizes(writer: Any, config: PretrainedConfig) -> None:
+    rope = config.rope_parameters
+    if rope.get("rope_type", "default") != "default":
+        raise ValueError(f"the model has the rotary scaling {rope['rope_type']!r}: {_USE_OTHER}")
+    head_size = (
+        getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    )
+    writer.add_name("base")
+    writer.add_context_length(config.max_position_embeddings)
+    writer.add_embedding_length(config.hidden_size)
+    writer.add_block_count(config.num_hidden_layers)
+    writer.add_feed_forward_length(config.intermediate_size)
+    writer.add_head_count(config.num_attention_heads)
+    writer.add_head_count_kv(config.num_key_value_heads)
+    writer.add_key_length(head_size)
+    writer.add_value_length(head_size)
+    writer.add_rope_dimension_count(head_size)
+    writer.add_rope_freq_base(rope["rope_theta"])
+    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    writer.add_vocab_size(config.vocab_size)
+
+
+def _add_tokenizer(
+    writer: Any, kinds: Any, tokenizer: PreTrainedTokenizerBase, vocab_size: int
+) -> None:
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    content = json.loads(backend.to_str()) if backend is not None else {}
+    model, split = content.get("model") or {}, content.get("pre_tokenizer")
+    found = [name for name, own in _PRE_TOKENIZERS.items() if own == split]
+    if model.get("type") != "BPE" or not found or content.get("normalizer"):
+        raise ValueError(
+            "the tokenizer is not a byte-level BPE with a pre-tokenizer of "
+            f"{' or '.join(_PRE_TOKENIZERS)}: {_USE_OTHER}"
+        )
+    tokens = {index: token for token, index in model["vocab"].items()}
+    types = dict.fromkeys(tokens, kinds.NORMAL)
+    for added in content["added_tokens"]:
+        tokens[added["id"]] = added["content"]
+        types[added["id"]] = kinds.CONTROL if added["special"] else kinds.USER_DEFINED
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre(found[0])
+    # rows of the embedding without a token, which pad it to a round size
+    ids = range(vocab_size)
+    writer.add_token_list([tokens.get(index, f"[PAD{index}]") for index in ids])
+    writer.add_token_types([types.get(index, kinds.UNUSED) for index in ids])
+    merges = (pair if isinstance(pair, str) else " ".join(pair) for pair in model["merges"])
+    writer.add_token_merges(list(merges))
+    for name in ("bos", "eos", "unk", "pad"):
+        if (index := getattr(tokenizer, f"{name}_token_id")) is not None:
+            getattr(writer, f"add_{name}_token_id")(index)
+    first = tokenizer("a").input_ids[0]
+    writer.add_add_bos_token(first == tokenizer.bos_token_id)
+    writer.add_add_space_prefix(False)
+    if isinstance(tokenizer.chat_template, str):
+        writer.add_chat_template(tokenizer.chat_template)
+
+
+def _tensors(model: PreTrainedModel) -> Iterator[tuple[str, np.ndarray, str]]:
+    """Yields the tensors with their names and dtypes in GGUF files."""
+    layout, is_tied = layout_of(model.config), model.config.tie_word_embeddings
+    for own, tensor in model.state_dict().items():
+        if is_tied and own == "lm_head.weight":  # llama.cpp then uses the embedding
+            continue
+        tensor = layout.rows(own, tensor).contiguous()
+        if tensor.ndim == 1 or tensor.dtype == torch.float32:
+            yield layout.name(own), tensor.float().numpy(), "F32"
+        elif tensor.dtype == torch.bfloat16:  # as bytes, since numpy has no bfloat16
+            yield layout.name(own), tensor.view(torch.uint8).numpy(), "BF16"
+        else:
+            yield layout.name(own), tensor.numpy(), "F16"

@@ -1,0 +1,39 @@
+"""Checks that a request comes from this machine and not from another site's page in a browser."""
+
+import ipaddress
+from urllib.parse import urlsplit
+
+LOCAL_HOSTS = ("127.0.0.1", "::1", "localhost")
+"""Host names that requests from this machine may use."""
+
+
+def foreign(host: str, origin: str | None) -> str | None:
+    """Returns why a request is not from this machine, or None if it is.
+
+    A foreign page could point its domain name at this machine and then read the responses (DNS
+    rebinding), so requests must name this machine as their host.
+
+    Args:
+        host: The request's header Host.
+        origin: Its header Origin; None without one.
+    """
+    if _host_of(f"//{host}") not in LOCAL_HOSTS:
+        return "The request is for another host; use the address that this server printed."
+    if origin is not None and _host_of(origin) not in LOCAL_HOSTS:
+        return "The request comes from another page."
+    return None
+
+
+def is_local(host: str) -> bool:
+    """Returns whether a server that is bound to a host answers this machine only."""
+    try:
+        return host == "localhost" or ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+def _host_of(url: str) -> str | None:
+    try:
+        return urlsplit(url).hostname if "@" not in url else None
+    except ValueError:
+        return None

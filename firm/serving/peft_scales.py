@@ -1,0 +1,47 @@
+"""An exported front in PEFT: all adapters in one model, whose scales follow the preference."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from peft import PeftModel
+from peft.tuners.lora import LoraLayer
+
+from firm.alignment.policy import without_needless_warnings
+from firm.serving.front import ServedFront
+
+
+def load_served(model: Any, folder: str | Path) -> tuple[PeftModel, ServedFront]:
+    """Returns a base model with the adapters of `firm export --to peft`, and their front.
+
+    The adapters are all active, at equal shares; `set_scales_` sets another preference.
+
+    Args:
+        model: The base model, of transformers.
+        folder: Folder of the export.
+
+    Raises:
+        ValueError: When the folder has no export for PEFT.
+    """
+    served = ServedFront.load(folder)
+    places = {name: Path(folder) / place for name, place in served.adapters.items()}
+    if missing := [str(place) for place in places.values() if not place.is_dir()]:
+        raise ValueError(f"there is no PEFT folder {missing[0]}: export with --to peft.")
+    policy: Any = None
+    with without_needless_warnings():
+        for name, place in places.items():
+            if policy is None:
+                policy = PeftModel.from_pretrained(model, str(place), adapter_name=name)
+            else:
+                policy.load_adapter(str(place), adapter_name=name)
+    policy.base_model.set_adapter(list(places), inference_mode=True)
+    set_scales_(policy, served.scales())
+    return policy.eval(), served
+
+
+def set_scales_(model: Any, scales: Mapping[str, float]) -> None:
+    """Sets the scales of a PEFT model's adapters, by name; the others keep theirs."""
+    for layer in model.modules():
+        if isinstance(layer, LoraLayer):
+            for name, scale in scales.items():
+                layer.set_scale(name, scale)

@@ -1,0 +1,269 @@
+"""An exported front replies as the folded adapter does, in PEFT and in llama.cpp."""
+
+import json
+import shlex
+import shutil
+from contextlib import closing
+from http.client import HTTPConnection
+from threading import Thread
+
+import pytest
+import torch
+from peft import PeftModel
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from firm.alignment.adapter_files import load_adapters
+from firm.alignment.adapters.conditioned import fold
+from firm.alignment.policy import PolicyConfig, without_needless_warnings
+from firm.alignment.prompts import hh_text
+from firm.cli.main import COMMANDS
+from firm.fronts import Front
+from firm.jobs.export import export
+from firm.jobs.pick import PickConfig, pick
+from firm.jobs.serve import endpoint
+from firm.run import UserError
+from firm.serving import ServedFront, load_served, set_scales_
+from firm.serving.llama import LlamaEngine
+from tests import smoke
+
+POINTS = ([1.0, 0.0], [0.0, 1.0], [0.5, 0.5], [0.3, 0.7])
+QUESTIONS = ("Where is my ladder?", "How do I mend the mug?", "Help me!")
+ROUNDING = {"rtol": 5e-6, "atol": 1e-5}
+"""Differences of log-probabilities in float32, which reach -30 here."""
+LLAMA_TOLERANCE = 0.05
+"""The same in llama.cpp, which keeps keys and values as float16."""
+
+
+def exported(run, out, *arguments):
+    given = ["--run", str(run), "--out", str(out), *map(str, arguments)]
+    return export(COMMANDS["export"].parse(given))
+
+
+@pytest.fixture(scope="module")
+def peft_folder(strong, tmp_path_factory):
+    return exported(strong, tmp_path_factory.mktemp("export") / "peft").folder
+
+
+@pytest.fixture(scope="module")
+def gguf_folder(strong, tmp_path_factory):
+    return exported(strong, tmp_path_factory.mktemp("export") / "gguf", "--to", "gguf").folder
+
+
+def _folded(run, preference):
+    policy = PolicyConfig(path=str(smoke.POLICY))
+    return load_adapters(policy, [run / "adapter"], preference=preference)
+
+
+def _prompt(run, question):
+    """Returns the tokens of a question, as in training."""
+    text = hh_text([{"role": "user", "content": question}])
+    return AutoTokenizer.from_pretrained(run / "adapter")(text, return_tensors="pt").input_ids
+
+
+@torch.no_grad()
+def _log_probabilities(model, ids):
+    return model(ids).logits.log_softmax(-1)
+
+
+def _reply(model, ids):
+    with torch.no_grad():
+        return model.generate(ids, max_new_tokens=12, do_sample=False)[0, ids.size(1) :].tolist()
+
+
+def test_scaled_adapters_of_peft_are_the_folded_model(strong, peft_folder):
+    base = AutoModelForCausalLM.from_pretrained(smoke.POLICY, dtype=torch.float32)
+    model, served = load_served(base, peft_folder)
+    replies = set()
+    for preference in POINTS:
+        folded = _folded(strong, preference)
+        set_scales_(model, served.scales(preference))
+        for question in QUESTIONS:
+            ids = _prompt(strong, question)
+            expected = _log_probabilities(folded, ids)
+            torch.testing.assert_close(_log_probabilities(model, ids), expected, **ROUNDING)
+            assert _reply(model, ids) == _reply(folded, ids)
+            replies.add(tuple(_reply(model, ids)))
+    assert len(replies) > len(QUESTIONS)  # the preference matters
+
+
+def test_adapters_that_peft_concatenates_are_the_folded_model(strong, peft_folder):
+    base = AutoModelForCausalLM.from_pretrained(smoke.POLICY, dtype=torch.float32)
+    scales = ServedFront.load(peft_folder).scales([0.3, 0.7])
+    with without_needless_warnings():
+        model = PeftModel.from_pretrained(base, peft_folder / "brevity", adapter_name="brevity")
+        model.load_adapter(peft_folder / "positivity", adapter_name="positivity")
+    model.add_weighted_adapter(list(scales), list(scales.values()), "mixed", combination_type="cat")
+    model.set_adapter("mixed")
+    ids = _prompt(strong, QUESTIONS[0])
+    expected = _log_probabilities(_folded(strong, [0.3, 0.7]), ids)
+    torch.testing.assert_close(_log_probabilities(model.eval(), ids), expected, **ROUNDING)
+
+
+def test_llama_cpp_replies_as_the_folded_model_at_every_preference(strong, gguf_folder):
+    engine = LlamaEngine(gguf_folder, num_slots=1, context=256, num_threads=1)
+    for question in QUESTIONS:
+        messages = [{"role": "user", "content": question}]
+        body = {**engine.served.request, "messages": messages, "temperature": 0}
+        body |= {"max_tokens": 12, "logprobs": True, "top_logprobs": 20}
+        for preference in POINTS:  # one slot, whose cache must not outlive a change of scales
+            ids, folded = _prompt(strong, question), _folded(strong, preference)
+            reply = engine.reply(body, engine.served.scales(preference))
+            assert reply["usage"]["prompt_tokens"] == ids.size(1)
+            expected = _log_probabilities(folded, ids)[0, -1]
+            tokens = reply["choices"][0]["logprobs"]["content"]
+            for entry in tokens[0]["top_logprobs"]:
+                difference = abs(entry["logprob"] - expected[entry["id"]].item())
+                assert difference < LLAMA_TOLERANCE, (question, preference, entry)
+            greedy = _reply(folded, ids)
+            said = [entry["id"] for entry in tokens]
+            assert said == greedy[: len(said)]
+
+
+def test_the_adapters_at_points_are_folded_for_vllm_and_picked_from_their_front(strong, tmp_path):
+    done = exported(strong, tmp_path / "vllm", "--to", "vllm")
+    front = Front.load(done.folder / "front.json")
+    whole = load_file(strong / "adapter/adapter_model.safetensors")
+    whole |= load_file(strong / "adapter/conditioned.safetensors")
+    for point in front.points:
+        adapter = load_file(done.folder / point.adapter / "adapter_model.safetensors")
+        for name, values in fold(whole, point.preference or ()).items():
+            torch.testing.assert_close(adapter[name], values)
+        settings = json.loads((done.folder / point.adapter / "adapter_config.json").read_text())
+        assert settings["modules_to_save"] is None
+        assert settings["bias"] == "none"
+    cfg = PickConfig(front=done.folder / "front.json", target="brevity=1,positivity=0")
+    assert pick(cfg).adapter == done.folder / "100_0"
+
+
+@pytest.mark.parametrize("to", ["peft", "vllm"])
+def test_one_trade_off_is_an_ordinary_adapter(strong, tmp_path, to, capsys):
+    given = ["--run", str(strong), "--to", to, "--out", str(tmp_path / "one")]
+    folder = COMMANDS["export"].parse([*given, "--preference", "[0.3, 0.7]"])
+    done = export(folder)
+    assert done.preferences == {"": pytest.approx([0.3, 0.7])}
+    assert not (done.folder / "front.json").exists()
+    assert "brevity 0.300, positivity 0.700" in (done.folder / "README.md").read_text()
+    base = AutoModelForCausalLM.from_pretrained(smoke.POLICY, dtype=torch.float32)
+    with without_needless_warnings():
+        model = PeftModel.from_pretrained(base, done.folder).eval()
+    ids = _prompt(strong, QUESTIONS[0])
+    expected = _log_probabilities(_folded(strong, [0.3, 0.7]), ids)
+    torch.testing.assert_close(_log_probabilities(model, ids), expected, rtol=0, atol=1e-6)
+
+
+def test_targets_and_requirements_are_exported_as_pick_finds_them(strong, tmp_path):
+    share = 0.5 + 0.25 * (0.4 - 0.25) / (0.5625 - 0.25)  # as in tests/jobs/test_front.py
+    options = ("--to", "gguf", "--has_base", "false")
+    done = exported(strong, tmp_path / "a", *options, "--target", "brevity=0.4,positivity=0.6")
+    assert done.preferences == {"adapter.gguf": pytest.approx([share, 1 - share])}
+    assert [file.name for file in done.folder.iterdir()] == ["adapter.gguf"]
+    done = exported(strong, tmp_path / "b", *options, "--require", "brevity>=0.3")
+    [[first, _]] = done.preferences.values()
+    assert 0.5 < first < 0.75
+
+
+def test_the_printed_command_serves_the_export(strong, tmp_path, capsys):
+    given = ["--run", str(strong), "--to", "gguf", "--out", str(tmp_path / "gguf")]
+    COMMANDS["export"].run(given)
+    lines = capsys.readouterr().out.splitlines()
+    assert f"adapter   {tmp_path}/gguf/brevity.gguf, at brevity 1.000, positivity 0.000" in lines
+    program, command, *arguments = shlex.split(lines[-1].removeprefix("serve"))
+    assert (program, command) == ("firm", "serve")
+    assert COMMANDS["serve"].parse(arguments).export == tmp_path / "gguf"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--preference", "[0.3, 0.8]"), "preference must have shares that sum to 1"),
+        (("--preference", "[1]"), "a list of 2 shares (brevity, positivity)"),
+        (("--target", "happy=1"), "target has the unknown objective 'happy'"),
+        (("--require", "brevity>=2"), "no mixture meets brevity >= 2"),
+        (("--target", "brevity=1", "--require", "kl<=2"), "pass one of preference, target and re"),
+        (("--to", "openvino"), "to must be one of peft, gguf, vllm, got 'openvino'"),
+    ],
+)
+def test_what_cannot_be_exported_is_refused(strong, tmp_path, arguments, message):
+    with pytest.raises((UserError, ValueError)) as refusal:
+        exported(strong, tmp_path / "out", *arguments)
+    assert message in str(refusal.value)
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_run_without_a_front_and_a_folder_that_exists_are_refused(run, strong, tmp_path):
+    with pytest.raises(UserError, match=r"has no front\.json"):
+        exported(run, tmp_path / "out")
+    with pytest.raises(UserError, match="exists; choose another --out"):
+        exported(strong, tmp_path)
+
+
+def test_a_run_is_served_with_openai_s_requests(strong):
+    options = ["--run", str(strong), "--name", "tiny", "--port", str(free_port())]
+    options += ["--num_slots", "1", "--context", "256", "--num_threads", "1"]
+    with endpoint(COMMANDS["serve"].parse(options)) as server:
+        thread = Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
+        thread.start()
+        try:
+            replies = {share: _chat(server, f"tiny@brevity={share}") for share in (0.0, 0.3, 1.0)}
+            streamed = _chat(server, "tiny@brevity=0.3", stream=True)
+        finally:
+            server.shutdown()
+            thread.join()
+    for share, reply in replies.items():
+        ids = _prompt(strong, QUESTIONS[0])
+        expected = _reply(_folded(strong, [share, 1 - share]), ids)
+        tokenizer = AutoTokenizer.from_pretrained(strong / "adapter")
+        said = json.loads(reply)["choices"][0]["message"]["content"]
+        text = tokenizer.decode(expected, skip_special_tokens=True).partition("\n\nHuman:")[0]
+        assert said.strip() == text.strip()
+    chunks = [json.loads(line[6:]) for line in streamed.split("\n\n")[:-2]]
+    parts = [chunk["choices"][0]["delta"].get("content") or "" for chunk in chunks]
+    assert "".join(parts) == json.loads(replies[0.3])["choices"][0]["message"]["content"]
+
+
+def free_port():
+    import socket
+
+    with socket.create_server(("127.0.0.1", 0)) as place:
+        return place.getsockname()[1]
+
+
+def _chat(server, model, **options):
+    messages = [{"role": "user", "content": QUESTIONS[0]}]
+    body = {"model": model, "messages": messages, "temperature": 0, "max_tokens": 12, **options}
+    with closing(HTTPConnection(*server.server_address[:2], timeout=60)) as connection:
+        connection.request(
+            "POST", "/v1/chat/completions", json.dumps(body), {"Content-Type": "application/json"}
+        )
+        return connection.getresponse().read().decode()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--host", "0.0.0.0"), "which needs a key: pass --api_key_file"),
+        (("--api_key_file", "{tmp}/empty"), "must hold a key without spaces"),
+        (("--base", "{tmp}/none.gguf"), "there is no GGUF file"),
+    ],
+)
+def test_what_cannot_be_served_is_refused(gguf_folder, tmp_path, arguments, message):
+    (tmp_path / "empty").write_text("\n")
+    given = [text.format(tmp=tmp_path) for text in arguments]
+    options = ["--export", str(gguf_folder), "--port", str(free_port())]
+    with (
+        pytest.raises(UserError) as refusal,
+        endpoint(COMMANDS["serve"].parse([*options, *given])),
+    ):
+        pass
+    assert message in str(refusal.value)
+
+
+def test_a_base_model_that_llama_cpp_does_not_know_is_not_loaded(gguf_folder, tmp_path):
+    folder = shutil.copytree(gguf_folder, tmp_path / "gguf")
+    (folder / "base.gguf").write_bytes(b"GGUF")
+    with pytest.raises(ValueError, match=r"llama\.cpp cannot load"):
+        LlamaEngine(folder)
+    (folder / "base.gguf").unlink()
+    with pytest.raises(ValueError, match="there is no GGUF file"):
+        LlamaEngine(folder)

@@ -1,0 +1,82 @@
+"""Preferences, targets and requirements become scales that sum to 1, or are refused in words."""
+
+import json
+from dataclasses import replace
+
+import pytest
+
+from firm.serving import ServedFront
+
+
+@pytest.mark.parametrize(
+    "preference",
+    ["helpful=0.7", "harmless=0.3,helpful=0.7", {"helpful": 0.7}, {"harmless": 0.3}, [0.7, 0.3]],
+)
+def test_a_preference_is_read_in_every_form(served, preference):
+    assert served.scales(preference) == pytest.approx({"helpful": 0.7, "harmless": 0.3})
+
+
+def test_scales_are_equal_by_default_and_may_be_zero(served):
+    assert served.scales() == {"helpful": 0.5, "harmless": 0.5}
+    assert served.scales("helpful=0") == {"helpful": 0.0, "harmless": 1.0}
+    assert served.scales({"harmless": 1}) == {"helpful": 0.0, "harmless": 1.0}
+
+
+def test_a_target_is_reached_by_another_preference(served):
+    # both gain half at a reward of 0.5, between those of 0.25 at equal shares and 1
+    share = 0.5 + 0.5 * (0.5 - 0.25) / (1 - 0.25)
+    assert served.preference(target="helpful=1,harmless=1") == pytest.approx([share, 1 - share])
+    assert served.preference(target=[2, 2]) == pytest.approx([share, 1 - share])
+
+
+def test_requirements_are_met_by_lower_bounds(served):
+    [first, second] = served.preference(require="helpful>=0.4", confidence=0.95)
+    bound = 0.4 + 1.6448536 * 0.01  # what is left goes to harmless
+    assert first == pytest.approx(0.5 + 0.5 * (bound - 0.25) / 0.75, abs=1e-6)
+    assert first + second == pytest.approx(1)
+    with pytest.raises(ValueError, match=r"no mixture meets helpful >= 2 .* misses by 1\.016"):
+        served.preference(require="helpful>=2")
+
+
+@pytest.mark.parametrize(
+    ("request_", "message"),
+    [
+        ({"preference": "helpful=0.7,harmless=0.7"}, "sum to 1, got 'helpful=0.7,harmless=0.7'"),
+        ({"preference": "helpful=1.2"}, "sum to 1, got 'helpful=1.2'"),
+        ({"preference": [0.5, 0.6]}, "must have shares that sum to 1"),
+        ({"preference": {"helpful": -0.5, "harmless": 1.5}}, "must be a non-negative number"),
+        ({"preference": {"helpful": True}}, "must be a non-negative number, got 'True'"),
+        ({"preference": {"helpful": None}}, "must be a non-negative number, got 'None'"),
+        ({"preference": [1]}, "a list of 2 shares (helpful, harmless), got [1]"),
+        ({"preference": 0.7}, "got 0.7"),
+        ({"preference": "helpfull=0.7"}, "unknown objective 'helpfull'"),
+        ({"preference": ""}, "preference must be name=share pairs"),
+        ({"target": "helpful=1"}, "target has no share for harmless"),
+        ({"target": [0, 0]}, "target must have a share above 0"),
+        ({"require": ["kl<=3"]}, "require must be a text"),
+        ({"require": "truth>=0.5"}, "require has the unknown 'truth'"),
+        ({"target": [1, 1], "require": "kl<=3"}, "pass one of preference, target and require"),
+    ],
+)
+def test_what_cannot_be_served_is_refused(served, request_, message):
+    with pytest.raises(ValueError) as refusal:
+        served.preference(**request_)
+    assert message in str(refusal.value)
+
+
+def test_the_record_is_a_file(served, tmp_path):
+    served.save(tmp_path)
+    assert ServedFront.load(tmp_path) == served
+    with pytest.raises(ValueError, match="pass a folder that `firm export` wrote"):
+        ServedFront.load(tmp_path / "none")
+    content = json.loads((tmp_path / "front.json").read_text())
+    (tmp_path / "front.json").write_text(json.dumps({**content, "adapters": {"helpful": "a"}}))
+    with pytest.raises(ValueError, match="adapters must be those of the objectives helpful, harm"):
+        ServedFront.load(tmp_path)
+
+
+@pytest.mark.parametrize("place", ["/etc/passwd", "../other", "a\\b"])
+def test_paths_out_of_the_folder_are_refused(served, place):
+    for changes in ({"base_file": place}, {"adapters": dict.fromkeys(served.adapters, place)}):
+        with pytest.raises(ValueError, match="must be inside"):
+            replace(served, **changes)
