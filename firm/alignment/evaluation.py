@@ -24,6 +24,7 @@ from firm.alignment.prompt_data import loose_text
 from firm.alignment.prompts import Prompt, PromptFormat
 from firm.alignment.rewards import Calibration, RewardFn, score, values_or_none
 from firm.alignment.rollout import Sampler, encode_prompts, rollout
+from firm.alignment.rollout_engines import RolloutEngine
 from firm.federation.randomness import RandomStream
 from firm.quantities import Quantity, register
 from firm.schema import Count, Finite, NonNegative, Share
@@ -96,12 +97,14 @@ def sample_replies(
     config: RolloutConfig,
     reference: Reference,
     preference: Sequence[float] | None = None,
+    engine: RolloutEngine | None = None,
     on_progress: Callable[[float], None] = lambda _: None,
 ) -> Replies:
     """Samples one reply to each of N prompts, with its KL from the base model.
 
     The model must be in evaluation mode, and becomes the base model inside the context `reference`.
-    A conditioned policy replies at the preference, by default at equal shares.
+    A conditioned policy replies at the preference, by default at equal shares. The engine is the
+    model's own passes by default.
     """
     queries = encode_prompts(
         prompts, tokenizer, prompt_format=prompt_format, max_prompt_tokens=config.max_prompt_tokens
@@ -109,7 +112,7 @@ def sample_replies(
     if preference is not None:
         shares = torch.tensor(preference, device=model.device) / sum(preference)
         queries = replace(queries, preferences=shares.expand(len(prompts), -1))
-    sampler = Sampler(model, tokenizer, config, reference, prompt_format)
+    sampler = Sampler(model, tokenizer, config, reference, prompt_format, engine=engine)
     rollouts = rollout(sampler, queries, on_progress=on_progress)
     kl = kl_penalty(rollouts.logprobs, rollouts.reference_logprobs).sum(1)
     special = {id for id, token in tokenizer.added_tokens_decoder.items() if token.special}

@@ -14,15 +14,20 @@ from typing import Any, Literal
 import torch
 from transformers import PreTrainedTokenizerBase
 
+from firm.alignment.advantages import masked_mean
 from firm.alignment.generation import (
     RolloutConfig,
     end_token_ids,
     find_ends,
-    generate,
-    pad_right,
     stop_strings,
 )
 from firm.alignment.prompts import AUTO, Prompt, PromptFormat, fitting_token_ids
+from firm.alignment.rollout_engines import (
+    RolloutEngine,
+    SampleRequest,
+    Samples,
+    TransformersEngine,
+)
 from firm.alignment.sequences import (
     ALONE,
     INVALID_LOGPROB,
@@ -32,6 +37,7 @@ from firm.alignment.sequences import (
     Sequences,
     by_chunks,
     left_padded,
+    pad_right,
     response_logprobs,
 )
 from firm.federation.engines.processes import Team
@@ -71,6 +77,8 @@ class Sampler:
     """Prompt format, which sets the stop strings if `config` does not."""
     team: Team | Alone = ALONE
     """Processes that share the rows; all get the whole result."""
+    engine: RolloutEngine | None = None
+    """Engine that samples from `model`; its own passes by default."""
 
     @property
     def pad_token_id(self) -> int:
@@ -89,17 +97,13 @@ class Sampler:
 
     def generate(
         self, queries: Queries, *, on_token: Callable[[int], None] = lambda _: None
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Returns samples [B, Q + T] and their log-probabilities [B, T]; see `generate`."""
-        return generate(
-            self.model,
-            queries,
-            tokenizer=self.tokenizer,
-            config=self.config,
-            end_ids=self.end_ids,
-            team=self.team,
-            on_token=on_token,
+    ) -> Samples:
+        """Returns samples of replies to the prompts; see `SampleRequest` for `on_token`."""
+        engine = self.engine or TransformersEngine(self.model, self.tokenizer)
+        (samples,) = engine.sample(
+            [SampleRequest(queries, self.config, self.end_ids, team=self.team, on_token=on_token)]
         )
+        return samples
 
     def logprobs(self, sequences: Sequences, *, of_reference: bool) -> torch.Tensor:
         """Returns the responses' log-probabilities from forward passes, [B, T]."""
@@ -131,32 +135,40 @@ def rollout(
             unfinished ones.
     """
     config = sampler.config
-    query_responses, at_generation = _sampled(sampler, queries, on_progress)
+    sampled, at_generation = _sampled(sampler, queries, on_progress)
     num_tokens, ended, completions = find_ends(
-        query_responses[:, queries.token_ids.size(1) :],
+        sampled[:, queries.token_ids.size(1) :],
         tokenizer=sampler.tokenizer,
         end_ids=sampler.end_ids,
         stop_strings=sampler.stop_strings,
     )
+    query_responses = sampled.masked_fill(sampled < 0, sampler.pad_token_id)
     sequences = Sequences(queries, query_responses, num_tokens)
     padding = ~sequences.mask  # [B, T]
 
-    logprobs, mismatch = at_generation.masked_fill(padding, INVALID_LOGPROB), None
-    precision = sampler.model.get_input_embeddings().weight.dtype
-    is_forward = logprobs_from(str(precision).removeprefix("torch."), config) == "forward"
+    def passed(*, of_reference: bool) -> torch.Tensor:
+        logprobs = sampler.logprobs(sequences, of_reference=of_reference)
+        return logprobs.masked_fill(padding, INVALID_LOGPROB)
+
+    precision = str(sampler.model.get_input_embeddings().weight.dtype).removeprefix("torch.")
+    logprobs, mismatch = at_generation, None
+    if at_generation is not None:
+        logprobs = at_generation.masked_fill(padding, INVALID_LOGPROB)
+    is_forward = logprobs is None or logprobs_from(precision, config) == "forward"
     if is_forward or measures_mismatch:
-        passed = sampler.logprobs(sequences, of_reference=False)
-        passed = passed.masked_fill(padding, INVALID_LOGPROB)
-        mismatch = logprobs - passed
-        logprobs = passed if is_forward else logprobs
-    reference_logprobs = sampler.logprobs(sequences, of_reference=True)
+        own = passed(of_reference=False)
+        mismatch = None if logprobs is None else logprobs - own
+        logprobs = own if is_forward else logprobs
+    if mismatch is not None and config.engine.samples_itself:
+        config.engine.check_mismatch(masked_mean(mismatch**2, sequences.mask).sqrt().item())
+    assert logprobs is not None
     return Rollouts(
         queries,
         query_responses,
         num_tokens,
         completions=completions,
         logprobs=logprobs,
-        reference_logprobs=reference_logprobs.masked_fill(padding, INVALID_LOGPROB),
+        reference_logprobs=passed(of_reference=True),
         ended=ended,
         mismatch=mismatch,
     )
@@ -164,8 +176,8 @@ def rollout(
 
 def _sampled(
     sampler: Sampler, queries: Queries, on_progress: Callable[[float], None]
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns sampled token ids [B, Q + T] and their log-probabilities at generation, [B, T]."""
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Returns sampled token ids [B, Q + T], and their log-probabilities [B, T] if there are any."""
     chunks, num_done = [], 0
     for chunk in queries.split(sampler.config.forward_batch_size):
         replies_per_token = chunk.num_rows / sampler.config.max_new_tokens
@@ -177,14 +189,16 @@ def _sampled(
 
         chunks.append(sampler.generate(chunk, on_token=told))
         num_done += chunk.num_rows
-    length = max(ids.size(1) for ids, _ in chunks)
+    length = max(chunk.token_ids.size(1) for chunk in chunks)
     num_tokens = length - queries.token_ids.size(1)
-    pad_id = sampler.pad_token_id
-    query_responses = torch.cat([pad_right(ids, length, pad_id) for ids, _ in chunks])
-    logprobs = torch.cat([pad_right(part, num_tokens, INVALID_LOGPROB) for _, part in chunks])
-    return query_responses, logprobs
+    token_ids = torch.cat([pad_right(chunk.token_ids, length, -1) for chunk in chunks])
+    parts = [chunk.logprobs for chunk in chunks if chunk.logprobs is not None]
+    if len(parts) < len(chunks):
+        return token_ids, None
+    return token_ids, torch.cat([pad_right(part, num_tokens, INVALID_LOGPROB) for part in parts])
 
 
 def logprobs_from(dtype: str, config: RolloutConfig) -> Literal["generation", "forward"]:
     """Returns the source of log-probabilities for a policy with parameters of a dtype."""
-    return config.logprobs or ("generation" if dtype in ("float32", "float64") else "forward")
+    is_exact = dtype in ("float32", "float64") and not config.engine.samples_itself
+    return config.logprobs or ("generation" if is_exact else "forward")

@@ -278,6 +278,12 @@ def left_padded(rows: Sequence[Sequence[int]], *, fill: int) -> tuple[torch.Tens
     return torch.tensor(padded, dtype=torch.long), torch.tensor(lengths, dtype=torch.long)
 
 
+def pad_right(values: torch.Tensor, length: int, fill: float) -> torch.Tensor:
+    """Returns rows [B, ...] padded on the right to `length`."""
+    missing = length - values.size(1)
+    return torch.nn.functional.pad(values, (0, missing), value=fill) if missing else values
+
+
 def token_logprobs(logits: torch.Tensor, token_ids: torch.Tensor) -> torch.Tensor:
     """Returns log-probabilities of `token_ids` [B, T] under `logits` [B, T, V], shape [B, T].
 

@@ -37,6 +37,7 @@ from firm.alignment.policy import adapter_parameters, set_mode
 from firm.alignment.prompts import Prompt, PromptFormat
 from firm.alignment.rewards import Judges, RewardFn, Scored, ScoringRequest, filled, scored
 from firm.alignment.rollout import Sampler, encode_prompts, rollout
+from firm.alignment.rollout_engines import RolloutEngine
 from firm.alignment.sequences import ALONE, Alone, Examples, Queries, Rollouts
 from firm.federation.client import Gradients
 from firm.federation.devices import memory_advice
@@ -103,6 +104,7 @@ class MultiObjectiveTrainer:
         value_model: Critic of the estimator; a new one by default.
         team: Processes that share the rows of every batch. All hold the same adapter, take the same
             steps, and call the stages at the same time.
+        rollout_engine: Engine that samples replies; a new one as configured by default.
         adam: Optimizer factory, called with parameters and `lr`.
 
     Attributes:
@@ -127,6 +129,7 @@ class MultiObjectiveTrainer:
         objectives: Sequence[str] | None = None,
         value_model: torch.nn.Module | None = None,
         team: Team | Alone = ALONE,
+        rollout_engine: RolloutEngine | None = None,
         adam: Callable[..., torch.optim.Optimizer] = ADAM,
     ) -> None:
         if config.minibatch_size < team.size:
@@ -153,8 +156,15 @@ class MultiObjectiveTrainer:
             is_linear=forward_of(policy).kind.is_linear,
             timed=self.timed,
         )
+        new_engine = rollout_config.engine.engine
+        self.rollout_engine = rollout_engine or new_engine(policy, tokenizer, rollout_config)
         self._sampler = self._new_sampler(
-            policy, tokenizer, rollout_config, policy.disable_adapter, self.prompt_format
+            model=policy,
+            tokenizer=tokenizer,
+            config=rollout_config,
+            reference=policy.disable_adapter,
+            prompt_format=self.prompt_format,
+            engine=self.rollout_engine,
         )
         self.critic = value_model or config.new_critic(policy, len(self.objectives))
         for model in filter(None, (policy, self.critic)):
@@ -167,8 +177,8 @@ class MultiObjectiveTrainer:
     def _new_policy(self, **fields: Any) -> Policy:
         return Policy(**fields, team=self.team)
 
-    def _new_sampler(self, *fields: Any) -> Sampler:
-        return Sampler(*fields, team=self.team)
+    def _new_sampler(self, **fields: Any) -> Sampler:
+        return Sampler(**fields, team=self.team)
 
     def settings(self) -> dict[str, Any]:
         """Returns the arguments of another trainer of the same policy, in one process."""
@@ -182,6 +192,7 @@ class MultiObjectiveTrainer:
             "num_rounds": self.num_rounds,
             "objectives": self.objectives,
             "value_model": self.critic,
+            "rollout_engine": self.rollout_engine,
             "adam": self._adam,
         }
 
@@ -235,6 +246,7 @@ class MultiObjectiveTrainer:
                 config=self.rollout_config,
                 reference=self.policy_model.disable_adapter,
                 preference=preference,
+                engine=self.rollout_engine,
                 on_progress=on_progress,
             )
 

@@ -242,6 +242,7 @@ class AlignmentConfig:
             raise ValueError(f"start must have a share above zero, got {self.start}.")
         _check_engine(self)
         _check_division(self)
+        _check_rollout_engine(self)
         _check_participation(self)
         _check_ranks(self)
         if self.strategy.robust.min_updates > self.num_clients:
@@ -545,6 +546,21 @@ def _check_division(cfg: AlignmentConfig) -> None:
             "rollout.cache must be dynamic with policy.shard, whose layers cannot be compiled, got "
             "static."
         )
+
+
+def _check_rollout_engine(cfg: AlignmentConfig) -> None:
+    """Raises ``ValueError`` if an engine with a copy of the policy does not fit the run."""
+    engine = cfg.rollout.engine
+    if not engine.samples_itself:
+        return
+    for key, value, needed in (
+        ("processes_per_client", cfg.processes_per_client, 1),
+        ("rollout.cache", cfg.rollout.cache, "dynamic"),
+    ):
+        if value != needed:
+            raise ValueError(
+                f"{key} must be {needed} with rollout.engine.name {engine.name}, got {value}."
+            )
 
 
 def _check_groups(cfg: AlignmentConfig) -> None:

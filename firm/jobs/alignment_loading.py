@@ -173,7 +173,14 @@ def load(
 
 
 def _check_division(cfg: AlignmentConfig, processes: Processes, given: Given) -> None:
-    """Raises ``UserError`` if the policy cannot be divided as configured."""
+    """Raises ``UserError`` if the policy cannot be divided or copied as configured."""
+    engine = cfg.rollout.engine
+    if engine.samples_itself and (processes.size > 1 or given.model is not None):
+        raise UserError(
+            f"rollout.engine.name must be transformers with several processes, and for a model "
+            f"that is passed to firm.align, got {engine.name}; start one process with the path of "
+            "the model's folder."
+        )
     if cfg.policy.device_map and (processes.size > 1 or given.model is not None):
         raise UserError(
             "policy.device_map must be null with several processes, and for a model that is passed "

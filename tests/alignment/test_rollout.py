@@ -15,10 +15,10 @@ from firm.alignment.generation import (
     RolloutConfig,
     end_token_ids,
     find_ends,
-    generate,
 )
 from firm.alignment.prompts import Prompt, PromptFormat
 from firm.alignment.rollout import Sampler, encode_prompts, rollout
+from firm.alignment.rollout_engines import generate
 from firm.alignment.sequences import (
     INVALID_LOGPROB,
     Queries,

@@ -7,13 +7,13 @@ import torch
 
 from firm.alignment import LoraSettings, generation
 from firm.alignment import head as heads
-from firm.alignment.generation import RolloutConfig, generate
+from firm.alignment.generation import RolloutConfig
 from firm.alignment.policy import PolicyConfig, add_adapter
 from firm.alignment.prompts import Prompt
+from firm.alignment.rollout_engines import SampleRequest, generate
 from firm.alignment.sequences import Queries, left_padded
 from firm.alignment.stacked import model as stacked_model
 from firm.alignment.stacked.model import StackedModel
-from firm.alignment.stacked.passes import ClientPart
 from tests.zoo.architectures import ARCHITECTURES
 
 SPECIAL = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
@@ -110,17 +110,17 @@ def test_every_architecture_samples_in_joint_passes_as_with_a_prompt_in_each_row
     orders = [[0, 0, 0, 1], [1, 2, 1, 2, 2], [3]]
 
     def sample():
-        parts = [
-            ClientPart(
+        requests = [
+            SampleRequest(
                 prompts(vocabulary, order),
-                adapter,
+                config,
+                [2],
+                adapter=adapter,
                 generator=torch.Generator().manual_seed(at),
-                config=config,
-                end_ids=[2],
             )
             for at, (order, adapter) in enumerate(zip(orders, adapters, strict=True))
         ]
-        return stack.generate(parts)
+        return [(samples.token_ids, samples.logprobs) for samples in stack.sample(requests)]
 
     shared = sample()
     monkeypatch.setattr(stacked_model, "shares_prompts", lambda _: False)

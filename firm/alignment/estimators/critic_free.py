@@ -160,6 +160,7 @@ class CriticFree:
                     part.advantages,
                     rollouts.mask,
                     config,
+                    policy.importance_weights(rollouts, by_reply=config.ratio_level == "reply"),
                 )
             own = units(rollouts.mask, config)
             factors = reply_factors(own, whole, config, max_tokens=policy.config.max_new_tokens)
@@ -291,6 +292,7 @@ def reply_losses(
     advantages: torch.Tensor,
     mask: torch.Tensor,
     config: CriticFreeConfig,
+    importance: torch.Tensor | None = None,
 ) -> tuple[list[tuple[torch.Tensor, torch.Tensor]], torch.Tensor]:
     """Returns losses per reply, their coefficients by objective, and a mask of clipped ratios.
 
@@ -304,6 +306,7 @@ def reply_losses(
         advantages: One per objective and reply, shape [M, B].
         mask: Response tokens, shape [B, T].
         config: Form of the ratio.
+        importance: Weights of the `units`, from `Policy.importance_weights`; None: all 1.
 
     Returns:
         Pairs of losses [B] and coefficients [M, B]; and, detached, the share of the objectives for
@@ -313,6 +316,8 @@ def reply_losses(
         logprobs = (logprobs * mask).sum(1, keepdim=True)
         old_logprobs = (old_logprobs * mask).sum(1, keepdim=True)
         mask = units(mask, config)
+    if importance is not None:
+        mask = mask * importance
     ratio = torch.exp(logprobs - old_logprobs)
     if config.ratio == "ppo":
         low, high = 1 - config.clip_range, 1 + config.clip_range

@@ -136,6 +136,21 @@ class Policy:
         """Returns log-probabilities and entropies of the responses' tokens, each [b, T]."""
         return token_scores(output, rows, self.config.temperature)
 
+    def importance_weights(
+        self, rollouts: Rollouts, *, by_reply: bool = False
+    ) -> torch.Tensor | None:
+        """Returns weights by which to correct for sampling from a copy of the policy.
+
+        They are [B, T], or by reply [B, 1]; None if the policy's own passes sampled, or the engine
+        has no log-probabilities.
+        """
+        if rollouts.mismatch is None:
+            return None
+        log_ratios = -rollouts.mismatch  # 0 at padding
+        if by_reply:
+            log_ratios = log_ratios.sum(1, keepdim=True)
+        return self.config.engine.importance_weights(log_ratios)
+
     def by_chunks(self, function: Callable[[Any], torch.Tensor], rows: Rows) -> torch.Tensor:
         """Applies a function to rows in chunks that fit into memory; returns values [B, ...]."""
         return by_chunks(function, rows, size=self.config.forward_batch_size, team=self.team)

@@ -218,6 +218,7 @@ class PPO:
                 part.advantages,
                 mask,
                 clip_range=config.clip_range,
+                importance=policy.importance_weights(rollouts),
             )
             critic_losses = value_losses(
                 self._values(rollouts, output).masked_fill(~value_mask, 0),
@@ -302,6 +303,7 @@ def policy_losses(
     mask: torch.Tensor,
     *,
     clip_range: float,
+    importance: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Returns each objective's clipped surrogate loss (Schulman et al., 2017, Eq. 7, negated).
 
@@ -311,6 +313,7 @@ def policy_losses(
         advantages: One advantage per objective and token, shape [M, B, T].
         mask: Response tokens, shape [B, T].
         clip_range: The ratio is clipped to [1 - clip_range, 1 + clip_range].
+        importance: Weights of the tokens' losses, shape [B, T]; None: all 1.
 
     Returns:
         Losses [M] and, detached, the share of tokens with a clipped ratio [M].
@@ -320,7 +323,8 @@ def policy_losses(
     losses, clip_fractions = [], []
     for advantage in advantages:
         loss, clipped = -advantage * ratio, -advantage * clipped_ratio
-        losses.append(masked_mean(torch.max(loss, clipped), mask))
+        largest = torch.max(loss, clipped)
+        losses.append(masked_mean(largest if importance is None else largest * importance, mask))
         clip_fractions.append(masked_mean((clipped > loss).float(), mask))
     return torch.stack(losses), torch.stack(clip_fractions).detach()
 

@@ -8,6 +8,7 @@ import torch
 
 from firm.alignment.estimators.estimator import Policy
 from firm.alignment.rollout import Sampler
+from firm.alignment.rollout_engines import SampleRequest, Samples
 from firm.alignment.sequences import Queries, Sequences, TokenScores
 from firm.alignment.stacked.model import Losses, StackedModel, Weighted
 from firm.alignment.stacked.passes import ClientPart, Output, PassPosition
@@ -107,23 +108,19 @@ class StackedSampler(Sampler):
 
     def generate(
         self, queries: Queries, *, on_token: Callable[[int], None] = lambda _: None
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Returns samples and their log-probabilities; see `Sampler`.
+    ) -> Samples:
+        """Returns samples of replies to the prompts; see `Sampler`.
 
         `on_token` is never called, since a joint pass samples for several clients.
         """
+        assert self.engine is not None
         generator = copy_of_generator(self.model.device)
-        part = ClientPart(
-            queries,
-            self.policy.adapter,
-            generator=generator,
-            config=self.config,
-            end_ids=self.end_ids,
+        request = SampleRequest(
+            queries, self.config, self.end_ids, adapter=self.policy.adapter, generator=generator
         )
-        work = self.policy.stack.generate
-        ids, logprobs = together(work, part, size=queries.num_rows)
+        samples = together(self.engine.sample, request, size=queries.num_rows)
         set_generator(generator)
-        return ids.masked_fill(ids < 0, self.pad_token_id), logprobs
+        return samples
 
     def logprobs(self, sequences: Sequences, *, of_reference: bool) -> torch.Tensor:
         """Returns the responses' log-probabilities; see `Sampler`."""

@@ -16,6 +16,7 @@ import torch
 from firm.alignment.adapters.forward import forward_of
 from firm.alignment.decoding import SamplingState, decode_, random_numbers
 from firm.alignment.policy import adapter_parameters, set_mode
+from firm.alignment.rollout_engines import SampleRequest, Samples
 from firm.alignment.sequences import cached_pass, forward, forward_options, shares_prompts
 from firm.alignment.stacked.passes import ClientPart, Output, Pass, PassPosition
 from firm.federation.lockstep import outcome_of
@@ -135,18 +136,21 @@ class StackedModel:
         ]
 
     @torch.no_grad()
-    def generate(self, parts: list[ClientPart]) -> list[Any]:
-        """Samples replies to each part's prompts, with log-probabilities.
+    def sample(self, requests: list[SampleRequest]) -> list[Samples]:
+        """Samples replies to each request's prompts with its adapter; see `RolloutEngine`.
 
         Equal prompts of a part take one row of the first pass. Each part draws the same random
         numbers from its generator as it would alone, and ends with its last reply. Finished replies
         are dropped from the batch once there are enough of them (`decode_`).
         """
         set_mode(self.policy, is_training=False)
-        joint, replies = self._pass(parts), [_sampling(part) for part in parts]
+        adapters: Any = [request.adapter for request in requests]
+        parts = zip(requests, adapters, strict=True)
+        joint = self._pass([ClientPart(each.queries, adapter) for each, adapter in parts])
+        replies = [_sampling(request) for request in requests]
         prompts, index = self._prompts(joint)
         decode_(self._cached_pass, prompts, index, joint, replies)
-        return [reply.result() for reply in replies]
+        return [Samples(*reply.result()) for reply in replies]
 
     def _prompts(self, joint: Pass) -> tuple[Pass, torch.Tensor | None]:
         """Returns a pass over each part's distinct prompts, and the row of every prompt in it.
@@ -179,16 +183,15 @@ class StackedModel:
         return Pass(parts, {parameter: name for name, parameter in self._slot.items()})
 
 
-def _sampling(part: ClientPart) -> SamplingState:
-    assert part.config is not None
-    ids = part.token_ids
-    draw = partial(random_numbers, len(ids), device=ids.device, generator=part.generator)
+def _sampling(request: SampleRequest) -> SamplingState:
+    ids = request.queries.token_ids
+    draw = partial(random_numbers, len(ids), device=ids.device, generator=request.generator)
     return SamplingState(
         ids,
         draw,
-        temperature=part.config.temperature,
-        max_new_tokens=part.config.max_new_tokens,
-        end_ids=part.end_ids,
+        temperature=request.config.temperature,
+        max_new_tokens=request.config.max_new_tokens,
+        end_ids=request.end_ids,
     )
 
 

@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 
-from firm.alignment.generation import RolloutConfig
 from firm.alignment.head import Head
 from firm.alignment.sequences import (
     Queries,
@@ -37,8 +36,6 @@ class ClientPart:
     generator: torch.Generator | None = None
     """Generator of the client's random numbers."""
     temperature: float = 1.0
-    config: RolloutConfig | None = None
-    end_ids: Sequence[int] = ()
 
     @property
     def leaves(self) -> list[torch.nn.Parameter]:

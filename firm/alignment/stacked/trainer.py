@@ -19,7 +19,9 @@ def stacked_trainers(trainer: MultiObjectiveTrainer) -> "Callable[[], StackedTra
     In ``lockstep`` their passes are one large batch (`StackedModel`), and a reward model scores
     the replies of all in one call.
     """
-    return partial(StackedTrainer, StackedModel(trainer.policy_model), **trainer.settings())
+    stack = StackedModel(trainer.policy_model)
+    engine = trainer.rollout_config.engine.stacked(trainer.rollout_engine, stack.sample)
+    return partial(StackedTrainer, stack, **{**trainer.settings(), "rollout_engine": engine})
 
 
 def _scored(asked: ScoringRequest) -> Scored:
@@ -47,6 +49,6 @@ class StackedTrainer(MultiObjectiveTrainer):
     def _new_policy(self, **fields: Any) -> StackedPolicy:
         return StackedPolicy(**fields, stack=self._stack, adapter=self.adapter_parameters)
 
-    def _new_sampler(self, *fields: Any) -> StackedSampler:
+    def _new_sampler(self, **fields: Any) -> StackedSampler:
         assert isinstance(self._policy, StackedPolicy)
-        return StackedSampler(*fields, policy=self._policy)
+        return StackedSampler(**fields, policy=self._policy)

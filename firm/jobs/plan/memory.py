@@ -13,7 +13,7 @@ holds freed blocks: a run of "49k, PPO" there took 2.0 times the estimate with g
 import dataclasses
 import weakref
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial, wraps
 from typing import Any
 
@@ -27,6 +27,7 @@ from firm.alignment.decoding import random_numbers, sampled_tokens
 from firm.alignment.pair_tokens import PairBatch
 from firm.alignment.policy import PolicyConfig, add_adapter, set_mode
 from firm.alignment.prompts import Prompt
+from firm.alignment.rollout_engines import TransformersConfig
 from firm.alignment.sequences import Queries, Rollouts, cached_pass, set_preferences
 from firm.alignment.stacked.trainer import stacked_trainers
 from firm.alignment.trainer import Learner, MultiObjectiveTrainer
@@ -128,7 +129,7 @@ class Rehearsal:
         self._model = model
         self.alone = MultiObjectiveTrainer(
             cfg.estimator,
-            rollout_config=cfg.rollout,
+            rollout_config=replace(cfg.rollout, engine=TransformersConfig()),
             policy=model,
             tokenizer=None,  # type: ignore[arg-type]  # there are no texts
             reward_fns=dict.fromkeys(cfg.rewards, _no_reward),

@@ -15,9 +15,9 @@ from firm.alignment.adapters import (
     adapt_,
 )
 from firm.alignment.adapters.conditioned import ConditioningConfig, PreferenceStream, fold
-from firm.alignment.generation import generate
 from firm.alignment.policy import adapter_parameters, load_adapter_
 from firm.alignment.rewards import Judges
+from firm.alignment.rollout_engines import generate
 from firm.alignment.sequences import Sequences, forward, response_logprobs, set_preferences
 from firm.alignment.stacked.trainer import stacked_trainers
 from firm.federation import LocalEngine, RandomStream, ServerState

@@ -1,0 +1,33 @@
+"""Rollout engines, which sample replies; one file each.
+
+Configurations select an engine by its `name`. To add one, write a file with a configuration
+decorated with `register_rollout_engine` and an implementation of `RolloutEngine`.
+"""
+
+from firm.alignment.rollout_engines.engine import (
+    ROLLOUT_ENGINES,
+    RolloutEngine,
+    RolloutEngineConfig,
+    SampleRequest,
+    Samples,
+    SeparateEngineConfig,
+    register_rollout_engine,
+)
+from firm.alignment.rollout_engines.transformers import (
+    TransformersConfig,
+    TransformersEngine,
+    generate,
+)
+
+__all__ = [
+    "ROLLOUT_ENGINES",
+    "RolloutEngine",
+    "RolloutEngineConfig",
+    "SampleRequest",
+    "Samples",
+    "SeparateEngineConfig",
+    "TransformersConfig",
+    "TransformersEngine",
+    "generate",
+    "register_rollout_engine",
+]

@@ -1,0 +1,313 @@
+"""The rollout engine `transformers`: samples with the policy's own passes, in this process."""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+from transformers import (
+    GenerationConfig,
+    LogitsProcessor,
+    LogitsProcessorList,
+    PreTrainedTokenizerBase,
+)
+
+from firm.alignment.decoding import SamplingState, decode_, random_numbers, sampled_tokens
+from firm.alignment.rollout_engines.engine import (
+    RolloutEngine,
+    RolloutEngineConfig,
+    SampleRequest,
+    Samples,
+    register_rollout_engine,
+)
+from firm.alignment.sequences import (
+    ALONE,
+    INVALID_LOGPROB,
+    TEMPERATURE_GUARD,
+    Alone,
+    Queries,
+    cached_pass,
+    pad_right,
+    set_preferences,
+    shares_prompts,
+)
+from firm.federation.engines.processes import Team
+from firm.fields import NOT_IN_PAPER, configuration
+
+if TYPE_CHECKING:  # its default is the configuration below
+    from firm.alignment.generation import RolloutConfig
+
+
+@register_rollout_engine
+@configuration(source=NOT_IN_PAPER)
+class TransformersConfig(RolloutEngineConfig):
+    """The policy's own passes."""
+
+    name: Literal["transformers"] = "transformers"
+    """Rollout engine."""
+
+    def engine(
+        self, policy: Any, tokenizer: PreTrainedTokenizerBase, config: "RolloutConfig"
+    ) -> "TransformersEngine":
+        """Returns the engine; see `RolloutEngineConfig`."""
+        return TransformersEngine(policy, tokenizer)
+
+    def stacked(
+        self, engine: RolloutEngine, joint: Callable[[list[SampleRequest]], Sequence[Samples]]
+    ) -> RolloutEngine:
+        """Returns an engine that samples by joint passes; see `RolloutEngineConfig`."""
+        return _JointEngine(joint)
+
+
+class TransformersEngine:
+    """Samples from a model with the adapter in its slot; implements `RolloutEngine`.
+
+    Args:
+        model: A causal language model, with or without an adapter.
+        tokenizer: Its tokenizer.
+    """
+
+    def __init__(self, model: Any, tokenizer: PreTrainedTokenizerBase) -> None:
+        self._model, self._tokenizer = model, tokenizer
+
+    def sample(self, requests: list[SampleRequest]) -> list[Samples]:
+        """Returns the samples of each request, one after the other; see `RolloutEngine`."""
+        return [self._samples(request) for request in requests]
+
+    def _samples(self, request: SampleRequest) -> Samples:
+        assert request.adapter is None  # `TransformersConfig.stacked` takes others
+        token_ids, logprobs = generate(
+            self._model,
+            request.queries,
+            tokenizer=self._tokenizer,
+            config=request.config,
+            end_ids=request.end_ids,
+            team=request.team,
+            on_token=request.on_token,
+        )
+        return Samples(token_ids, logprobs)
+
+
+class _JointEngine:
+    """Samples for several adapters by the policy's joint passes; implements `RolloutEngine`."""
+
+    def __init__(self, joint: Callable[[list[SampleRequest]], Sequence[Samples]]) -> None:
+        self._joint = joint
+
+    def sample(self, requests: list[SampleRequest]) -> Sequence[Samples]:
+        """Returns the samples of each request; see `RolloutEngine`."""
+        return self._joint(requests)
+
+
+@torch.no_grad()
+def generate(
+    model: Any,
+    queries: Queries,
+    *,
+    tokenizer: PreTrainedTokenizerBase,
+    config: "RolloutConfig",
+    end_ids: Sequence[int],
+    team: Team | Alone = ALONE,
+    on_token: Callable[[int], None] = lambda _: None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Samples responses of at most `max_new_tokens` tokens, with log-probabilities.
+
+    Overrides the sampling defaults of the checkpoint. The sampled tokens do not depend on the
+    team's size. `on_token` is called at each token with the number of tokens before it.
+
+    Returns:
+        Token ids [B, Q + T], which start with the queries, and log-probabilities [B, T] under the
+        tempered sampling distribution.
+    """
+    draws = _Draws(queries.num_rows, team.share(queries.num_rows), config, queries.device)
+    if team.size == 1:
+        return _generate(model, queries, tokenizer, config, end_ids, on_token, draws)
+    own = queries.rows(draws.rows)
+    with team.unanimous():
+        ids, logprobs = _generate(model, own, tokenizer, config, end_ids, on_token, draws)
+    gathered = team.gather((ids, logprobs, draws.vocabulary))
+    parts = [(ids, logprobs) for ids, logprobs, _ in gathered]
+    length = max(logprobs.size(1) for _, logprobs in parts)
+    draws.vocabulary = max(vocabulary for _, _, vocabulary in gathered)
+    draws.skip_to(length)
+    pad_id = int(tokenizer.pad_token_id)  # type: ignore[arg-type]
+    context_length = queries.token_ids.size(1)
+    sequences = [pad_right(ids, context_length + length, pad_id) for ids, _ in parts]
+    logprobs = [pad_right(part, length, INVALID_LOGPROB) for _, part in parts]
+    return torch.cat(sequences).to(queries.device), torch.cat(logprobs).to(queries.device)
+
+
+def _generate(
+    model: Any,
+    queries: Queries,
+    tokenizer: PreTrainedTokenizerBase,
+    config: "RolloutConfig",
+    end_ids: Sequence[int],
+    on_token: Callable[[int], None],
+    draws: "_Draws",
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Samples with the global generator; the rows may be a team's share."""
+    query_ids = queries.token_ids
+    if not len(query_ids):  # the batch has fewer rows than the team has processes
+        return query_ids, torch.empty(0, 0, device=query_ids.device)
+    pad_id = int(tokenizer.pad_token_id)  # type: ignore[arg-type]  # checked when it was loaded
+    if config.cache == "dynamic" and shares_prompts(model):
+        sequences, logprobs = _decoded(model, queries, config, end_ids, on_token, draws)
+    else:
+        sequences = _generated(model, queries, config, end_ids, on_token, draws)
+        logprobs = draws.logprobs(sequences.size(1) - query_ids.size(1))
+    if not logprobs.isfinite().all():
+        raise RuntimeError(
+            "sampling the replies: the policy's logits are not finite; lower the learning rate, or "
+            "use policy.dtype float32 or bfloat16."
+        )
+    responses = sequences[:, query_ids.size(1) :]
+    is_end = torch.isin(responses, torch.tensor(end_ids, device=responses.device))
+    is_after = (is_end.cumsum(1) - is_end.long() > 0) | (responses < 0)
+    return torch.cat((query_ids, responses.masked_fill(is_after, pad_id)), dim=1), logprobs
+
+
+def _generated(
+    model: Any,
+    queries: Queries,
+    config: "RolloutConfig",
+    end_ids: Sequence[int],
+    on_token: Callable[[int], None],
+    draws: "_Draws",
+) -> torch.Tensor:
+    """Returns token ids [B, Q + T] sampled by transformers."""
+    set_preferences(model, queries.preferences)
+    with _without_sampling_defaults(model):
+        return model.generate(
+            input_ids=torch.masked_fill(queries.token_ids, ~queries.mask, 0),
+            attention_mask=queries.mask,
+            logits_processor=LogitsProcessorList([_Told(on_token), draws]),
+            generation_config=GenerationConfig(
+                max_new_tokens=config.max_new_tokens,
+                do_sample=False,  # `draws` samples
+                eos_token_id=list(end_ids) or None,
+                pad_token_id=end_ids[0] if end_ids else 0,  # must have an embedding, unlike padding
+                cache_implementation="static" if config.cache == "static" else None,
+            ),
+        )
+
+
+def _decoded(
+    model: Any,
+    queries: Queries,
+    config: "RolloutConfig",
+    end_ids: Sequence[int],
+    on_token: Callable[[int], None],
+    draws: "_Draws",
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Returns token ids [B, Q + T], -1 after the end, and log-probabilities [B, T]."""
+
+    def run(rows: _OwnRows, token_ids: Any, mask: Any, positions: Any, cache: Any) -> Any:
+        on_token(mask.size(1) - queries.token_ids.size(1))
+        set_preferences(model, rows.preferences)
+        return cached_pass(model, token_ids, mask, positions, cache)
+
+    first, index = queries.distinct()
+    reply = SamplingState(
+        queries.token_ids,
+        draws.draw,
+        temperature=config.temperature,
+        max_new_tokens=config.max_new_tokens,
+        end_ids=end_ids,
+    )
+    rows, prompts = _OwnRows(queries), _OwnRows(queries.rows(first))
+    decode_(run, prompts, index if len(first) < queries.num_rows else None, rows, [reply])
+    return reply.result()
+
+
+class _OwnRows:
+    """Rows of one part, with their preferences; implements `DecodedRows`."""
+
+    def __init__(self, queries: Queries) -> None:
+        self.token_ids, self.mask = queries.token_ids, queries.mask
+        self.counts = [queries.num_rows]
+        self.preferences = queries.preferences
+
+    def span(self, index: int) -> slice:
+        """Returns the slice of all rows."""
+        return slice(None)
+
+    def restrict(self, kept: list[torch.Tensor]) -> torch.Tensor:
+        """Keeps the rows at these indices; see `DecodedRows`."""
+        (rows,) = kept
+        self.counts = [len(rows)]
+        if self.preferences is not None:
+            self.preferences = self.preferences[rows]
+        return rows
+
+
+class _Told(LogitsProcessor):
+    """Reports the number of generated tokens; leaves the scores unchanged."""
+
+    def __init__(self, on_token: Callable[[int], None]) -> None:
+        self._on_token, self._num_tokens = on_token, 0
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        self._on_token(self._num_tokens)
+        self._num_tokens += 1
+        return scores
+
+
+class _Draws(LogitsProcessor):
+    """Samples tokens and records their log-probabilities; greedy search then selects the tokens.
+
+    A team's process samples some rows of a batch as a single process would if it sampled all of
+    them: every process draws the random numbers of all rows and uses those of its own. Holds the
+    scores [b, V] of one token at a time: those of all would take more memory than anything else in
+    a rollout.
+
+    Args:
+        num_rows: Rows of the whole batch.
+        rows: Rows of this process.
+        config: Temperature of the samples.
+        device: Device of the rows.
+    """
+
+    def __init__(
+        self, num_rows: int, rows: slice, config: "RolloutConfig", device: torch.device
+    ) -> None:
+        self.rows = rows
+        self.vocabulary = 0  # unknown before the first token, hence to processes without rows
+        self._num_rows, self._device = num_rows, device
+        self._num_drawn = 0
+        self._temperature = config.temperature + TEMPERATURE_GUARD
+        self._logprobs: list[torch.Tensor] = []
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        tokens, logprobs = sampled_tokens(scores / self._temperature, self.draw(scores.size(-1)))
+        self._logprobs.append(logprobs)
+        return torch.zeros_like(scores).scatter_(1, tokens[:, None], 1.0)
+
+    def logprobs(self, num_tokens: int) -> torch.Tensor:
+        """Returns the log-probabilities of the first tokens, [b, T]."""
+        # on "mps", transformers may sample a token after the last one, and take it back
+        return torch.stack(self._logprobs[:num_tokens], dim=1)
+
+    def draw(self, vocabulary: int) -> torch.Tensor:
+        """Returns the random numbers of this process's rows for one token."""
+        self.vocabulary = vocabulary
+        self._num_drawn += 1
+        return random_numbers(self._num_rows, vocabulary, device=self._device)[self.rows]
+
+    def skip_to(self, num_tokens: int) -> None:
+        """Draws for the remaining tokens of the team's longest row, to keep generators equal."""
+        while self._num_drawn < num_tokens:
+            self.draw(self.vocabulary)
+
+
+@contextmanager
+def _without_sampling_defaults(model: Any) -> Iterator[None]:
+    """Hides the sampling defaults of a checkpoint, which transformers applies to every call.
+
+    With `min_p`, for example, log-probabilities would not be those of the sampling distribution.
+    """
+    own, model.generation_config = model.generation_config, GenerationConfig()
+    try:
+        yield
+    finally:
+        model.generation_config = own

@@ -1,0 +1,148 @@
+"""Rollout engines of other packages, and samples from a copy of the policy."""
+
+import math
+from contextlib import nullcontext
+from dataclasses import replace
+from typing import Literal
+
+import pytest
+import torch
+
+from firm.alignment.estimators.critic_free import CriticFreeConfig, reply_losses
+from firm.alignment.estimators.ppo import policy_losses
+from firm.alignment.generation import RolloutConfig, find_ends
+from firm.alignment.rollout import Sampler, rollout
+from firm.alignment.rollout_engines import (
+    ROLLOUT_ENGINES,
+    Samples,
+    SeparateEngineConfig,
+    TransformersConfig,
+    TransformersEngine,
+    register_rollout_engine,
+)
+from firm.fields import configuration
+from tests.tokens import queries
+
+PROMPTS = torch.tensor([[0, 4, 5], [7, 8, 9], [0, 0, 6]])
+
+
+@pytest.fixture
+def shifted():
+    """The configuration of an engine whose log-probabilities are off by a number of nats."""
+
+    @register_rollout_engine
+    @configuration
+    class ShiftedConfig(SeparateEngineConfig):
+        """Log-probabilities that are off."""
+
+        name: Literal["shifted"] = "shifted"
+        """Rollout engine."""
+        shift: float = 0.25
+        """Number of nats."""
+        has_logprobs: bool = True
+        """Whether the engine has log-probabilities."""
+
+        def engine(self, policy, tokenizer, config):
+            return ShiftedEngine(self, TransformersEngine(policy, tokenizer))
+
+    yield ShiftedConfig
+    del ROLLOUT_ENGINES["shifted"]
+
+
+class ShiftedEngine:
+    def __init__(self, config, exact) -> None:
+        self.config, self.exact = config, exact
+
+    def sample(self, requests):
+        return [self.shifted(samples) for samples in self.exact.sample(requests)]
+
+    def shifted(self, samples):
+        assert samples.logprobs is not None
+        logprobs = samples.logprobs - self.config.shift if self.config.has_logprobs else None
+        return Samples(samples.token_ids, logprobs)
+
+
+def rollouts_of(make_model, tokenizer, engine, **changes):
+    model = make_model().requires_grad_(False)
+    config = RolloutConfig(max_new_tokens=6, temperature=1.0, stop_strings=[], engine=engine)
+    config = replace(config, **changes)
+    own = engine.engine(model, tokenizer, config)
+    torch.manual_seed(3)
+    return rollout(Sampler(model, tokenizer, config, nullcontext, engine=own), queries(PROMPTS))
+
+
+def test_training_takes_the_policys_own_log_probabilities(make_model, tokenizer, shifted):
+    exact = rollouts_of(make_model, tokenizer, TransformersConfig())
+    rollouts = rollouts_of(make_model, tokenizer, shifted(shift=0.25))
+    assert torch.equal(rollouts.query_responses, exact.query_responses)
+    torch.testing.assert_close(rollouts.logprobs, exact.logprobs, rtol=1e-4, atol=1e-5)
+    assert rollouts.mismatch is not None
+    wanted = torch.where(rollouts.mask, -0.25, 0.0)
+    torch.testing.assert_close(rollouts.mismatch, wanted, rtol=1e-4, atol=1e-5)
+
+
+def test_an_engine_without_log_probabilities_has_no_mismatch(make_model, tokenizer, shifted):
+    exact = rollouts_of(make_model, tokenizer, TransformersConfig())
+    rollouts = rollouts_of(make_model, tokenizer, shifted(has_logprobs=False))
+    assert rollouts.mismatch is None
+    torch.testing.assert_close(rollouts.logprobs, exact.logprobs, rtol=1e-4, atol=1e-5)
+
+
+def test_a_large_mismatch_is_an_error(make_model, tokenizer, shifted):
+    with pytest.raises(RuntimeError, match=r"differ by 0\.75 nats per token.*another base model"):
+        rollouts_of(make_model, tokenizer, shifted(shift=0.75))
+    rollouts_of(make_model, tokenizer, shifted(shift=0.75, max_mismatch=1.0))
+    with pytest.raises(RuntimeError, match="differ by nan"):
+        rollouts_of(make_model, tokenizer, shifted(shift=math.nan))
+
+
+def test_log_probabilities_of_a_copy_cannot_be_asked_for(shifted):
+    with pytest.raises(ValueError, match=r"rollout\.logprobs must be forward or null"):
+        RolloutConfig(engine=shifted(), logprobs="generation")
+
+
+def test_importance_weights_are_truncated_ratios(shifted):
+    log_ratios = torch.tensor([0.0, math.log(1.5), math.log(5.0), -1.0])
+    weights = shifted(importance_cap=2.0).importance_weights(log_ratios)
+    torch.testing.assert_close(weights, torch.tensor([1.0, 1.5, 2.0, math.exp(-1)]))
+    assert shifted(importance_cap=None).importance_weights(log_ratios) is None
+    assert TransformersConfig().importance_weights(log_ratios) is None
+
+
+@pytest.mark.parametrize("ratio", ["cispo", "ppo", "none"])
+def test_critic_free_losses_weight_each_token(ratio):
+    config = CriticFreeConfig(ratio=ratio)
+    old = torch.tensor([[-1.0, -2.0], [-0.5, -1.5]])
+    new = (old + 0.05).requires_grad_()
+    advantages = torch.tensor([[1.0, -1.0]])
+    mask = torch.tensor([[True, True], [True, False]])
+    weights = torch.tensor([[2.0, 0.5], [0.25, 1.0]])
+
+    def token_gradients(importance):
+        terms, _ = reply_losses(new, old, advantages, mask, config, importance)
+        total = torch.stack([coefficients @ losses for losses, coefficients in terms]).sum()
+        return torch.autograd.grad(total, new)[0]
+
+    torch.testing.assert_close(token_gradients(weights), weights * token_gradients(None))
+
+
+def test_ppo_losses_weight_each_token():
+    old = torch.tensor([[-1.0, -2.0], [-0.5, -1.5]])
+    new = (old + 0.05).requires_grad_()
+    advantages = torch.tensor([[[1.0, -1.0], [0.5, 2.0]]])
+    mask = torch.tensor([[True, True], [True, False]])
+    weights = torch.tensor([[2.0, 0.5], [0.25, 1.0]])
+
+    def token_gradients(importance):
+        losses, _ = policy_losses(new, old, advantages, mask, clip_range=0.2, importance=importance)
+        return torch.autograd.grad(losses.sum(), new)[0]
+
+    torch.testing.assert_close(token_gradients(weights), weights * token_gradients(None))
+
+
+def test_negative_tokens_are_after_the_end(tokenizer):
+    responses = torch.tensor([[4, 5, -1, -1], [4, 5, 6, 7]])
+    lengths, ended, texts = find_ends(responses, tokenizer=tokenizer, end_ids=[2], stop_strings=[])
+    assert lengths.tolist() == [2, 4]
+    assert ended.tolist() == [False, False]
+    assert texts == ["ab", "abcd"]
