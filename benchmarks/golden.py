@@ -136,7 +136,7 @@ def checksums(folder: Path, part: str) -> Any:
         if part in name:
             algorithms = f"{{one: {settings}}}"
             out = folder / f"classic_{index}"
-            yield name, _run(out, "fmoo", "--algorithms", algorithms, *CLASSIC, name=name)
+            yield name, _run(out, "classic", "--algorithms", algorithms, *CLASSIC, name=name)
 
 
 def _run(out: Path, *command: str, name: str) -> str:

@@ -18,7 +18,7 @@ from firm.jobs.alignment import claim_folder, open_wing, print_result, progress_
 from firm.jobs.alignment_config import KEYS, AlignmentConfig, client_names
 from firm.jobs.plan import print_plan
 from firm.jobs.sources import check_sources
-from firm.run import continued_by, run_cli, run_to_resume
+from firm.run import continued_later, run_cli, run_to_resume
 from firm.run.shipped import with_shipped_paths
 
 
@@ -47,7 +47,7 @@ def main(cfg: AlignmentConfig) -> None:
         return
 
     with (
-        continued_by("align", out),
+        continued_later("align", out),
         open_wing(loaded, cfg, calibrations, engine, progress, out) as wing,
     ):
         # A round of Algorithm 1 is firm/federation/strategies/firm.py: each client takes K local

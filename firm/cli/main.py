@@ -2,10 +2,13 @@
 
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from importlib import import_module
 from importlib.metadata import version
+from itertools import takewhile
 from pathlib import Path
+from shutil import get_terminal_size
+from textwrap import shorten
 from typing import Any, Literal, NoReturn
 
 from firm.console import accept_any_text
@@ -40,6 +43,10 @@ class Command:
     """Arguments appended to the command line."""
     models: tuple[str, ...] = ()
     """Shipped configurations that `--model` chooses from."""
+    positional: str | None = None
+    """Key of the words before the first `--key`."""
+    below: str | None = None
+    """Configuration whose keys may be given without the prefix `overrides.`."""
 
     @property
     def page(self) -> Path:
@@ -53,9 +60,13 @@ class Command:
             UserError: The command line or a configuration file is invalid.
         """
         arguments = [*(sys.argv[1:] if argv is None else argv), *self.more]
+        if self.positional and arguments and not arguments[0].startswith("-"):
+            arguments.insert(0, f"--{self.positional}")
         if self.models:
             arguments = _with_config(arguments, self.models)
         config = _load(self.config)
+        if self.below:
+            arguments = _with_prefix(arguments, config, _load(self.below))
         if self.over:
             from firm.jobs.finished_runs import parse_over_run
 
@@ -115,55 +126,71 @@ COMMANDS = {
         "fetch:main_smollm2",
         "fetch:FetchConfig",
     ),
+    "resume": replace(
+        _ALIGN, text="Continues the run, sweep or study in a folder.", positional="resume"
+    ),
     "study": Command(
         "Compares several settings of a run, with several seeds each.",
         "study:main",
         "study:StudyConfig",
         resumed="study",
+        below="alignment_config:AlignmentConfig",
     ),
     "sweep": Command(
         "Trains at several preferences, and draws the front.",
         "sweep:main",
         "sweep:SweepConfig",
         resumed="study",
+        below="alignment_config:AlignmentConfig",
     ),
     "evaluate": Command(
         "Compares adapters with their base model on held-out prompts.",
         "compare:main",
         "compare:CompareConfig",
         over="runs",
+        positional="runs",
     ),
     "chat": Command(
         "Chats with the base and the aligned model side by side.",
         "chat:main",
         "chat:ChatConfig",
         over="run",
+        positional="run",
     ),
     "explore": Command(
         "Serves a page with a slider for each objective of a conditioned run.",
         "explore_page:main",
         "explore:ExploreConfig",
         over="run",
+        positional="run",
+    ),
+    "pick": Command(
+        "Picks or merges a model for a trade-off.",
+        "pick:main",
+        "pick:PickConfig",
+        positional="front",
     ),
     "export": Command(
         "Exports the front of a conditioned run for PEFT, llama.cpp or vLLM.",
         "export:main",
         "export:ExportConfig",
         over="run",
+        positional="run",
     ),
     "serve": Command(
         "Serves a conditioned run at any preference, as an OpenAI-compatible endpoint.",
         "serve:main",
         "serve:ServeConfig",
         over="run",
+        positional="run",
     ),
-    "pick": Command("Picks or merges a model for a trade-off.", "pick:main", "pick:PickConfig"),
     "workspace": Command(
         "Saves a workspace in W&B with the main figures of a run's page.",
         "workspace:main",
         "workspace:WorkspaceConfig",
+        positional="run",
     ),
-    "fmoo": Command(
+    "classic": Command(
         "Compares classic algorithms on images, tables and text.",
         "fmoo:main",
         "fmoo_config:ClassicConfig",
@@ -224,14 +251,18 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Runs the command in the first arguments; without a command, prints all of them."""
     accept_any_text()
     arguments = list(sys.argv[1:] if argv is None else argv)
+    if arguments[:1] == ["help"]:
+        arguments = [*arguments[1:], "--help"]
     if arguments[:1] == ["--version"]:
         print(f"firm {version('firm-align')}")
-        return
+        return None
     num_words = 2 if " ".join(arguments[:2]) in COMMANDS else 1
     name, rest = " ".join(arguments[:num_words]), arguments[num_words:]
+    if name == "configs":
+        return _print_configs()
     if name not in COMMANDS:
         _print_usage(arguments)
-    command = COMMANDS[name]
+    command = _resumed_in(rest) if name == "resume" else COMMANDS[name]
     description = f"firm {name}: {command.text}"
     if rest in (["-h"], ["--help"]) and command.page.exists():  # without importing the job
         print(f"{description}\n\n{command.page.read_text(encoding='utf-8')}", end="")
@@ -275,21 +306,68 @@ def _with_config(arguments: Sequence[str], models: Sequence[str]) -> list[str]:
     return result
 
 
+def _with_prefix(arguments: Sequence[str], config: type, below: type) -> list[str]:
+    """Prepends `overrides.` to keys that `config` lacks and `below` has."""
+    own, others = ({field.name for field in fields(kind)} for kind in (config, below))
+    result = list[str]()
+    for word in arguments:
+        key = word.removeprefix("--").partition("=")[0].partition(".")[0]
+        is_below = word.startswith("--") and key in others - own
+        result.append(f"--overrides.{word[2:]}" if is_below else word)
+    return result
+
+
+def _resumed_in(arguments: Sequence[str]) -> Command:
+    """Returns the command that continues the run, sweep or study in the first argument."""
+    study = Path(arguments[0] if arguments else "") / "study.yaml"
+    if not study.is_file():
+        return COMMANDS["resume"]
+    from firm.run.resuming import study_to_resume
+
+    keys = study_to_resume(study.parent)
+    name = "classic" if "algorithms" in keys else "study" if "settings" in keys else "sweep"
+    return replace(COMMANDS[name], positional="resume")
+
+
+def _print_configs() -> None:
+    """Prints the name and the first line of each shipped configuration."""
+    from firm.run.shipped import CONFIGS
+
+    rows = {
+        str(file.relative_to(CONFIGS).with_suffix("")): _first_sentence(file)
+        for file in sorted(CONFIGS.rglob("*.yaml"))
+    }
+    width = max(map(len, rows))
+    room = get_terminal_size((120, 24)).columns - width - 4
+    for name, text in sorted(rows.items(), key=lambda row: ("/" in row[0], row[0])):
+        print(f"  {name:<{width}}  {shorten(text, max(room, 40), placeholder=' ...')}")
+
+
+def _first_sentence(file: Path) -> str:
+    """Returns the first sentence of the comment at the top of a file."""
+    lines = file.read_text(encoding="utf-8").splitlines()
+    comment = [line.lstrip("# ") for line in takewhile(lambda line: line.startswith("#"), lines)]
+    sentence, stop, _ = " ".join(takewhile(bool, comment)).partition(". ")
+    return sentence + stop.strip()
+
+
 def _print_usage(words: Sequence[str]) -> NoReturn:
     """Prints all commands, or the commands that start with the first word, and exits."""
     group = [name for name in COMMANDS if name.startswith(f"{' '.join(words[:1])} ")]
     asked = " ".join(words[: 2 if group else 1])
-    names = group or list(COMMANDS)
+    texts = {name: command.text for name, command in COMMANDS.items()}
+    texts |= {"configs": "Lists the shipped configurations."}
+    names = group or list(texts)
     width = max(map(len, names))
-    lines = [f"  {name:<{width}}  {COMMANDS[name].text}" for name in names]
-    print(USAGE.format(commands="\n".join(lines)))
+    usage = USAGE.format(commands="\n".join(f"  {name:<{width}}  {texts[name]}" for name in names))
     if asked.split()[len(group) > 0 :] in ([], ["-h"], ["--help"]):
+        print(usage)
         raise SystemExit(0)
     from firm.registry import did_you_mean  # imported late: a command's help does not need it
 
-    first_words = dict.fromkeys(name.partition(" ")[0] for name in COMMANDS)
+    first_words = dict.fromkeys(name.partition(" ")[0] for name in texts)
     line = f"unknown command {asked!r}{did_you_mean(asked, group or first_words)}"
-    print(f"\nfirm: error: {line}", file=sys.stderr)
+    print(f"firm: error: {line}\n\n{usage}", file=sys.stderr)
     raise SystemExit(2)
 
 

@@ -67,7 +67,7 @@ from firm.run.errors import UserError
 from firm.run.guard import drawing
 from firm.run.names import dated_folder
 from firm.run.progress import Progress, print_table
-from firm.run.resuming import continued_by
+from firm.run.resuming import continued_later
 from firm.run.rows import Row
 from firm.run.shipped import with_shipped_paths
 from firm.run.tracking import Tracker
@@ -165,7 +165,7 @@ def main(cfg: AlignmentConfig) -> Path | None:
     if cfg.plan:
         return print_plan(cfg)
     out = run_folder(cfg)
-    with continued_by("align", out):
+    with continued_later(out):
         result = align(replace(cfg, out=out))
     if result is None:  # the first process prints the result
         return None

@@ -218,7 +218,7 @@ def _gradio() -> Any:
     except ImportError:
         raise UserError(
             f"the page needs Gradio: {install_command('explore')}. Without it, use "
-            "`firm chat --run RUN --preference '[0.7, 0.3]'` in a terminal."
+            "`firm chat RUN --preference 0.7,0.3` in a terminal."
         ) from None
     return gradio
 

@@ -1,23 +1,21 @@
 """Reads finished runs: their settings, adapters and frozen calibrations."""
 
-import argparse
 import json
 import sys
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import fields
 from pathlib import Path
-from typing import Any, TypeVar, get_origin, get_type_hints
+from typing import Any, TypeVar
 
 from firm.alignment.prompts import Prompt
 from firm.alignment.rewards import Calibration
 from firm.jobs.alignment_config import GIVEN
 from firm.report.record import Record, read_record
-from firm.run.command_line import parse
-from firm.run.config import to_dict
+from firm.run.command_line import parse, read_arguments, switches_of
+from firm.run.config import lay_out, to_dict
 from firm.run.directory import Run
 from firm.run.errors import UserError
-from firm.run.yaml_text import read_yaml
 from reward_models.registry import RewardModelConfig
 
 TEST_PROMPTS_NAME = "test_prompts.jsonl"
@@ -46,18 +44,16 @@ def parse_over_run(
         UserError: The run does not exist, or the command line is wrong.
     """
     arguments = list(sys.argv[1:] if argv is None else argv)
-    scout = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    scout.add_argument(f"--{key}", dest="runs", nargs="?")
-    given = scout.parse_known_args(arguments)[0].runs
-    runs = [given]
-    if get_origin(get_type_hints(config_class)[key]) is list:
-        try:
-            runs = read_yaml(given or "") or [None]
-        except UserError:
-            runs = [None]
-    if not isinstance(runs, list) or runs[0] is None:  # `parse` explains malformed lists
+    run = None
+    with suppress(UserError):  # `parse` explains malformed command lines
+        words = [word for word in arguments if word not in ("-h", "--help")]
+        given = read_arguments(words, switches_of(config_class))[1]
+        named = [pair for pair in given if pair[0] == key][-1:]
+        run = lay_out(config_class, (), named, has_plugins=False).values[key]
+        run = next(iter(run), None) if isinstance(run, list) else run
+    if run is None:
         return parse(config_class, arguments, description=description)
-    run = str(runs[0])
+    run = str(run)
     record = checked_record(Path(run))
     settings, functions = run_settings(record), given_functions(record)
     names = {f.name for f in fields(config_class)}  # type: ignore[arg-type]  # a dataclass

@@ -38,7 +38,7 @@ from firm.run.files import file_errors, make_private_folder, replace_text
 from firm.run.guard import drawing
 from firm.run.names import dated_folder
 from firm.run.progress import print_table
-from firm.run.resuming import STUDY_NAME, continued_by, is_resumed
+from firm.run.resuming import STUDY_NAME, continued_later, is_resumed
 from firm.run.rows import Row
 from firm.run.tracking import Tracker
 
@@ -137,7 +137,7 @@ def run_classic(cfg: ClassicConfig) -> ClassicResult:
             f"{cfg.data.name} has no {cfg.split} samples to evaluate on; choose another split."
         )
     runs = []
-    with continued_by("fmoo", out):
+    with continued_later(out):
         for color, name in enumerate(cfg.algorithms):
             folders = {seed: out / name / f"seed_{seed}" for seed in cfg.seeds}
             for seed, folder in folders.items():

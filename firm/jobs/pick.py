@@ -5,7 +5,7 @@ import math
 import shlex
 import shutil
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -45,8 +45,8 @@ class PickConfig:
     """A target trade-off on a front."""
 
     front: Path
-    """METHOD.front.json of a sweep, or front.json of a conditioned run, with the adapters' folders
-    beside it."""
+    """Conditioned run, folder of a sweep with one front, or METHOD.front.json in it, with the
+    adapters' folders beside it."""
     target: str = ""
     """Where to end up on the front, as comma-separated name=share pairs of all objectives; scaled
     to sum 1. For separately trained models, it is the preference they were trained for. For a
@@ -169,19 +169,19 @@ class PickedModel:
         """
         if self.run is not None:
             chosen = ["--adapter", str(self.merged)] if self.merged else []
-            preference = json.dumps([round(share, 6) for share in self.preference])
+            preference = ",".join(str(round(share, 6)) for share in self.preference)
             asked = chosen or ["--preference", preference]
-            return {"chat": ["firm", "chat", "--run", str(self.run), *asked]}
+            return {"chat": ["firm", "chat", str(self.run), *asked]}
         runs = [folder.parent for folder in self.folders]
         if not all((run / "run.json").is_file() for run in runs):
             base = _read_settings(self.folders[0])["base_model_name_or_path"]
             given = ["--adapter", str(self.adapter), "--policy.path", base]
             return {"chat": ["firm", "chat", *given]}
-        chat = ["firm", "chat", "--run", str(runs[0])]
-        evaluate = ["firm", "evaluate", "--runs", json.dumps(list(map(str, runs)))]
+        chat = ["firm", "chat", str(runs[0])]
+        evaluate = ["firm", "evaluate", *map(str, runs)]
         if self.merged is not None:
             chat += ["--adapter", str(self.merged)]
-            evaluate += ["--adapters", json.dumps([str(self.merged)])]
+            evaluate += ["--adapters", str(self.merged)]
         return {"chat": chat, "evaluate": evaluate}
 
 
@@ -192,6 +192,7 @@ def pick(cfg: PickConfig) -> PickedModel:
         UserError: The front does not exist, the target is not a preference over its objectives, or
             adapters are missing or cannot be merged.
     """
+    cfg = replace(cfg, front=front_file(cfg.front))
     front = load_front(cfg.front)
     try:
         requirements = parse_requirements(cfg.require, front) if cfg.require else []
@@ -230,18 +231,32 @@ def _around(
     return neighbours(front, target) if cfg.merge else []
 
 
+def front_file(path: Path) -> Path:
+    """Returns the file of a front: `path` itself, or the only front in this folder.
+
+    Raises:
+        UserError: There is none in the folder, or several.
+    """
+    if not path.is_dir():
+        return path
+    files = sorted({*path.glob("front.json"), *path.glob("*.front.json")})
+    if len(files) == 1:
+        return files[0]
+    if files:
+        raise UserError(
+            f"front: {path} has several fronts; pass one: {', '.join(map(str, files))}."
+        )
+    raise UserError(
+        f"front: {path} has no front; pass a finished conditioned run, or a finished sweep."
+    )
+
+
 def load_front(path: Path) -> Front:
     """Loads a front from a file.
 
     Raises:
-        UserError: The file is not a front; for a folder, the message lists the fronts in it.
+        UserError: The file is not a front.
     """
-    if path.is_dir():
-        files = ", ".join(sorted(str(file) for file in path.glob("*.front.json")))
-        raise UserError(
-            f"front: {path} is a folder; pass a file"
-            f"{f', such as {files}' if files else ' of a finished sweep, METHOD.front.json'}."
-        )
     try:
         return Front.load(path)
     except FileNotFoundError:

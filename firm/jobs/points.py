@@ -12,7 +12,7 @@ from firm.jobs.alignment_config import AlignmentConfig
 from firm.run.config import compose, to_dict, to_yaml
 from firm.run.errors import UserError
 from firm.run.files import replace_text
-from firm.run.resuming import STUDY_NAME, Resume, check_out, continued_by
+from firm.run.resuming import STUDY_NAME, Resume, check_out, continued_later
 from firm.run.sweep import Outcome, Sweep, summarise
 
 FREE_KEYS = ("out", "resume", "num_workers", "plan")
@@ -89,7 +89,6 @@ def run_points(
     points: Mapping[str, Mapping[str, Any]],
     runs: Mapping[str, AlignmentConfig],
     *,
-    command: str,
     free_keys: Collection[str] = (),
 ) -> Sweep | None:
     """Executes all unfinished runs and prints their outcomes.
@@ -100,7 +99,6 @@ def run_points(
         points: Distinguishing settings of each point, by name; also saved in the manifest.
         runs: Configurations of the points' runs; runs that start from adapters of other points are
             executed last.
-        command: Subcommand of `firm` that resumes the folder.
         free_keys: Keys that may change on resuming, in addition to `FREE_KEYS`.
 
     Returns:
@@ -124,14 +122,14 @@ def run_points(
     work = f"{len(points)} runs, {len(pending)} unfinished, {cfg.num_workers} at a time"
     print(printable(f"{out}: {work}"), flush=True)
     for wave in waves:
-        with continued_by(command, out):
+        with continued_later(out):
             for outcome in sweep.work(_run_point, wave, num_workers=cfg.num_workers):
                 outcomes.append(outcome)
                 state = printable(outcome.problem or f"{outcome.seconds:.0f} s")
                 print(f"[{len(outcomes)}/{len(pending)}] {outcome.name}: {state}", flush=True)
         summarise(outcomes)
     if left := sweep.pending():
-        print(f"{len(left)} runs are executed by other processes; rerun with --resume afterwards")
+        print(f"{len(left)} runs are executed by other processes; run `firm resume` afterwards")
         return None
     return sweep
 

@@ -100,7 +100,7 @@ def study(cfg: StudyConfig) -> StudyResult | None:
     """
     out = cfg.out or dated_folder(cfg.name)
     points, runs = _points(cfg), study_configs(cfg)
-    sweep = run_points(cfg, out, points, runs, command="study", free_keys=FREE_KEYS)
+    sweep = run_points(cfg, out, points, runs, free_keys=FREE_KEYS)
     if sweep is None:
         return None
     by_setting = study_records(sweep)

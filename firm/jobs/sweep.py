@@ -128,7 +128,7 @@ def sweep(cfg: SweepConfig) -> SweepResult | None:
     objectives = tuple(base.rewards)
     points = {name: vars(point) for name, point in _points(cfg, objectives).items()}
     runs = sweep_configs(cfg, out)
-    folder = run_points(cfg, out, points, runs, command="sweep", free_keys=["reference"])
+    folder = run_points(cfg, out, points, runs, free_keys=["reference"])
     if folder is None:
         return None
     fronts = {

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from firm.run.files import make_private_folder
     from firm.run.names import check_folder_name, check_slugs, dated_folder, slug
     from firm.run.progress import Progress, print_table
-    from firm.run.resuming import Resume, continued_by, study_to_resume
+    from firm.run.resuming import Resume, continued_later, study_to_resume
     from firm.run.sweep import Outcome, Sweep, summarise
     from firm.run.tracking import Tracker, TrackingConfig
     from firm.run.yaml_text import read_yaml
@@ -38,7 +38,7 @@ __all__ = [
     "check_folder_name",
     "check_slugs",
     "compose",
-    "continued_by",
+    "continued_later",
     "dated_folder",
     "exit_on_user_error",
     "leaves",

@@ -46,7 +46,8 @@ def parse(
 ) -> Config:
     """Parses a configuration from defaults, YAML files and command-line overrides, in this order.
 
-    `--config file.yaml` may be repeated; later files override earlier ones. A top-level boolean key
+    `--config file.yaml` may be repeated; later files override earlier ones. Lists are words,
+    `--seeds 0 1`, numbers with commas, `--preference 0.7,0.3`, or YAML. A top-level boolean key
     without a value is true, such as `--resume`. `--help` prints the main keys with docstring, type
     and default, `--help all` all keys, and `--help KEY` a key with all keys below it; it imports no
     plugins. `--resume FOLDER` starts from the configuration of the run in a folder and continues
@@ -68,10 +69,8 @@ def parse(
     """
     arguments = list(sys.argv[1:] if argv is None else argv)
     topic = _take_help(arguments)
-    hints = get_type_hints(config_class)
-    switches = {name for name, kind in hints.items() if bool in members_of(kind)}
-    switches |= {ALLOW_CODE} if resumed is not None else set()
-    files, overrides = _read_arguments(arguments, switches)
+    switches = switches_of(config_class) | ({ALLOW_CODE} if resumed is not None else set())
+    files, overrides = read_arguments(arguments, switches)
     base = dict(base or {})
     if resumed is not None:
         is_allowed = _take_permission(overrides)
@@ -82,8 +81,8 @@ def parse(
                 _check_code(folder, settings, own)
         elif is_allowed:
             raise UserError(
-                f"command line: --{ALLOW_CODE} needs --resume FOLDER; Python files that you pass "
-                "yourself do not need it."
+                f"command line: --{ALLOW_CODE} needs a folder to resume; Python files that you "
+                "pass yourself do not need it."
             )
     if not files and not base and default_file is not None:
         files = [str(default_file)]
@@ -109,7 +108,7 @@ def _take_help(arguments: list[str]) -> str | None:
     return rest[0] if has_topic else ""
 
 
-def _take_permission(overrides: list[tuple[str, str]]) -> bool:
+def _take_permission(overrides: list[tuple[str, Any]]) -> bool:
     """Removes `--allow_code` from the overrides; returns its value, false by default.
 
     It is not a configuration key, since a folder could then grant itself the permission.
@@ -142,7 +141,7 @@ def _check_code(folder: str, settings: Any, own: Any) -> None:
         )
 
 
-def _take_folder(overrides: list[tuple[str, str]]) -> str:
+def _take_folder(overrides: list[tuple[str, Any]]) -> str:
     """Returns the folder given to `resume`, and sets `out` to it; empty if there is none.
 
     Raises:
@@ -162,11 +161,23 @@ def _take_folder(overrides: list[tuple[str, str]]) -> str:
     return value
 
 
-def _read_arguments(
-    arguments: Sequence[str], switches: Collection[str]
-) -> tuple[list[str], list[tuple[str, str]]]:
-    """Returns config files, and overrides as key paths and texts; a bare switch is true."""
-    files, overrides = [], []
+def switches_of(config_class: type) -> set[str]:
+    """Returns the top-level boolean keys of a configuration."""
+    hints = get_type_hints(config_class)
+    return {name for name, kind in hints.items() if bool in members_of(kind)}
+
+
+def read_arguments(
+    arguments: Sequence[str], switches: Collection[str] = ()
+) -> tuple[list[str], list[tuple[str, Any]]]:
+    """Returns config files, and overrides as key paths and texts.
+
+    A key with several words has a list of texts, and a bare switch is true.
+
+    Raises:
+        UserError: There is a word before the first key, or a key without a value.
+    """
+    files, overrides = list[str](), list[tuple[str, Any]]()
     rest = list(arguments)
     for argument in rest:
         if any("\ud800" <= character <= "\udfff" for character in argument):
@@ -179,13 +190,15 @@ def _read_arguments(
                 f"command line: unexpected {argument!r}; "
                 "pass a file as --config FILE and a value as --key.path VALUE."
             )
-        if not equals:
-            has_value = bool(rest) and not rest[0].startswith("--")
-            if not has_value and key not in switches:
-                raise UserError(f"command line: --{key} has no value; write --{key} VALUE.")
-            value = rest.pop(0) if has_value else "true"
+        words = [value] if equals else []
+        while not equals and rest and not rest[0].startswith("--"):
+            words.append(rest.pop(0))
+        if not words and key not in switches:
+            raise UserError(f"command line: --{key} has no value; write --{key} VALUE.")
+        if words[1:] and key in switches:
+            raise UserError(f"command line: --{key} has one value, got {' '.join(words)!r}.")
         if key == "config":
-            files.append(value)
+            files += words
         else:
-            overrides.append((key, value))
+            overrides.append((key, words if len(words) > 1 else (words or ["true"])[0]))
     return files, overrides

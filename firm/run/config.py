@@ -101,7 +101,7 @@ def lay_out(
                 _lay(config_class, root, (), content, "")
         # A form's name determines the valid keys, so names are applied first.
         for key, value in sorted(overrides, key=lambda override: not override[0].endswith(".name")):
-            given = _Unread(value) if isinstance(value, str) else value
+            given = _unread(value)
             with _named_in_errors(source):
                 _lay(config_class, root, key.split("."), given, "")
     except UserError as error:
@@ -227,7 +227,9 @@ def _lay(kind: Any, old: Any, keys: Sequence[str], value: Any, path: str) -> Any
         if keys:
             raise UserError(f"unknown key {join(path, *keys)}; {path} is a single value.")
         return _convert(kind, value, path)
-    if isinstance(value, str) and not keys:
+    if isinstance(value, _Unread) and not keys and is_sequence:
+        value = _items(value, parts[0], path)
+    elif isinstance(value, str) and not keys:
         value = read_yaml(value, path)
     if value is None and not keys and type(None) in members_of(kind):
         return None
@@ -316,6 +318,24 @@ _adapter = cache(TypeAdapter)
 
 class _Unread(str):
     """Unparsed text of a value on the command line; strings in files are already parsed."""
+
+
+def _unread(value: Any) -> Any:
+    """Marks a text, or the texts of a list, as unparsed."""
+    if isinstance(value, list) and all(isinstance(item, str) for item in value):
+        return [_Unread(item) for item in value]
+    return _Unread(value) if isinstance(value, str) else value
+
+
+def _items(text: _Unread, part: Any, path: str) -> Any:
+    """Returns the items of a list from one word: YAML, one item, or several with commas between.
+
+    A word is one item if the items are lists themselves.
+    """
+    if text.lstrip()[:1] in ("[", "{", "-", "") or text.strip() in ("null", "~"):
+        return read_yaml(text, path)
+    nested = any(get_origin(member) in (list, tuple) for member in members_of(part))
+    return [text] if nested else [_Unread(item) for item in text.split(",")]
 
 
 def _convert(kind: Any, value: Any, path: str) -> Any:

@@ -67,13 +67,12 @@ def study_to_resume(path: Path) -> Any:
 
 
 @contextmanager
-def continued_by(command: str, path: Path) -> Iterator[None]:
+def continued_later(path: Path) -> Iterator[None]:
     """Adds to a `KeyboardInterrupt` a note with the command that resumes a run or study.
 
     No note is added if the folder contains neither.
 
     Args:
-        command: Subcommand of `firm`.
         path: Folder of the run or study.
     """
     try:
@@ -82,6 +81,6 @@ def continued_by(command: str, path: Path) -> Iterator[None]:
         files = [path / name for name in ("config.yaml", STUDY_NAME)]
         if file := next((file for file in files if file.exists()), None):
             allowed = ["--allow_code"] if code_in({"base": str(file)}) else []
-            line = shlex.join(["firm", command, "--resume", str(path), *allowed])
+            line = shlex.join(["firm", "resume", str(path), *allowed])
             interrupt.add_note(f"continue with: {line}")
         raise

@@ -9,6 +9,7 @@ import pytest
 from firm.cli.help_pages import commands_with_pages, made_page
 from firm.cli.main import COMMANDS, PAGES, main
 from firm.extras import install_command
+from firm.run.shipped import CONFIGS
 
 
 def test_without_a_command_all_of_them_are_printed(capsys):
@@ -23,7 +24,46 @@ def test_a_command_that_does_not_exist_is_an_error(capsys):
     with pytest.raises(SystemExit) as ended:
         main(["algin"])
     assert ended.value.code == 2
-    assert "unknown command 'algin'" in capsys.readouterr().err
+    first, *_, last = capsys.readouterr().err.splitlines()
+    assert first == "firm: error: unknown command 'algin'; did you mean 'align'?"
+    assert last.startswith("`torchrun")  # the usage follows
+
+
+def test_help_and_a_command_print_the_commands_help(capsys):
+    for words in (["help", "align"], ["align", "--help"]):
+        with pytest.raises(SystemExit) as ended:
+            main(words)
+        assert ended.value.code == 0
+        assert capsys.readouterr().out.startswith("firm align: ")
+
+
+def test_the_shipped_configurations_are_listed_with_a_line_each(capsys):
+    main(["configs"])
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[0] for line in lines if line.startswith("  smollm2 ")] == ["smollm2"]
+    assert len(lines) == len([*CONFIGS.rglob("*.yaml")])
+    assert all(len(line.split()) > 3 for line in lines)
+
+
+def test_words_before_the_first_key_are_the_run(tmp_path, refusal):
+    run = tmp_path / "nothing"
+    for command in ("chat", "explore", "evaluate"):
+        assert f"there is no run at {run}" in refusal(main, [command, run])
+    assert "pass one" not in refusal(main, ["pick", run, "--target", "a=1"])
+    for name in ("one", "two"):
+        (tmp_path / f"{name}.front.json").write_text("{}")
+    line = refusal(main, ["pick", tmp_path, "--target", "a=1"])
+    assert f"has several fronts; pass one: {tmp_path / 'one.front.json'}, " in line
+    assert "has no front" in refusal(main, ["pick", PAGES, "--target", "a=1"])
+
+
+def test_keys_of_a_sweeps_runs_need_no_prefix(refusal):
+    parse = COMMANDS["sweep"].parse
+    cfg = parse(["--rounds", "3", "--strategy.beta=0.5", "--seeds", "1", "--out", "x"])
+    assert cfg.overrides == {"rounds": 3, "strategy.beta": 0.5}
+    assert (cfg.seeds, str(cfg.out)) == ([1], "x")
+    line = refusal(main, ["sweep", "--roundz", "3"])
+    assert "unknown key roundz" in line
 
 
 @pytest.mark.parametrize("name", COMMANDS)
@@ -52,8 +92,9 @@ def test_the_words_of_a_group_print_its_commands(capsys):
             main(words)
         assert ended.value.code == code
         printed = capsys.readouterr()
-        assert "  network submit  " in printed.out
-        assert "  align  " not in printed.out
+        usage = printed.err if code else printed.out
+        assert "  network submit  " in usage
+        assert "  align  " not in usage
         assert ("unknown command 'network stp'" in printed.err) == (code == 2)
 
 

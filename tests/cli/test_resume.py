@@ -40,7 +40,7 @@ def test_ctrl_c_prints_the_line_that_continues_the_run(interrupted):
     path, words = interrupted
     last = words.splitlines()[-1]  # after those on what takes long
     line = last.removeprefix("interrupted; continue with: ")
-    assert line == f"firm align --resume {path}"
+    assert line == f"firm resume {path}"
     main(shlex.split(line)[1:])
     assert json.loads((path / "run.json").read_text())["status"] == "finished"
     assert [row["round"] for row in read_rows(path, "round")] == [1, 2]
@@ -69,7 +69,7 @@ def test_a_folder_that_is_no_run_is_an_error_and_stays_as_it_is(interrupted, tmp
     }.items():
         assert message in refusal(main, ["align", *arguments])
     assert list((tmp_path / "rum").iterdir()) == []
-    for command in ("study", "sweep", "fmoo"):
+    for command in ("study", "sweep", "classic"):
         line = refusal(main, [command, "--resume", path])
         assert f"there is no run to resume at {path}" in line
 
@@ -79,3 +79,13 @@ def test_auto_begins_a_run_and_continues_it(tmp_path, capsys):
     main([*arguments, "--resume", "auto", "--rounds", "1"])
     main([*arguments, "--resume", "auto"])
     assert [row["round"] for row in read_rows(tmp_path / "run", "round")] == [1, 2]
+
+
+def test_a_folder_tells_whether_it_is_a_run_a_study_or_a_sweep(tmp_path, refusal):
+    for content, message in {
+        "algorithms: {}": "algorithms must have at least one entry",
+        "settings: {}": "settings must have at least one entry",
+        "methods: {}": "methods must have at least one entry",
+    }.items():
+        (tmp_path / "study.yaml").write_text(content)
+        assert message in refusal(main, ["resume", tmp_path])

@@ -205,7 +205,7 @@ class Runner:
             return self.fast("overrides.") if is_run else ["--plan", "true"]
         more = {
             "evaluate": ["--num_prompts", "4", "--num_samples", "1"],
-            "fmoo": ["--rounds", "1"],
+            "classic": ["--rounds", "1"],
         }
         return more.get(command, [])
 

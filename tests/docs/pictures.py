@@ -3,7 +3,7 @@
 Called by `make pictures` with the runs that it makes. docs/fmoo.png is of a study of hours, on data
 that its owners give out, and stays as it is unless there is one:
 
-    firm fmoo --config fmoo/preferences --out runs/preferences --data.path MNIST_FOLDER
+    firm classic --config fmoo/preferences --out runs/preferences --data.path MNIST_FOLDER
     python -m tests.docs.pictures --preferences runs/preferences
 
 docs/front.png is drawn by benchmarks/fronts.py.

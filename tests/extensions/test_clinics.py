@@ -17,7 +17,7 @@ from firm.run import compose, parse
 from tests.plugins import plugins_forgotten
 from tests.runs import read_rows
 
-cli = COMMANDS["fmoo"].run
+cli = COMMANDS["classic"].run
 
 FOLDER = Path(__file__).parent
 FILE = FOLDER / "clinics.py"

@@ -29,7 +29,7 @@ from firm.run.shipped import CONFIGS
 from tests.runs import edit_rows, read_rows, write_classic_run
 from tests.wandb_files import started
 
-cli = COMMANDS["fmoo"].run
+cli = COMMANDS["classic"].run
 
 SMALL = {
     "fedcmoo": "{strategy: {name: fedcmoo, num_local_steps: 2}, local: {lr: 0.3, batch_size: 16}}",
@@ -84,7 +84,7 @@ def test_a_run_that_was_stopped_ends_as_one_that_was_not(study, tmp_path, monkey
     monkeypatch.setitem(STRATEGIES, "firm", _stops_in_round_3(strategy))
     with pytest.raises(KeyboardInterrupt) as interrupt:
         main(_config(out))
-    assert interrupt.value.__notes__ == [f"continue with: firm fmoo --resume {out}"]
+    assert interrupt.value.__notes__ == [f"continue with: firm classic --resume {out}"]
     assert len(read_rows(out / "firm/seed_0", "evaluation")) == 2  # rounds 0 and 2
     monkeypatch.setitem(STRATEGIES, "firm", strategy)
     cli(["--resume", str(out)])

@@ -221,7 +221,7 @@ def test_pairs_stand_in_any_order():
 def test_what_is_gone_or_in_the_way_ends_in_a_line_and_nothing_is_written(front, tmp_path, refused):
     target, sweep = ("--target", "brevity=0.7,positivity=0.3"), front.parent
     assert "there is no file" in refused("--front", tmp_path / "none.json", *target)
-    assert f"such as {front}" in refused("--front", sweep, *target)
+    assert "has no front; pass a finished conditioned run" in refused("--front", tmp_path, *target)
     (tmp_path / "odd.json").write_text("{}")
     assert "is not a valid front" in refused("--front", tmp_path / "odd.json", *target)
     assert "add --merge" in refused("--front", front, *target, "--out", tmp_path / "merged")

@@ -63,6 +63,6 @@ def test_the_commands_of_its_header_find_all_they_need_from_any_folder(name, tmp
 @pytest.mark.parametrize("name", FILES)
 def test_its_header_names_it(name):
     arguments = [word for command in header_commands(FILES[name]) for word in command]
-    default = {"miniature": ["align"], "fmoo/two_digits": ["fmoo"]}.get(name)
+    default = {"miniature": ["align"], "fmoo/two_digits": ["classic"]}.get(name)
     named = {name, f"{name}.yaml", f"configs/{name}.yaml"}
     assert arguments == default or named & {*arguments}

@@ -129,7 +129,7 @@ HIDING_PLACES = {
         "sweep",
         lambda code, _: {"methods": {"a": {"overrides": {"plugins": [str(code)]}}}},
     ),
-    "a classic study": ("fmoo", lambda code, _: {"plugins": [str(code)]}),
+    "a classic study": ("classic", lambda code, _: {"plugins": [str(code)]}),
 }
 
 
@@ -141,7 +141,7 @@ def test_a_folder_that_is_resumed_gets_no_code_to_run_without_the_flag(
     base = tmp_path / "base.yaml"
     base.write_text(yaml.safe_dump({"plugins": [str(code)]}))
     folder = resumable(command, tmp_path / "run", settings(code, base))
-    for options in ([], ["--allow_code", "false"], ["--plan"] if command != "fmoo" else []):
+    for options in ([], ["--allow_code", "false"], ["--plan"] if command != "classic" else []):
         line = refusal(main, [command, "--resume", folder, *options])
         assert f"{folder} would run Python code ({code}): review it" in line
         assert line.endswith("pass --allow_code.")

@@ -531,3 +531,46 @@ def test_help_on_a_key_prints_what_is_at_and_below_it(capsys) -> None:
 def test_help_on_a_key_that_does_not_exist_names_the_nearest(refusal) -> None:
     message = refusal(run_cli, print, Config, ["--help", "stratgy"])
     assert "--help: unknown key stratgy; did you mean strategy?" in message
+
+
+@dataclass(frozen=True)
+class Lists:
+    seeds: list[int] = field(default_factory=list)
+    shares: tuple[float, ...] | None = None
+    grid: list[list[float]] = field(default_factory=list)
+    names: list[str] = field(default_factory=list)
+    beta: float = 1.0
+    merge: bool = False
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        ("--seeds 0 1", {"seeds": [0, 1]}),
+        ("--seeds 0,1", {"seeds": [0, 1]}),
+        ("--seeds 3 --merge", {"seeds": [3], "merge": True}),
+        ("--shares 0.7,0.3", {"shares": (0.7, 0.3)}),
+        ("--shares 1 0", {"shares": (1.0, 0.0)}),
+        ("--shares null", {"shares": None}),
+        ("--grid 0.7,0.3 1,0", {"grid": [[0.7, 0.3], [1.0, 0.0]]}),
+        ("--grid 0.7,0.3", {"grid": [[0.7, 0.3]]}),
+        ("--grid [[1,0]]", {"grid": [[1.0, 0.0]]}),
+        ("--names 1 b/c", {"names": ["1", "b/c"]}),
+    ],
+)
+def test_lists_are_words_or_numbers_with_commas(words, expected):
+    assert parse(Lists, words.split()) == Lists(**expected)
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("--beta 1 2", "beta must be float, got \\['1', '2'\\]"),
+        ("--merge true false", "--merge has one value, got 'true false'"),
+        ("--seeds 1,x", "seeds.1 must be int, got 'x'"),
+        ("x --seeds 1", "unexpected 'x'"),
+    ],
+)
+def test_words_that_are_no_list_are_refused(words, message):
+    with pytest.raises(UserError, match=message):
+        parse(Lists, words.split())

@@ -2,7 +2,7 @@
 
 import pytest
 
-from firm.run import Run, Sweep, UserError, continued_by, exit_on_user_error, to_yaml
+from firm.run import Run, Sweep, UserError, continued_later, exit_on_user_error, to_yaml
 from firm.run.resuming import STUDY_NAME, check_out, is_resumed, study_to_resume
 
 CONFIG = {"seed": 1}
@@ -55,16 +55,16 @@ def test_an_interrupt_tells_how_a_run_continues(is_begun, tmp_path, capsys):
     folder = tmp_path / "a run"
     if is_begun:
         Run.create(folder, CONFIG).close()
-    with pytest.raises(SystemExit) as end, exit_on_user_error(), continued_by("align", folder):
+    with pytest.raises(SystemExit) as end, exit_on_user_error(), continued_later(folder):
         raise KeyboardInterrupt
     assert end.value.code == 130
-    line = f"; continue with: firm align --resume '{folder}'" if is_begun else ""
+    line = f"; continue with: firm resume '{folder}'" if is_begun else ""
     assert capsys.readouterr().err == f"interrupted{line}\n"
 
 
 def test_the_line_of_an_interrupt_allows_the_code_that_the_run_had(tmp_path, capsys):
     folder = tmp_path / "run"
     Run.create(folder, {"rewards": {"mine": {"file": "mine.py"}, "shipped": {"file": ""}}}).close()
-    with pytest.raises(SystemExit), exit_on_user_error(), continued_by("align", folder):
+    with pytest.raises(SystemExit), exit_on_user_error(), continued_later(folder):
         raise KeyboardInterrupt
-    assert f"continue with: firm align --resume {folder} --allow_code\n" in capsys.readouterr().err
+    assert f"continue with: firm resume {folder} --allow_code\n" in capsys.readouterr().err
