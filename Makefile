@@ -7,7 +7,7 @@ NETWORK ?= configs/network.yaml
 OFFLINE := HF_HUB_OFFLINE=1 HF_HUB_DISABLE_TELEMETRY=1
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo network-demo test test-slow test-latest lint types contract check bench gpu figures pictures docs clean
+.PHONY: help install demo network-demo test test-slow test-latest lint types contract check bench gpu figures pictures docs release clean
 
 help: ## List the targets.
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -74,6 +74,16 @@ $(VENV)/.docs: $(VENV)/.installed
 docs: $(VENV)/.docs ## Build guide, results and API documentation into build/docs.
 	$(OFFLINE) TRL_EXPERIMENTAL_SILENCE=1 $(BIN)/python -m sphinx -W --keep-going -q -E docs build/docs
 	@echo build/docs/index.html
+
+release: install ## Build the wheel and the sdist, check them, and run the demo from the wheel alone.
+	rm -rf build/release
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check "build>=1.2,<2" "twine>=6,<7"
+	$(BIN)/python -m build --outdir build/release/dist .
+	$(BIN)/python -m twine check --strict build/release/dist/*
+	$(PYTHON) -m venv build/release/venv
+	build/release/venv/bin/python -m pip install --disable-pip-version-check -c constraints.txt build/release/dist/*.whl
+	cd build/release && $(OFFLINE) venv/bin/firm demo --out demo
+	@echo "publish with: $(BIN)/python -m twine upload build/release/dist/*"
 
 clean: ## Remove the virtual environment and caches; runs/ stays.
 	rm -rf $(VENV) $(LATEST) .pytest_cache .ruff_cache .hypothesis *.egg-info
