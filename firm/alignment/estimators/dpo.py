@@ -162,7 +162,6 @@ class DPO:
         """
         policy, config, sequences = self._policy, self.config, part.sequences
         counts = minibatch.ranked.sum(1, keepdim=True).clamp(min=1)
-        shares = part.ranked / counts  # [M, b]
         set_mode(policy.model, is_training=True)
         with policy.per_sequence() as per_sequence:
             with policy.timed("forward"):
@@ -172,7 +171,7 @@ class DPO:
             losses, slopes, margins = pair_losses(
                 replies.detach().view(-1, 2), reference, part.num_tokens, config
             )
-            at_own = wanted = shares
+            at_own = wanted = shares = (part.ranked / counts).to(losses)  # [M, b]
             if (asked := part.preferences) is not None:
                 at_own = weighted_by_preference(shares, asked)
                 wanted = weighted_by_preference(shares, asked, preferences)
