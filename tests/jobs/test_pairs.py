@@ -11,6 +11,7 @@ from firm.jobs.interface import align as firm_align
 from firm.run.config import compose
 from firm.run.directory import Run
 from firm.run.errors import UserError
+from tests.runs import distance, read_rows
 
 CHOSEN = {"helpful": " Take a new one and keep it warm.", "harmless": " I would rather not."}
 REJECTED = {"helpful": " No.", "harmless": " Sure, do it now."}
@@ -121,6 +122,22 @@ def test_the_rest_of_the_house_trains_on_pairs(pairs, tmp_path, changes):
     result = align(configured(pairs, tmp_path / "run", **changes))
     assert (result.rewards["final"] > 0.6).all()
     assert Run(tmp_path / "run").record()["status"] == "finished"
+
+
+def test_pairs_train_under_masks_as_without_and_with_noise_from_a_budget(pairs, tmp_path):
+    runs = {
+        name: align(configured(pairs, tmp_path / name, **changes)).path
+        for name, changes in {
+            "plain": {},
+            "masks": {"strategy__secure": "masks"},
+            "noise": {"strategy__privacy": {"clip_norm": 0.5, "noise_multiplier": 0.1}},
+        }.items()
+    }
+    assert 0 < distance(runs["plain"], runs["masks"]) < 2e-6
+    assert distance(runs["plain"], runs["noise"]) > 1e-2
+    for row in read_rows(runs["noise"], "client"):  # averages of a shard's pairs would tell of it
+        assert not row.keys() & {"pair_accuracy", "pair_margin"}
+    assert all(row["privacy"]["epsilon"] > 0 for row in read_rows(runs["noise"], "round"))
 
 
 def test_the_front_of_a_conditioned_run_is_printed(pairs, tmp_path, capsys):
