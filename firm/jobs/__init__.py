@@ -5,6 +5,7 @@
 - `sweep.sweep`: a run for each preference, and the resulting fronts
 - `compare.compare`: a comparison of adapters with their base model
 - `pick.pick`: the model on a front for a target preference
+- `export.export`: the front of a conditioned run for other engines; `serve.endpoint` serves it
 - `workspace.save_workspace`: the main figures of a run's page in W&B
 - `fmoo.run_classic`: classic algorithms side by side
 

@@ -72,7 +72,7 @@ class ExportConfig:
 
     def __post_init__(self) -> None:
         if self.run is None:
-            raise ValueError("export needs a conditioned run with a front: pass --run runs/mine.")
+            raise ValueError("export needs a conditioned run with a front: firm export runs/mine.")
         given = [key for key in TRADE_OFFS if getattr(self, key)]
         if len(given) > 1:
             raise ValueError(f"pass one of preference, target and require, got {', '.join(given)}.")

@@ -51,7 +51,7 @@ class ServeConfig:
 
     def __post_init__(self) -> None:
         if (self.run is None) == (self.export is None):
-            raise ValueError("serve needs a model: pass --run runs/mine or --export FOLDER.")
+            raise ValueError("serve needs a model: firm serve runs/mine, or --export FOLDER.")
 
 
 @contextmanager

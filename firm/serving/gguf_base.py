@@ -68,6 +68,9 @@ def _add_sizes(writer: Any, config: PretrainedConfig) -> None:
     rope = config.rope_parameters
     if rope.get("rope_type", "default") != "default":
         raise ValueError(f"the model has the rotary scaling {rope['rope_type']!r}: {_USE_OTHER}")
+    window = getattr(config, "sliding_window", None)
+    if window and window < config.max_position_embeddings:
+        raise ValueError(f"the model attends to {window} tokens only: {_USE_OTHER}")
     head_size = (
         getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     )

@@ -7,26 +7,29 @@ from typing import Any
 from peft import PeftModel
 from peft.tuners.lora import LoraLayer
 
-from firm.alignment.policy import without_needless_warnings
+from firm.alignment.policy import PolicyConfig, load_base_model, without_needless_warnings
+from firm.run.shipped import with_shipped_paths
 from firm.serving.front import ServedFront
 
 
-def load_served(model: Any, folder: str | Path) -> tuple[PeftModel, ServedFront]:
+def load_served(folder: str | Path, model: Any = None) -> tuple[PeftModel, ServedFront]:
     """Returns a base model with the adapters of `firm export --to peft`, and their front.
 
     The adapters are all active, at equal shares; `set_scales_` sets another preference.
 
     Args:
-        model: The base model, of transformers.
         folder: Folder of the export.
+        model: The base model, of transformers; by default the run's is loaded in float32.
 
     Raises:
-        ValueError: When the folder has no export for PEFT.
+        ValueError: When the folder has no export for PEFT, or the base model cannot be loaded.
     """
     served = ServedFront.load(folder)
     places = {name: Path(folder) / place for name, place in served.adapters.items()}
     if missing := [str(place) for place in places.values() if not place.is_dir()]:
         raise ValueError(f"there is no PEFT folder {missing[0]}: export with --to peft.")
+    if model is None:
+        model = load_base_model(with_shipped_paths(PolicyConfig(path=served.base_model)))
     policy: Any = None
     with without_needless_warnings():
         for name, place in places.items():

@@ -7,6 +7,7 @@ models and prompts that ship; what needs several machines or a GPU is read, not 
 """
 
 import ast
+import json
 import re
 import runpy
 import shlex
@@ -176,6 +177,7 @@ class Runner:
             "python": run_script,
             "make": check_target,
             "pip": check_extras,
+            "curl": check_request,
             **dict.fromkeys(("torchrun", "accelerate"), check_launch),
             **dict.fromkeys(("cd", "git", "source"), lambda words: None),
         }
@@ -190,8 +192,9 @@ class Runner:
                 main(words)
             elif "--config" in arguments:
                 parse(arguments[1:])
-        elif command in ("explore", "workspace"):  # a page that is served, a service elsewhere
-            assert Path(arguments[arguments.index("--run") + 1]).is_dir()
+        elif command in ("explore", "serve", "workspace"):  # served until stopped, or elsewhere
+            cfg = COMMANDS[command].parse(arguments)
+            assert (cfg.run or cfg.export).is_dir()
         else:
             main([command, *arguments, *self.settings(command, arguments)])
 
@@ -271,6 +274,13 @@ def check_extras(words: list[str]) -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     for extras in re.findall(r"\[(.+?)\]", " ".join(words)):
         assert set(extras.split(",")) <= set(project["optional-dependencies"]), extras
+
+
+def check_request(words: list[str]) -> None:
+    """Checks that a request's body is one that `firm serve` takes."""
+    if "-d" in words:
+        body = json.loads(words[words.index("-d") + 1])
+        assert {"model", "messages"} <= body.keys()
 
 
 def check_launch(words: list[str]) -> None:

@@ -71,9 +71,8 @@ def _reply(model, ids):
         return model.generate(ids, max_new_tokens=12, do_sample=False)[0, ids.size(1) :].tolist()
 
 
-def test_scaled_adapters_of_peft_are_the_folded_model(strong, peft_folder):
-    base = AutoModelForCausalLM.from_pretrained(smoke.POLICY, dtype=torch.float32)
-    model, served = load_served(base, peft_folder)
+def test_scaled_adapters_of_peft_are_the_folded_model(strong, peft_folder, gguf_folder):
+    model, served = load_served(peft_folder)
     replies = set()
     for preference in POINTS:
         folded = _folded(strong, preference)
@@ -85,6 +84,8 @@ def test_scaled_adapters_of_peft_are_the_folded_model(strong, peft_folder):
             assert _reply(model, ids) == _reply(folded, ids)
             replies.add(tuple(_reply(model, ids)))
     assert len(replies) > len(QUESTIONS)  # the preference matters
+    with pytest.raises(ValueError, match=r"there is no PEFT folder .*: export with --to peft"):
+        load_served(gguf_folder)
 
 
 def test_adapters_that_peft_concatenates_are_the_folded_model(strong, peft_folder):
