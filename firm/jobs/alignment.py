@@ -78,7 +78,7 @@ FRONT_NAME = "front.json"
 """The front of a conditioned run, in its directory."""
 FREE_KEYS = (
     *("client_timeout", "engine", "hub", "max_rows", "name"),
-    *("out", "plan", "plugins", "resume", "tracking"),
+    *("out", "paper", "plan", "plugins", "resume", "tracking"),
 )
 """Keys that may differ from the run's saved configuration on resume."""
 RENEWED_KEYS = ("rounds",)

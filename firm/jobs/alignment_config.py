@@ -175,8 +175,10 @@ class AlignmentConfig:
     out: Path | None = None
     """Run directory; default: runs/NAME-TIME."""
     plan: bool = False
-    """Print sizes, shares of prompts, bytes, memory, steps and departures from the paper, and exit;
-    reads no weights, and prompts only from this machine."""
+    """Print sizes, shares of prompts, bytes, memory and steps, and exit; reads no weights, and
+    prompts only from this machine."""
+    paper: bool = False
+    """With `plan`, also compare the settings with the paper's."""
     resume: Resume = False
     """Continue from the last checkpoint: `--resume RUN` uses the configuration saved in that
     folder, `--out RUN --resume` the given one; auto starts a new run if there is none yet. Python

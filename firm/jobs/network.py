@@ -80,6 +80,7 @@ OWN_KEYS = (
     "name",
     "num_threads",
     "out",
+    "paper",
     "plan",
     "plugins",
     "policy.device",

@@ -35,7 +35,7 @@ from firm.fields import NOT_IN_PAPER, Paper, configuration
 from firm.jobs.alignment import main
 from firm.jobs.alignment_config import AlignmentConfig
 from firm.jobs.alignment_data import data_of
-from firm.jobs.plan import make_plan, plan_tables, planning
+from firm.jobs.plan import make_plan, paper_tables, plan_tables, planning
 from firm.jobs.plan.memory import EVALUATION_BATCH, LiveBytes, evaluated_rows
 from firm.jobs.plan.passes import preferences_of_minibatch
 from firm.jobs.plan.record import RewardFigures
@@ -779,7 +779,7 @@ def test_the_papers_run_equals_the_paper_wherever_it_gives_a_value():
 def test_the_tables_are_printed_whole_in_a_pipe():
     plan = plan_of(config(file="miniature"))
     text = io.StringIO()
-    for table in plan_tables(plan):
+    for table in [*plan_tables(plan), *paper_tables(plan)]:
         print_table(table.title, table.header, table.rows, console=Console(file=text))
     sizes = (f"{plan.policy.num_trainable:,}", f"{plan.policy.adapter_bytes:,} bytes")
     for figure in (*sizes, "estimator.clip_range", "reward helpful", "4,608"):

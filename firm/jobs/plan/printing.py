@@ -8,7 +8,7 @@ from firm.federation.outside import printable
 from firm.jobs.alarms import alarms_at_start
 from firm.jobs.alignment_config import AlignmentConfig, client_names
 from firm.jobs.plan.planning import make_plan
-from firm.jobs.plan.tables import plan_tables
+from firm.jobs.plan.tables import paper_tables, plan_tables
 from firm.run.progress import print_table
 from firm.run.shipped import with_shipped_paths
 
@@ -19,7 +19,7 @@ def print_plan(cfg: AlignmentConfig) -> None:
         return
     processes = Processes(0, int(os.environ.get("WORLD_SIZE", 1)), cfg.processes_per_client)
     plan = make_plan(with_shipped_paths(cfg), client_names(cfg), processes)
-    for table in plan_tables(plan):
+    for table in [*plan_tables(plan), *(paper_tables(plan) if cfg.paper else [])]:
         print_table(table.title, table.header, table.rows)
     for note in [*plan.notes, *alarms_at_start(cfg)]:
         print(printable(note, max_length=5_000))

@@ -10,9 +10,9 @@ from firm.report import formats
 
 
 def plan_tables(plan: RunPlan) -> list[PlanTable]:
-    """Returns the tables of a plan, without its notes."""
+    """Returns the tables of a plan, without its notes; see `paper_tables` for the settings."""
     tables = [_model_table(plan), _work_table(plan), _placement_table(plan)]
-    return [*tables, *_memory_tables(plan), *_hyperparameter_tables(plan)]
+    return [*tables, *_memory_tables(plan)]
 
 
 def _model_table(plan: RunPlan) -> PlanTable:
@@ -175,7 +175,8 @@ def _shard_rows(policy: PolicyFigures) -> list[tuple[str, str]]:
     ]
 
 
-def _hyperparameter_tables(plan: RunPlan) -> Iterator[PlanTable]:
+def paper_tables(plan: RunPlan) -> list[PlanTable]:
+    """Returns the tables of a run's settings beside the paper's, and of those it does not give."""
     rows = [
         (
             h.path,
@@ -187,9 +188,9 @@ def _hyperparameter_tables(plan: RunPlan) -> Iterator[PlanTable]:
         for h in plan.hyperparameters
         if h.paper
     ]
-    yield PlanTable("Given in the paper", ("key", "value", "paper", "section", "equal"), rows)
+    given = PlanTable("Given in the paper", ("key", "value", "paper", "section", "equal"), rows)
     rows = [(h.path, _text(h.value)) for h in plan.hyperparameters if not h.paper]
-    yield PlanTable("Not in the paper", ("key", "value"), rows)
+    return [given, PlanTable("Not in the paper", ("key", "value"), rows)]
 
 
 def _text(value: Any) -> str:
