@@ -166,7 +166,7 @@ def _preferences(cfg: ExportConfig, served: ServedFront) -> dict[str, list[float
 def _record(cfg: ExportConfig, front: Front, adapter: Path) -> ServedFront:
     """Returns the record of the whole front, without the base model's file."""
     check_slugs(front.objectives, "objectives")
-    suffix = ".gguf" if cfg.to == "gguf" else ""
+    suffix = ".lora.gguf" if cfg.to == "gguf" else ""  # no objective is called as the base model
     request: dict[str, Any] = {
         "temperature": cfg.rollout.temperature,
         "top_k": 0,

@@ -16,7 +16,7 @@ from firm.jobs.export import ExportConfig, export
 from firm.run.errors import UserError
 from firm.run.files import read_text
 from firm.serving.endpoint import Endpoint, check_host, family_of, model_at
-from firm.serving.llama import LlamaEngine
+from firm.serving.llama import LlamaEngine, import_llama
 
 
 @configuration
@@ -62,6 +62,7 @@ def endpoint(cfg: ServeConfig) -> Iterator[Endpoint]:
         UserError: The run or export cannot be served, or the address is in use or not allowed.
         ModuleNotFoundError: An optional package is missing.
     """
+    import_llama()  # before the export, which takes a while
     key = _api_key(cfg)
     try:
         check_host(cfg.host, key)

@@ -13,6 +13,20 @@ OnChunk = Callable[[dict[str, Any]], bool]
 """Receives a part of a reply; returns True to stop."""
 
 
+def import_llama() -> Any:
+    """Returns the package xllamacpp.
+
+    Raises:
+        ModuleNotFoundError: When it is not installed.
+    """
+    try:
+        return import_module("xllamacpp")
+    except ModuleNotFoundError:
+        raise ModuleNotFoundError(
+            f"serving needs llama.cpp: {install_command('serve')}.", name="xllamacpp"
+        ) from None
+
+
 class LlamaEngine:
     """Replies with llama.cpp, in this process.
 
@@ -40,12 +54,7 @@ class LlamaEngine:
         context: int = 2048,
         num_threads: int = 2,
     ) -> None:
-        try:
-            xllamacpp: Any = import_module("xllamacpp")
-        except ModuleNotFoundError:
-            raise ModuleNotFoundError(
-                f"serving needs llama.cpp: {install_command('serve')}.", name="xllamacpp"
-            ) from None
+        xllamacpp = import_llama()
         self.served = ServedFront.load(folder)
         if base is None and not self.served.base_file:
             raise ValueError(

@@ -3,6 +3,8 @@
 import json
 import shlex
 import shutil
+import socket
+import sys
 from contextlib import closing
 from http.client import HTTPConnection
 from threading import Thread
@@ -17,7 +19,8 @@ from firm.alignment.adapter_files import load_adapters
 from firm.alignment.adapters.conditioned import fold
 from firm.alignment.policy import PolicyConfig, without_needless_warnings
 from firm.alignment.prompts import hh_text
-from firm.cli.main import COMMANDS
+from firm.cli.main import COMMANDS, main
+from firm.extras import install_command
 from firm.fronts import Front
 from firm.jobs.export import export
 from firm.jobs.pick import PickConfig, pick
@@ -168,7 +171,9 @@ def test_the_printed_command_serves_the_export(strong, tmp_path, capsys):
     given = ["--run", str(strong), "--to", "gguf", "--out", str(tmp_path / "gguf")]
     COMMANDS["export"].run(given)
     lines = capsys.readouterr().out.splitlines()
-    assert f"adapter   {tmp_path}/gguf/brevity.gguf, at brevity 1.000, positivity 0.000" in lines
+    assert (
+        f"adapter   {tmp_path}/gguf/brevity.lora.gguf, at brevity 1.000, positivity 0.000" in lines
+    )
     program, command, *arguments = shlex.split(lines[-1].removeprefix("serve"))
     assert (program, command) == ("firm", "serve")
     assert COMMANDS["serve"].parse(arguments).export == tmp_path / "gguf"
@@ -224,8 +229,6 @@ def test_a_run_is_served_with_openai_s_requests(strong):
 
 
 def free_port():
-    import socket
-
     with socket.create_server(("127.0.0.1", 0)) as place:
         return place.getsockname()[1]
 
@@ -258,6 +261,15 @@ def test_what_cannot_be_served_is_refused(gguf_folder, tmp_path, arguments, mess
     ):
         pass
     assert message in str(refusal.value)
+
+
+def test_without_llama_cpp_the_command_says_what_to_install(gguf_folder, monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "xllamacpp", None)
+    with pytest.raises(SystemExit):
+        main(["serve", "--export", str(gguf_folder), "--port", str(free_port())])
+    line = capsys.readouterr().err
+    assert "firm serve needs the package xllamacpp, which is not installed" in line
+    assert install_command("serve") in line
 
 
 def test_a_base_model_that_llama_cpp_does_not_know_is_not_loaded(gguf_folder, tmp_path):
