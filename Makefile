@@ -3,11 +3,12 @@ PYTHON ?= python3
 VENV   ?= .venv
 BIN    := $(VENV)/bin
 LATEST ?= .venv-latest
+VLLM   ?= .venv-vllm
 NETWORK ?= configs/network.yaml
 OFFLINE := HF_HUB_OFFLINE=1 HF_HUB_DISABLE_TELEMETRY=1
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo network-demo test test-slow test-latest lint types contract check bench gpu figures pictures docs release clean
+.PHONY: help install demo network-demo test test-slow test-latest test-vllm lint types contract check bench gpu figures pictures docs release clean
 
 help: ## List the targets.
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -36,6 +37,17 @@ test-latest: ## Run the test suite on the newest releases, installed beside: gig
 	$(LATEST)/bin/python -m pip install --quiet --disable-pip-version-check --upgrade --upgrade-strategy eager -e ".[dev]"
 	$(LATEST)/bin/python -m pip list --disable-pip-version-check | grep -E "^(torch|transformers|trl|peft|accelerate|datasets|cvxpy|wandb|nvflare) "
 	$(OFFLINE) $(LATEST)/bin/python -m pytest -q -n 2 --dist loadfile
+
+# vLLM pins older releases than constraints.txt, and the wheel for CPUs asks for torch's own index
+$(VLLM)/.installed: pyproject.toml constraints-vllm.txt
+	$(PYTHON) -m venv $(VLLM)
+	$(VLLM)/bin/python -m pip install --quiet --disable-pip-version-check torch==2.13.0
+	$(VLLM)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps -r constraints-vllm.txt -e .
+	touch $@
+
+test-vllm: $(VLLM)/.installed ## Test the rollout engine vllm on SmolLM2 in an environment of its own: 4 GB of memory.
+	test -n "$(FIRM_MODEL)" || $(VLLM)/bin/firm fetch smollm2
+	$(OFFLINE) $(VLLM)/bin/python -m pytest -q tests/alignment/rollout_engines -m "not gpu"
 
 lint: install ## Check style and formatting.
 	$(BIN)/ruff check .
@@ -86,4 +98,4 @@ release: install ## Build the wheel and the sdist, check them, and run the demo 
 	@echo "publish with: $(BIN)/python -m twine upload build/release/dist/*"
 
 clean: ## Remove the virtual environment and caches; runs/ stays.
-	rm -rf $(VENV) $(LATEST) .pytest_cache .ruff_cache .hypothesis *.egg-info
+	rm -rf $(VENV) $(LATEST) $(VLLM) .pytest_cache .ruff_cache .hypothesis *.egg-info

@@ -8,6 +8,7 @@ REGISTRIES = {
     "firm.alignment.adapters": "ADAPTERS",
     "firm.alignment.adapters.conditioned": "PREFERENCE_SAMPLERS",
     "firm.alignment.estimators": "ESTIMATORS",
+    "firm.alignment.rollout_engines": "ROLLOUT_ENGINES",
     "firm.federation.engines": "ENGINES",
     "firm.federation.strategies": "STRATEGIES",
     "firm.fmoo.data": "DATASETS",

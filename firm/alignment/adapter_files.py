@@ -2,7 +2,7 @@
 
 import json
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
@@ -209,9 +209,9 @@ def save_adapter(policy: Any, folder: Path) -> None:
     A conditioned adapter is saved at equal shares, with an additional file from which
     `fill_adapter_` folds it at any other preference.
     """
-    state = _lora_state(policy)
+    state = lora_state(policy)
     own = {name: values for name, values in state.items() if not is_conditioned(name)}
-    _save(policy, folder, own)
+    save_state(policy, folder, own)
     gated = {
         name.replace(".default.", "."): values.contiguous()
         for name, values in state.items()
@@ -221,20 +221,31 @@ def save_adapter(policy: Any, folder: Path) -> None:
         save_file(gated, folder / _CONDITIONED)
 
 
-def _lora_state(policy: Any) -> dict[str, torch.Tensor]:
-    """Returns the policy's adapter as an ordinary LoRA adapter."""
-    state = {name: values for name, values in policy.state_dict().items() if "lora_" in name}
+def lora_state(
+    policy: Any, adapter: Mapping[str, torch.Tensor] | None = None
+) -> dict[str, torch.Tensor]:
+    """Returns the policy's adapter as an ordinary LoRA adapter, by PEFT's names of its slot.
+
+    With an adapter, its trained parameters replace those of the slot.
+    """
+    state: dict[str, torch.Tensor] = {
+        name: values for name, values in policy.state_dict().items() if "lora_" in name
+    }
+    for name in state:
+        own = name.replace(".default.", ".")
+        if adapter is not None and own in adapter:
+            state[name] = adapter[own]
     return forward_of(policy).kind.as_lora(policy, state)
 
 
 def save_folded(policy: Any, folder: Path, preference: Sequence[float]) -> None:
     """Writes a conditioned policy's adapter at a preference, as an ordinary PEFT folder."""
-    folded = fold(_lora_state(policy), preference)
-    _save(policy, folder, folded)
+    save_state(policy, folder, fold(lora_state(policy), preference))
 
 
-def _save(policy: Any, folder: Path, state: dict[str, torch.Tensor]) -> None:
-    policy.save_pretrained(str(folder), state_dict=state, save_embedding_layers=False)
+def save_state(policy: Any, folder: Path, state: Mapping[str, torch.Tensor]) -> None:
+    """Writes an ordinary LoRA adapter with the settings of a policy's as a PEFT folder."""
+    policy.save_pretrained(str(folder), state_dict=dict(state), save_embedding_layers=False)
     # PEFT's model card is an empty template that reveals the base model's local path
     (folder / "README.md").unlink(missing_ok=True)
     file = folder / "adapter_config.json"

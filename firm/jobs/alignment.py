@@ -231,7 +231,7 @@ def open_wing(
     progress: Progress,
     out: Path,
 ) -> Iterator["_LanguageWing"]:
-    """Opens the run's folder, tracker and progress display, and closes the engine on exit."""
+    """Opens the run's folder, tracker and progress display, and closes the engines on exit."""
     settings = to_dict(cfg)
     with (
         Run.open(out, settings, resume=cfg.resume, ignore=FREE_KEYS, renew=RENEWED_KEYS) as run,
@@ -245,6 +245,7 @@ def open_wing(
         ) as tracker,
         progress,
         closing(engine),
+        closing(loaded.trainer.rollout_engine),
     ):
         progress.event("started", alarms=[*alarms_at_start(cfg), *loaded.notes])
         yield WINGS[cfg.estimator.learns_from](

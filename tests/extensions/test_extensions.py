@@ -16,13 +16,17 @@ from tests.runs import read_rows
 from tests.smoke import POLICY
 
 FOLDER = Path(__file__).parent
-PLUGINS = ["momentum", "reinforce", "vowels", "counting_engine", "reply_loss", "medoid"]
+PLUGINS = [
+    *("momentum", "reinforce", "vowels", "counting_engine", "reply_loss", "medoid"),
+    "shifted_engine",
+]
 OVERRIDES = {
     "plugins": [str(FOLDER / f"{name}.py") for name in PLUGINS],
     "strategy.name": "momentum",
     "strategy.robust.rule": "medoid",
     "estimator.name": "reinforce",
     "engine": "counting",
+    "rollout.engine.name": "shifted",
     "rewards": {
         "vowels": {"name": "vowels", "options": {"letters": "ae"}},
         "brevity": {"name": "brevity"},
@@ -56,6 +60,7 @@ def test_every_extension_takes_part(study):
     settings = yaml.safe_load((folder / MOMENTUM / "config.yaml").read_text())
     assert settings["strategy"]["momentum"] == 0.9
     assert settings["estimator"]["group_size"] == 4
+    assert settings["rollout"]["engine"]["shift"] == 0.25
     rounds = read_rows(folder / MOMENTUM, "round")
     assert [row["robust"]["rule"] for row in rounds] == ["medoid", "medoid"]
     assert all(len(row["robust"]["chosen"]) == 1 for row in rounds)

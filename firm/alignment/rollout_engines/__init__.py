@@ -18,6 +18,7 @@ from firm.alignment.rollout_engines.transformers import (
     TransformersEngine,
     generate,
 )
+from firm.alignment.rollout_engines.vllm import VLLMConfig, VLLMEngine
 
 __all__ = [
     "ROLLOUT_ENGINES",
@@ -28,6 +29,8 @@ __all__ = [
     "SeparateEngineConfig",
     "TransformersConfig",
     "TransformersEngine",
+    "VLLMConfig",
+    "VLLMEngine",
     "generate",
     "register_rollout_engine",
 ]

@@ -69,6 +69,10 @@ class RolloutEngine(Protocol):
         """
         ...
 
+    def close(self) -> None:
+        """Stops the processes that the engine started; a later `sample` starts them again."""
+        ...
+
 
 @configuration(source=NOT_IN_PAPER)
 class RolloutEngineConfig(ABC):

@@ -74,6 +74,9 @@ class TransformersEngine:
         """Returns the samples of each request, one after the other; see `RolloutEngine`."""
         return [self._samples(request) for request in requests]
 
+    def close(self) -> None:
+        """Does nothing, since the model is the policy."""
+
     def _samples(self, request: SampleRequest) -> Samples:
         assert request.adapter is None  # `TransformersConfig.stacked` takes others
         token_ids, logprobs = generate(
@@ -97,6 +100,9 @@ class _JointEngine:
     def sample(self, requests: list[SampleRequest]) -> Sequence[Samples]:
         """Returns the samples of each request; see `RolloutEngine`."""
         return self._joint(requests)
+
+    def close(self) -> None:
+        """Does nothing, since the model is the policy."""
 
 
 @torch.no_grad()

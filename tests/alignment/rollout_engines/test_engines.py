@@ -3,7 +3,7 @@
 import math
 from contextlib import nullcontext
 from dataclasses import replace
-from typing import Literal
+from pathlib import Path
 
 import pytest
 import torch
@@ -12,15 +12,9 @@ from firm.alignment.estimators.critic_free import CriticFreeConfig, reply_losses
 from firm.alignment.estimators.ppo import policy_losses
 from firm.alignment.generation import RolloutConfig, find_ends
 from firm.alignment.rollout import Sampler, rollout
-from firm.alignment.rollout_engines import (
-    ROLLOUT_ENGINES,
-    Samples,
-    SeparateEngineConfig,
-    TransformersConfig,
-    TransformersEngine,
-    register_rollout_engine,
-)
-from firm.fields import configuration
+from firm.alignment.rollout_engines import ROLLOUT_ENGINES, TransformersConfig
+from firm.run.plugins import import_plugin
+from tests.plugins import plugins_forgotten
 from tests.tokens import queries
 
 PROMPTS = torch.tensor([[0, 4, 5], [7, 8, 9], [0, 0, 6]])
@@ -28,38 +22,10 @@ PROMPTS = torch.tensor([[0, 4, 5], [7, 8, 9], [0, 0, 6]])
 
 @pytest.fixture
 def shifted():
-    """The configuration of an engine whose log-probabilities are off by a number of nats."""
-
-    @register_rollout_engine
-    @configuration
-    class ShiftedConfig(SeparateEngineConfig):
-        """Log-probabilities that are off."""
-
-        name: Literal["shifted"] = "shifted"
-        """Rollout engine."""
-        shift: float = 0.25
-        """Number of nats."""
-        has_logprobs: bool = True
-        """Whether the engine has log-probabilities."""
-
-        def engine(self, policy, tokenizer, config):
-            return ShiftedEngine(self, TransformersEngine(policy, tokenizer))
-
-    yield ShiftedConfig
-    del ROLLOUT_ENGINES["shifted"]
-
-
-class ShiftedEngine:
-    def __init__(self, config, exact) -> None:
-        self.config, self.exact = config, exact
-
-    def sample(self, requests):
-        return [self.shifted(samples) for samples in self.exact.sample(requests)]
-
-    def shifted(self, samples):
-        assert samples.logprobs is not None
-        logprobs = samples.logprobs - self.config.shift if self.config.has_logprobs else None
-        return Samples(samples.token_ids, logprobs)
+    """Settings of an engine whose log-probabilities are too low."""
+    with plugins_forgotten():
+        import_plugin(str(Path(__file__).parents[2] / "extensions/shifted_engine.py"))
+        yield ROLLOUT_ENGINES["shifted"]
 
 
 def rollouts_of(make_model, tokenizer, engine, **changes):
@@ -83,7 +49,7 @@ def test_training_takes_the_policys_own_log_probabilities(make_model, tokenizer,
 
 def test_an_engine_without_log_probabilities_has_no_mismatch(make_model, tokenizer, shifted):
     exact = rollouts_of(make_model, tokenizer, TransformersConfig())
-    rollouts = rollouts_of(make_model, tokenizer, shifted(has_logprobs=False))
+    rollouts = rollouts_of(make_model, tokenizer, shifted(shift=None))
     assert rollouts.mismatch is None
     torch.testing.assert_close(rollouts.logprobs, exact.logprobs, rtol=1e-4, atol=1e-5)
 

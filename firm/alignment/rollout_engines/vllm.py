@@ -1,0 +1,313 @@
+"""The rollout engine `vllm`: samples with a copy of the base model in vLLM.
+
+vLLM runs in a child process, because in this one it would seed the global random generators, pin
+the threads and initialise `torch.distributed`. Every version of an adapter, at each preference for
+a conditioned one, is an ordinary LoRA adapter of its own for vLLM, so that rows of several clients
+and preferences share a batch. It is handed over as a folder in shared memory.
+
+Versions are named by their content, and no name or id is used again: vLLM scales B in place when it
+loads an adapter, caches prompts by the adapter's name, and ignores a new folder under an old id.
+"""
+
+import hashlib
+import os
+import shutil
+import tempfile
+import weakref
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import field
+from importlib import import_module
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+import torch
+from annotated_types import Interval
+from transformers import PreTrainedTokenizerBase
+
+from firm.alignment.adapter_files import lora_state, save_state
+from firm.alignment.adapters.conditioned import fold, is_conditioned
+from firm.alignment.policy import is_gguf
+from firm.alignment.rollout_engines.engine import (
+    SampleRequest,
+    Samples,
+    SeparateEngineConfig,
+    register_rollout_engine,
+)
+from firm.alignment.sequences import INVALID_LOGPROB
+from firm.extras import install_command
+from firm.fields import NOT_IN_PAPER, PositiveFloat, configuration
+
+if TYPE_CHECKING:  # it imports this package
+    from firm.alignment.generation import RolloutConfig
+
+RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
+"""Maximum ranks that vLLM supports."""
+
+SHARED_MEMORY = Path("/dev/shm")
+
+ENVIRONMENT = {
+    "VLLM_LOGGING_LEVEL": "ERROR",
+    "VLLM_WORKER_MULTIPROCESSING_METHOD": "spawn",  # a fork may hang after torch started threads
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # pinned threads would share cores with the trainer's
+}
+"""Environment variables of vLLM that are set unless the user has set them."""
+
+
+@register_rollout_engine
+@configuration(source=NOT_IN_PAPER)
+class VLLMConfig(SeparateEngineConfig):
+    """A copy of the base model in vLLM, which takes the adapters of many rows in one batch."""
+
+    name: Literal["vllm"] = "vllm"
+    """Rollout engine."""
+    max_loras: Annotated[int, Interval(ge=1, le=1024)] = 16
+    """Largest number of adapters in a batch of vLLM, which reserves memory for each. An adapter at
+    each of several preferences counts as several."""
+    cache_gb: PositiveFloat = 1.0
+    """Memory of vLLM's key-value cache in GB."""
+    options: dict[str, Any] = field(default_factory=dict)
+    """Further arguments of `vllm.LLM`, such as {tensor_parallel_size: 2}."""
+
+    def engine(
+        self, policy: Any, tokenizer: PreTrainedTokenizerBase, config: "RolloutConfig"
+    ) -> "VLLMEngine":
+        """Returns the engine, which starts vLLM when it first samples.
+
+        Raises:
+            ValueError: When vLLM is not installed, or does not support the policy.
+        """
+        if find_spec("vllm") is None:
+            raise ValueError(
+                "rollout.engine.name vllm needs the package vllm, which is not installed: "
+                f"{install_command('vllm')}, or use rollout.engine.name transformers."
+            )
+        return VLLMEngine(self, policy, config)
+
+
+class VLLMEngine:
+    """Samples from a policy with vLLM; implements `RolloutEngine`.
+
+    Args:
+        config: Limits of the engine.
+        policy: A `PeftModel` with one adapter slot, whose base model is stored at its path.
+        rollout: Lengths of prompts and replies.
+
+    Raises:
+        ValueError: When the base model is a GGUF file, or the adapter's rank is too large.
+    """
+
+    def __init__(self, config: VLLMConfig, policy: Any, rollout: "RolloutConfig") -> None:
+        settings = policy.peft_config["default"]
+        self._path = str(settings.base_model_name_or_path)
+        if is_gguf(self._path):
+            raise ValueError(
+                "policy.path must be a folder or a name on the hub with rollout.engine.name vllm, "
+                f"got the GGUF file {self._path}."
+            )
+        if settings.r > RANKS[-1]:
+            raise ValueError(
+                f"policy.lora.r must be at most {RANKS[-1]} with rollout.engine.name vllm, got "
+                f"{settings.r}."
+            )
+        self._max_rank = next(rank for rank in RANKS if rank >= settings.r)
+        self.config = config
+        self._policy, self._rollout = policy, rollout
+        self._llm: Any = None
+        self._folder = Path()
+        self._ids: dict[str, int] = {}  # of loaded versions, the one used last at the end
+        self._num_versions = 0
+        self._stop: Callable[[], object] = lambda: None
+
+    def sample(self, requests: list[SampleRequest]) -> list[Samples]:
+        """Returns the samples of each request; see `RolloutEngine`.
+
+        Rows of all requests share a batch, unless they have more than `max_loras` adapters.
+        """
+        self._start()
+        states: dict[str, Mapping[str, torch.Tensor]] = {}
+        versions = [self._versions(request, states) for request in requests]
+        rows: list[tuple[str, list[int], Any]] = []
+        for request, own in zip(requests, versions, strict=True):
+            prompts = request.queries.token_ids.tolist()
+            lengths = request.queries.lengths.tolist()
+            for version, ids, length, sampling in zip(
+                own, prompts, lengths, _sampling(request), strict=True
+            ):
+                rows.append((version, ids[len(ids) - length :], sampling))
+        outputs: list[Any] = [None] * len(rows)
+        names = list(states)
+        for start in range(0, len(names), self.config.max_loras):
+            part = names[start : start + self.config.max_loras]
+            self._load({name: states[name] for name in part})
+            places = [at for at, (version, _, _) in enumerate(rows) if version in part]
+            for at, output in zip(places, self._outputs([rows[at] for at in places]), strict=True):
+                outputs[at] = output
+        iterator = iter(outputs)
+        return [
+            _samples(request, own, [next(iterator) for _ in own])
+            for request, own in zip(requests, versions, strict=True)
+        ]
+
+    def _start(self) -> None:
+        """Starts vLLM with the base model, unless it is running."""
+        if self._llm is not None:
+            return
+        for name, value in ENVIRONMENT.items():
+            os.environ.setdefault(name, value)
+        vllm: Any = import_module("vllm")
+        dtype = self._policy.get_input_embeddings().weight.dtype
+        arguments = {
+            "model": self._path,
+            "dtype": str(dtype).removeprefix("torch."),
+            "skip_tokenizer_init": True,  # prompts and replies are tokens
+            "generation_config": "vllm",  # not the sampling defaults of the checkpoint
+            "logprobs_mode": "processed_logprobs",  # of the tempered distribution
+            "max_model_len": self._rollout.max_prompt_tokens + self._rollout.max_new_tokens,
+            "enable_lora": True,
+            "max_lora_rank": self._max_rank,
+            "max_loras": self.config.max_loras,
+            "max_cpu_loras": self.config.max_loras,
+            "kv_cache_memory_bytes": int(self.config.cache_gb * 2**30),
+            "enforce_eager": self._policy.device.type == "cpu",  # compiling takes minutes there
+        }
+        self._llm = vllm.LLM(**{**arguments, **self.config.options})
+        parent = SHARED_MEMORY if os.access(SHARED_MEMORY, os.W_OK) else None
+        self._folder = Path(tempfile.mkdtemp(prefix="firm-vllm-", dir=parent))
+        self._stop = weakref.finalize(self, _close, self._llm, self._folder)
+
+    def close(self) -> None:
+        """Stops vLLM; a later `sample` starts it again."""
+        self._stop()
+        self._llm, self._ids = None, {}
+
+    def _versions(
+        self, request: SampleRequest, states: dict[str, Mapping[str, torch.Tensor]]
+    ) -> list[str]:
+        """Returns the version of each row's adapter, and adds its matrices to `states`."""
+        lora = {n: v.detach().cpu() for n, v in lora_state(self._policy, request.adapter).items()}
+        is_folded = request.queries.preferences is not None and any(map(is_conditioned, lora))
+        asked: Sequence[Any] = [()] * request.queries.num_rows
+        if is_folded:
+            assert request.queries.preferences is not None
+            asked = [tuple(row) for row in request.queries.preferences.tolist()]
+        versions = {}
+        for preference in dict.fromkeys(asked):
+            state = {n: v for n, v in lora.items() if not is_conditioned(n)}
+            if preference:
+                state = fold(lora, preference)
+            versions[preference] = _digest(state)
+            states[versions[preference]] = state
+        return [versions[preference] for preference in asked]
+
+    def _load(self, states: Mapping[str, Mapping[str, torch.Tensor]]) -> None:
+        """Loads versions of adapters into vLLM, in place of those used least recently."""
+        engine = self._llm.llm_engine
+        for version in states:
+            if version in self._ids:
+                self._ids[version] = self._ids.pop(version)
+        missing = [version for version in states if version not in self._ids]
+        num_kept = self.config.max_loras - len(missing)
+        for version in list(self._ids)[: max(0, len(self._ids) - num_kept)]:
+            engine.remove_lora(self._ids.pop(version))
+            shutil.rmtree(self._folder / version)
+        for version in missing:
+            save_state(self._policy, self._folder / version, states[version])
+            self._num_versions += 1
+            request = self._request(version, self._num_versions)
+            try:
+                engine.add_lora(request)
+            except Exception as error:
+                raise RuntimeError(
+                    f"vLLM cannot load the adapter ({error}): use other policy.lora settings, or "
+                    "rollout.engine.name transformers."
+                ) from error
+            self._ids[version] = self._num_versions
+        self._check_loaded(states)
+
+    def _check_loaded(self, versions: Iterable[str]) -> None:
+        """Raises ``RuntimeError`` unless vLLM has these versions of adapters."""
+        loaded = self._llm.llm_engine.list_loras()
+        missing = [version for version in versions if self._ids[version] not in loaded]
+        if missing:
+            raise RuntimeError(
+                f"vLLM no longer has the adapters {', '.join(missing)}, so that replies would come "
+                "from another policy: raise rollout.engine.max_loras, or use rollout.engine.name "
+                "transformers."
+            )
+
+    def _outputs(self, rows: Sequence[tuple[str, list[int], Any]]) -> list[Any]:
+        """Returns vLLM's outputs for rows of version, prompt and sampling parameters."""
+        requests = [self._request(version, self._ids[version]) for version, _, _ in rows]
+        found = self._llm.generate(
+            [{"prompt_token_ids": ids} for _, ids, _ in rows],
+            [sampling for _, _, sampling in rows],
+            lora_request=requests,
+            use_tqdm=False,
+        )
+        for request, output in zip(requests, found, strict=True):
+            used = output.lora_request and output.lora_request.lora_name
+            if used != request.lora_name:
+                raise RuntimeError(
+                    f"vLLM sampled with the adapter {used}, but {request.lora_name} was requested: "
+                    "use another release of vLLM, or rollout.engine.name transformers."
+                )
+        self._check_loaded({version for version, _, _ in rows})
+        return [output.outputs[0] for output in found]
+
+    def _request(self, version: str, number: int) -> Any:
+        lora: Any = import_module("vllm.lora.request")
+        return lora.LoRARequest(version, number, str(self._folder / version))
+
+
+def _sampling(request: SampleRequest) -> list[Any]:
+    """Returns the sampling parameters of each row, with seeds from the request's generator."""
+    vllm: Any = import_module("vllm")
+    generator = request.generator
+    seeds = torch.randint(
+        2**31,
+        (request.queries.num_rows,),
+        generator=generator,
+        device=generator.device if generator else "cpu",
+    )
+    return [
+        vllm.SamplingParams(
+            temperature=request.config.temperature,
+            max_tokens=request.config.max_new_tokens,
+            stop_token_ids=list(request.end_ids),
+            ignore_eos=True,  # the end tokens include it
+            seed=seed,
+            logprobs=0,  # of the sampled token alone
+            detokenize=False,
+        )
+        for seed in seeds.tolist()
+    ]
+
+
+def _samples(request: SampleRequest, versions: list[str], outputs: Sequence[Any]) -> Samples:
+    queries = request.queries
+    length = max(len(output.token_ids) for output in outputs)
+    tokens = torch.full((queries.num_rows, length), -1)
+    logprobs = torch.full((queries.num_rows, length), INVALID_LOGPROB)
+    for row, output in enumerate(outputs):
+        ids = list(output.token_ids)
+        tokens[row, : len(ids)] = torch.tensor(ids)
+        own = [step[token].logprob for step, token in zip(output.logprobs, ids, strict=True)]
+        logprobs[row, : len(ids)] = torch.tensor(own)
+    tokens = torch.cat([queries.token_ids, tokens.to(queries.device)], dim=1)
+    return Samples(tokens, logprobs.to(queries.device), versions)
+
+
+def _digest(state: Mapping[str, torch.Tensor]) -> str:
+    """Returns a name of an adapter's content."""
+    digest = hashlib.sha256()
+    for name, values in state.items():
+        digest.update(name.encode())
+        digest.update(values.contiguous().view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()[:32]
+
+
+def _close(llm: Any, folder: Path) -> None:
+    """Stops vLLM's processes and removes the adapters' folders."""
+    llm.llm_engine.engine_core.shutdown()
+    shutil.rmtree(folder, ignore_errors=True)
