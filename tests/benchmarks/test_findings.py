@@ -21,6 +21,7 @@ from benchmarks.findings import (
     expected_utility,
     family_a,
     family_b,
+    family_c,
     findings,
     gained_volume,
     holm,
@@ -167,14 +168,14 @@ def test_the_readme_states_the_intervals_of_the_findings():
     text = (ROOT / "README.md").read_text(encoding="utf-8")
     section = text[text.index("## What to expect") : text.index("| policy |")]
     found = {key[:2]: mean_difference(own) for key, own in older_differences().items()}
-    claims = {each.name: each for each in (*family_a(), *family_b())}
+    claims = {each.name: each for each in (*family_a(), *family_b(), *family_c())}
     ends = "With PPO: FIRM at p = ({}), at ({})"
     low, high = "0.1, 0.9", "0.9, 0.1"
     stated = [
         found["With PPO: fixed equal weights, FIRM", "reward helpful"].text(),
         f"{found[ends.format(high, low), 'reward helpful'].mean:.2f}",
         f"{found[ends.format(low, high), 'reward harmless'].mean:.2f}",
-        *(interval(claims[name].differences) for name in ("A1", "A3", "B5", "B6")),
+        *(interval(claims[name].differences) for name in ("A1", "A3", "B5", "B6", "C1", "C2")),
     ]
     for figure in stated:
         assert figure in section
