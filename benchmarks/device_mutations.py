@@ -77,6 +77,12 @@ MUTATIONS = (
         _variant("LoRA-XS, checkpointing"),
     ),
     Mutation(
+        "firm/alignment/rollout_engines/transformers.py",
+        "torch.tensor(end_ids, device=responses.device)",
+        "torch.tensor(end_ids)",
+        FIRM,
+    ),
+    Mutation(
         "firm/alignment/decoding.py",
         "torch.tensor(list(end_ids), device=device)",
         "torch.tensor(list(end_ids))",

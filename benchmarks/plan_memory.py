@@ -173,7 +173,7 @@ class Measured:
 
 
 STAGES: dict[str, list[tuple[type, str]]] = {
-    "generation": [(Sampler, "generate"), (StackedModel, "generate")],
+    "generation": [(Sampler, "generate"), (StackedModel, "sample")],
     "log-probabilities": [(Sampler, "logprobs"), (StackedModel, "logprobs")],
     "gradients": [
         (MultiObjectiveTrainer, "gradients"),

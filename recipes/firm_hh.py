@@ -47,7 +47,7 @@ def main(cfg: AlignmentConfig) -> None:
         return
 
     with (
-        continued_later("align", out),
+        continued_later(out),
         open_wing(loaded, cfg, calibrations, engine, progress, out) as wing,
     ):
         # A round of Algorithm 1 is firm/federation/strategies/firm.py: each client takes K local

@@ -5,12 +5,12 @@ from weakref import WeakKeyDictionary
 import pytest
 import torch
 
-from firm.alignment import LoraSettings, generation
+from firm.alignment import LoraSettings
 from firm.alignment import head as heads
 from firm.alignment.generation import RolloutConfig
 from firm.alignment.policy import PolicyConfig, add_adapter
 from firm.alignment.prompts import Prompt
-from firm.alignment.rollout_engines import SampleRequest, generate
+from firm.alignment.rollout_engines import SampleRequest, generate, transformers
 from firm.alignment.sequences import Queries, left_padded
 from firm.alignment.stacked import model as stacked_model
 from firm.alignment.stacked.model import StackedModel
@@ -65,7 +65,7 @@ def test_every_architecture_samples_as_with_a_prompt_in_each_row(
     )
     for is_shared in (True, False):
         if not is_shared:
-            monkeypatch.setattr(generation, "shares_prompts", lambda _: False)
+            monkeypatch.setattr(transformers, "shares_prompts", lambda _: False)
         torch.manual_seed(0)
         results.append(generate(model, asked, tokenizer=tokenizer, config=config, end_ids=[2]))
     handle.remove()
@@ -144,7 +144,7 @@ def test_finished_rows_leave_the_batch_and_change_no_token(
     for is_own in (True, False):
         if not is_own:
             handle.remove()
-            monkeypatch.setattr(generation, "shares_prompts", lambda _: False)
+            monkeypatch.setattr(transformers, "shares_prompts", lambda _: False)
         torch.manual_seed(0)
         ids, _ = generate(
             model, asked, tokenizer=tokenizer, config=config, end_ids=list(range(2, 7))

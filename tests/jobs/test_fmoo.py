@@ -84,7 +84,7 @@ def test_a_run_that_was_stopped_ends_as_one_that_was_not(study, tmp_path, monkey
     monkeypatch.setitem(STRATEGIES, "firm", _stops_in_round_3(strategy))
     with pytest.raises(KeyboardInterrupt) as interrupt:
         main(_config(out))
-    assert interrupt.value.__notes__ == [f"continue with: firm classic --resume {out}"]
+    assert interrupt.value.__notes__ == [f"continue with: firm resume {out}"]
     assert len(read_rows(out / "firm/seed_0", "evaluation")) == 2  # rounds 0 and 2
     monkeypatch.setitem(STRATEGIES, "firm", strategy)
     cli(["--resume", str(out)])

@@ -11,6 +11,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoTokenizer
 
 from firm.alignment.adapters.conditioned import PreferenceStream, fold
+from firm.cli.main import COMMANDS
 from firm.fronts import Front, grid
 from firm.jobs.alignment_config import AlignmentConfig, measured_preferences
 from firm.jobs.chat import ChatConfig, Conversation
@@ -101,7 +102,7 @@ def test_a_target_is_answered_at_the_preference_that_reaches_it(bent, tmp_path, 
     (line,) = [line for line in printed.splitlines() if line.startswith("chat")]
     program, command, *arguments = shlex.split(line.removeprefix("chat"))
     assert (program, command) == ("firm", "chat")
-    cfg = parse_over_run(ChatConfig, arguments, key="run", description="")
+    cfg = COMMANDS["chat"].parse(arguments)
     assert cfg.run == bent
     assert cfg.preference == pytest.approx([share, 1 - share], abs=1e-6)
 

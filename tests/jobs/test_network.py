@@ -281,7 +281,7 @@ def test_a_command_that_does_not_exist_prints_those_that_do(capsys):
         main(["network", "sumbit"])
     assert ended.value.code == 2
     printed = capsys.readouterr()
-    assert "  network submit  " in printed.out
+    assert "  network submit  " in printed.err
     assert "unknown command 'network sumbit'" in printed.err
 
 

@@ -189,7 +189,7 @@ def test_a_resumed_folder_runs_code_that_its_user_allows_or_names(
 def test_the_flag_without_a_folder_is_an_error(tmp_path, refusal):
     given = ["align", "--config", smoke.SMOKE, "--out", tmp_path / "run", "--resume"]
     line = refusal(main, [*given, "--allow_code"])
-    assert "--allow_code needs --resume FOLDER" in line
+    assert "--allow_code needs a folder to resume" in line
     line = refusal(main, ["align", "--resume", tmp_path, "--allow_code", "perhaps"])
     assert "allow_code must be bool, got 'perhaps'" in line
 

@@ -52,7 +52,6 @@ class ConstrainedConfig(StrategyConfig):
     """Step size η of the ascent on the constraints' multipliers. The default moves a multiplier by
     0.1 in a round in which its objective lacks a reward of 0.1."""
 
-    preference_key: ClassVar[str | None] = "weights"
     reads_rewards: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
