@@ -87,15 +87,16 @@ docs: $(VENV)/.docs ## Build guide, results and API documentation into build/doc
 	$(OFFLINE) TRL_EXPERIMENTAL_SILENCE=1 $(BIN)/python -m sphinx -W --keep-going -q -E docs build/docs
 	@echo build/docs/index.html
 
-release: install ## Build the wheel and the sdist, check them, and run the demo from the wheel alone.
+release: ## Build the wheel and the sdist, check them, and run the demo from the wheel alone.
 	rm -rf build/release
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check "build>=1.2,<2" "twine>=6,<7"
-	$(BIN)/python -m build --outdir build/release/dist .
-	$(BIN)/python -m twine check --strict build/release/dist/*
+	$(PYTHON) -m venv build/release/tools
+	build/release/tools/bin/python -m pip install --quiet --disable-pip-version-check "build>=1.2,<2" "twine>=7,<8"
+	build/release/tools/bin/python -m build --outdir build/release/dist .
+	build/release/tools/bin/python -m twine check --strict build/release/dist/*
 	$(PYTHON) -m venv build/release/venv
 	build/release/venv/bin/python -m pip install --disable-pip-version-check -c constraints.txt build/release/dist/*.whl
 	cd build/release && $(OFFLINE) venv/bin/firm demo --out demo
-	@echo "publish with: $(BIN)/python -m twine upload build/release/dist/*"
+	@echo "publish with: build/release/tools/bin/python -m twine upload build/release/dist/*"
 
 clean: ## Remove the virtual environment and caches; runs/ stays.
 	rm -rf $(VENV) $(LATEST) $(VLLM) .pytest_cache .ruff_cache .hypothesis *.egg-info
