@@ -78,8 +78,8 @@ MUTATIONS = (
     ),
     Mutation(
         "firm/alignment/rollout_engines/transformers.py",
-        "torch.tensor(end_ids, device=responses.device)",
-        "torch.tensor(end_ids)",
+        "torch.tensor(request.end_ids, device=responses.device)",
+        "torch.tensor(request.end_ids)",
         FIRM,
     ),
     Mutation(

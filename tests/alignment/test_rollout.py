@@ -18,7 +18,6 @@ from firm.alignment.generation import (
 )
 from firm.alignment.prompts import Prompt, PromptFormat
 from firm.alignment.rollout import Sampler, encode_prompts, rollout
-from firm.alignment.rollout_engines import generate
 from firm.alignment.sequences import (
     INVALID_LOGPROB,
     Queries,
@@ -30,6 +29,7 @@ from firm.alignment.sequences import (
 )
 from firm.federation import RandomStream, Team
 from firm.jobs.plan.memory import LiveBytes
+from tests.sampling import generate
 from tests.tokens import queries
 
 PAD, BOS, EOS = 0, 1, 2

@@ -10,10 +10,11 @@ from firm.alignment import head as heads
 from firm.alignment.generation import RolloutConfig
 from firm.alignment.policy import PolicyConfig, add_adapter
 from firm.alignment.prompts import Prompt
-from firm.alignment.rollout_engines import SampleRequest, generate, transformers
+from firm.alignment.rollout_engines import SampleRequest, transformers
 from firm.alignment.sequences import Queries, left_padded
 from firm.alignment.stacked import model as stacked_model
 from firm.alignment.stacked.model import StackedModel
+from tests.sampling import generate
 from tests.zoo.architectures import ARCHITECTURES
 
 SPECIAL = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}

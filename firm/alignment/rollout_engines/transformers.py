@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -21,17 +22,14 @@ from firm.alignment.rollout_engines.engine import (
     register_rollout_engine,
 )
 from firm.alignment.sequences import (
-    ALONE,
     INVALID_LOGPROB,
     TEMPERATURE_GUARD,
-    Alone,
     Queries,
     cached_pass,
     pad_right,
     set_preferences,
     shares_prompts,
 )
-from firm.federation.engines.processes import Team
 from firm.fields import NOT_IN_PAPER, configuration
 
 if TYPE_CHECKING:  # its default is the configuration below
@@ -79,16 +77,7 @@ class TransformersEngine:
 
     def _samples(self, request: SampleRequest) -> Samples:
         assert request.adapter is None  # `TransformersConfig.stacked` takes others
-        token_ids, logprobs = generate(
-            self._model,
-            request.queries,
-            tokenizer=self._tokenizer,
-            config=request.config,
-            end_ids=request.end_ids,
-            team=request.team,
-            on_token=request.on_token,
-        )
-        return Samples(token_ids, logprobs)
+        return Samples(*generate(self._model, request, self._tokenizer))
 
 
 class _JointEngine:
@@ -107,36 +96,30 @@ class _JointEngine:
 
 @torch.no_grad()
 def generate(
-    model: Any,
-    queries: Queries,
-    *,
-    tokenizer: PreTrainedTokenizerBase,
-    config: "RolloutConfig",
-    end_ids: Sequence[int],
-    team: Team | Alone = ALONE,
-    on_token: Callable[[int], None] = lambda _: None,
+    model: Any, request: SampleRequest, tokenizer: PreTrainedTokenizerBase
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Samples responses of at most `max_new_tokens` tokens, with log-probabilities.
+    """Samples responses with the adapter in a model's slot, with log-probabilities.
 
     Overrides the sampling defaults of the checkpoint. The sampled tokens do not depend on the
-    team's size. `on_token` is called at each token with the number of tokens before it.
+    team's size.
 
     Returns:
         Token ids [B, Q + T], which start with the queries, and log-probabilities [B, T] under the
         tempered sampling distribution.
     """
-    draws = _Draws(queries.num_rows, team.share(queries.num_rows), config, queries.device)
+    queries, team = request.queries, request.team
+    draws = _Draws(queries.num_rows, team.share(queries.num_rows), request.config, queries.device)
+    pad_id = int(tokenizer.pad_token_id)  # type: ignore[arg-type]  # checked when it was loaded
     if team.size == 1:
-        return _generate(model, queries, tokenizer, config, end_ids, on_token, draws)
-    own = queries.rows(draws.rows)
+        return _generate(model, request, pad_id, draws)
+    own = replace(request, queries=queries.rows(draws.rows))
     with team.unanimous():
-        ids, logprobs = _generate(model, own, tokenizer, config, end_ids, on_token, draws)
+        ids, logprobs = _generate(model, own, pad_id, draws)
     gathered = team.gather((ids, logprobs, draws.vocabulary))
     parts = [(ids, logprobs) for ids, logprobs, _ in gathered]
     length = max(logprobs.size(1) for _, logprobs in parts)
     draws.vocabulary = max(vocabulary for _, _, vocabulary in gathered)
     draws.skip_to(length)
-    pad_id = int(tokenizer.pad_token_id)  # type: ignore[arg-type]
     context_length = queries.token_ids.size(1)
     sequences = [pad_right(ids, context_length + length, pad_id) for ids, _ in parts]
     logprobs = [pad_right(part, length, INVALID_LOGPROB) for _, part in parts]
@@ -144,23 +127,16 @@ def generate(
 
 
 def _generate(
-    model: Any,
-    queries: Queries,
-    tokenizer: PreTrainedTokenizerBase,
-    config: "RolloutConfig",
-    end_ids: Sequence[int],
-    on_token: Callable[[int], None],
-    draws: "_Draws",
+    model: Any, request: SampleRequest, pad_id: int, draws: "_Draws"
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Samples with the global generator; the rows may be a team's share."""
-    query_ids = queries.token_ids
+    query_ids = request.queries.token_ids
     if not len(query_ids):  # the batch has fewer rows than the team has processes
         return query_ids, torch.empty(0, 0, device=query_ids.device)
-    pad_id = int(tokenizer.pad_token_id)  # type: ignore[arg-type]  # checked when it was loaded
-    if config.cache == "dynamic" and shares_prompts(model):
-        sequences, logprobs = _decoded(model, queries, config, end_ids, on_token, draws)
+    if request.config.cache == "dynamic" and shares_prompts(model):
+        sequences, logprobs = _decoded(model, request, draws)
     else:
-        sequences = _generated(model, queries, config, end_ids, on_token, draws)
+        sequences = _generated(model, request, draws)
         logprobs = draws.logprobs(sequences.size(1) - query_ids.size(1))
     if not logprobs.isfinite().all():
         raise RuntimeError(
@@ -168,26 +144,20 @@ def _generate(
             "use policy.dtype float32 or bfloat16."
         )
     responses = sequences[:, query_ids.size(1) :]
-    is_end = torch.isin(responses, torch.tensor(end_ids, device=responses.device))
+    is_end = torch.isin(responses, torch.tensor(request.end_ids, device=responses.device))
     is_after = (is_end.cumsum(1) - is_end.long() > 0) | (responses < 0)
     return torch.cat((query_ids, responses.masked_fill(is_after, pad_id)), dim=1), logprobs
 
 
-def _generated(
-    model: Any,
-    queries: Queries,
-    config: "RolloutConfig",
-    end_ids: Sequence[int],
-    on_token: Callable[[int], None],
-    draws: "_Draws",
-) -> torch.Tensor:
+def _generated(model: Any, request: SampleRequest, draws: "_Draws") -> torch.Tensor:
     """Returns token ids [B, Q + T] sampled by transformers."""
+    queries, config, end_ids = request.queries, request.config, request.end_ids
     set_preferences(model, queries.preferences)
     with _without_sampling_defaults(model):
         return model.generate(
             input_ids=torch.masked_fill(queries.token_ids, ~queries.mask, 0),
             attention_mask=queries.mask,
-            logits_processor=LogitsProcessorList([_Told(on_token), draws]),
+            logits_processor=LogitsProcessorList([_Told(request.on_token), draws]),
             generation_config=GenerationConfig(
                 max_new_tokens=config.max_new_tokens,
                 do_sample=False,  # `draws` samples
@@ -199,17 +169,13 @@ def _generated(
 
 
 def _decoded(
-    model: Any,
-    queries: Queries,
-    config: "RolloutConfig",
-    end_ids: Sequence[int],
-    on_token: Callable[[int], None],
-    draws: "_Draws",
+    model: Any, request: SampleRequest, draws: "_Draws"
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Returns token ids [B, Q + T], -1 after the end, and log-probabilities [B, T]."""
+    queries = request.queries
 
     def run(rows: _OwnRows, token_ids: Any, mask: Any, positions: Any, cache: Any) -> Any:
-        on_token(mask.size(1) - queries.token_ids.size(1))
+        request.on_token(mask.size(1) - queries.token_ids.size(1))
         set_preferences(model, rows.preferences)
         return cached_pass(model, token_ids, mask, positions, cache)
 
@@ -217,9 +183,9 @@ def _decoded(
     reply = SamplingState(
         queries.token_ids,
         draws.draw,
-        temperature=config.temperature,
-        max_new_tokens=config.max_new_tokens,
-        end_ids=end_ids,
+        temperature=request.config.temperature,
+        max_new_tokens=request.config.max_new_tokens,
+        end_ids=request.end_ids,
     )
     rows, prompts = _OwnRows(queries), _OwnRows(queries.rows(first))
     decode_(run, prompts, index if len(first) < queries.num_rows else None, rows, [reply])

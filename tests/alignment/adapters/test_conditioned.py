@@ -17,7 +17,6 @@ from firm.alignment.adapters import (
 from firm.alignment.adapters.conditioned import ConditioningConfig, PreferenceStream, fold
 from firm.alignment.policy import adapter_parameters, load_adapter_
 from firm.alignment.rewards import Judges
-from firm.alignment.rollout_engines import generate
 from firm.alignment.sequences import Sequences, forward, response_logprobs, set_preferences
 from firm.alignment.stacked.trainer import stacked_trainers
 from firm.federation import LocalEngine, RandomStream, ServerState
@@ -28,6 +27,7 @@ from firm.federation.training import LocalTraining, local_training
 from firm.gradients import gram_matrix
 from firm.solvers import firm_weights
 from tests.cabs import PROMPTS, TOKENS
+from tests.sampling import generate
 from tests.tokens import queries
 
 PREFERENCE = ConditioningConfig(kind="preference")
