@@ -1,7 +1,7 @@
 """The `firm` command: a table of jobs, each a function of one configuration."""
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from importlib import import_module
 from importlib.metadata import version
@@ -262,7 +262,12 @@ def main(argv: Sequence[str] | None = None) -> None:
         return _print_configs()
     if name not in COMMANDS:
         _print_usage(arguments)
-    command = _resumed_in(rest) if name == "resume" else COMMANDS[name]
+    command = COMMANDS[name]
+    if name == "resume":
+        from firm.run.errors import exit_on_user_error
+
+        with exit_on_user_error():
+            command = _resumed_in(rest)
     description = f"firm {name}: {command.text}"
     if rest in (["-h"], ["--help"]) and command.page.exists():  # without importing the job
         print(f"{description}\n\n{command.page.read_text(encoding='utf-8')}", end="")
@@ -318,13 +323,27 @@ def _with_prefix(arguments: Sequence[str], config: type, below: type) -> list[st
 
 
 def _resumed_in(arguments: Sequence[str]) -> Command:
-    """Returns the command that continues the run, sweep or study in the first argument."""
-    study = Path(arguments[0] if arguments else "") / "study.yaml"
-    if not study.is_file():
-        return COMMANDS["resume"]
-    from firm.run.resuming import study_to_resume
+    """Returns the command that continues the run, sweep or study in the first argument.
 
-    keys = study_to_resume(study.parent)
+    Raises:
+        UserError: The first argument is no folder, or the study's file is malformed.
+    """
+    from firm.run.errors import UserError
+
+    if arguments[:1] in (["-h"], ["--help"]):
+        return COMMANDS["resume"]
+    if not arguments or arguments[0].startswith("-"):
+        got = arguments[0] if arguments else "nothing"
+        raise UserError(f"resume needs the folder of a run, sweep or study first, got {got}.")
+    from firm.run.resuming import STUDY_NAME, study_to_resume
+
+    folder = Path(arguments[0])
+    if not (folder / STUDY_NAME).is_file():
+        return COMMANDS["resume"]
+    keys = study_to_resume(folder)
+    if not isinstance(keys, Mapping):
+        file = folder / STUDY_NAME
+        raise UserError(f"{file} is not a study's configuration; restore the file.")
     name = "classic" if "algorithms" in keys else "study" if "settings" in keys else "sweep"
     return replace(COMMANDS[name], positional="resume")
 

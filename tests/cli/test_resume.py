@@ -89,3 +89,23 @@ def test_a_folder_tells_whether_it_is_a_run_a_study_or_a_sweep(tmp_path, refusal
     }.items():
         (tmp_path / "study.yaml").write_text(content)
         assert message in refusal(main, ["resume", tmp_path])
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("", "study.yaml is not a study's configuration; restore the file"),
+        ("- a", "study.yaml is not a study's configuration; restore the file"),
+        ("a: [1", "malformed YAML"),
+    ],
+)
+def test_a_damaged_study_ends_in_one_line(tmp_path, refusal, content, message):
+    (tmp_path / "study.yaml").write_text(content)
+    assert message in refusal(main, ["resume", tmp_path])
+
+
+def test_resume_starts_nothing_without_a_folder(tmp_path, refusal, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert "first, got nothing" in refusal(main, ["resume"])
+    assert "first, got --rounds" in refusal(main, ["resume", "--rounds", "3"])
+    assert list(tmp_path.iterdir()) == []
