@@ -14,6 +14,8 @@ from firm.fronts.hypervolume import as_reference, hypervolume
 from firm.fronts.json_record import read_record, write_record
 from firm.solvers.checks import as_shares
 
+FRONT_NAME = "front.json"
+"""File of a front in the folder of a conditioned run, or of an export."""
 _FORMAT = 1
 
 SAME_FIGURE = 1e-6

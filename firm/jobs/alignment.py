@@ -28,6 +28,7 @@ from firm.federation.engines.processes import Processes
 from firm.federation.outside import legible, printable
 from firm.federation.randomness import RandomStream
 from firm.federation.server import ServerState
+from firm.fronts.front import FRONT_NAME
 from firm.fronts.preferences import preference_folder
 from firm.fronts.reach import widest_gap
 from firm.jobs.alarms import alarms_at_start, alarms_of_rounds
@@ -74,8 +75,6 @@ from firm.run.tracking import Tracker
 
 SCORES_NAME = "test_scores.safetensors"
 """Scores and rewards of the final model by row of the test data, in the run's directory."""
-FRONT_NAME = "front.json"
-"""The front of a conditioned run, in its directory."""
 FREE_KEYS = (
     *("client_timeout", "engine", "hub", "max_rows", "name"),
     *("out", "paper", "plan", "plugins", "resume", "tracking"),

@@ -9,15 +9,13 @@ from firm.alignment.prompts import ChatMessage
 from firm.fields import Hint, Port, configuration
 from firm.fronts.nearest import Expectation, expected_rewards
 from firm.fronts.reach import mean_preference, reaching
-from firm.jobs.alignment import FRONT_NAME
 from firm.jobs.chat import ChatConfig, ChatReply, Conversation
-from firm.jobs.pick import load_front
+from firm.jobs.pick import conditioned_front
 from firm.jobs.speakers import SpeakersConfig
 from firm.report.drawing import LegendEntry
 from firm.report.front_page import front_clouds
 from firm.report.plane import KL, Cloud, Spot, planes
 from firm.report.static import light_color
-from firm.run.errors import UserError
 
 CLEAR, GRAY = "rgba(0, 0, 0, 0)", "#808890"
 """Colours that are legible on light and dark pages."""
@@ -64,12 +62,7 @@ class Explorer:
 
     def __init__(self, cfg: ExploreConfig) -> None:
         run = cfg.run or Path()
-        if (run / "run.json").is_file() and not (run / FRONT_NAME).is_file():
-            raise UserError(
-                f"{run} has no {FRONT_NAME}: explore needs a finished run with "
-                "policy.conditioning.kind preference, evaluated at two preferences or more."
-            )
-        self.front = load_front(run / FRONT_NAME)
+        self.front = conditioned_front(run, "explore")
         own = {f.name: getattr(cfg, f.name) for f in fields(SpeakersConfig)}
         equal = [1.0] * len(self.front.objectives)
         chat = ChatConfig(run=run, show_rewards=cfg.show_rewards, preference=equal, **own)

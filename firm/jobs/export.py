@@ -23,13 +23,12 @@ from firm.alignment.policy import (
 )
 from firm.federation.outside import legible
 from firm.fields import configuration
-from firm.fronts.front import Front
+from firm.fronts.front import FRONT_NAME, Front
 from firm.fronts.preferences import in_words, preference_folder
-from firm.jobs.alignment import FRONT_NAME
 from firm.jobs.fetch import fetch_policy
 from firm.jobs.finished_runs import adapter_folder
 from firm.jobs.model_card import markdown_text, model_card
-from firm.jobs.pick import load_front, save_like, tokenizer_files
+from firm.jobs.pick import conditioned_front, save_like, tokenizer_files
 from firm.run.errors import UserError
 from firm.run.files import whole_folder
 from firm.run.names import check_slugs, dated_folder, slug
@@ -108,7 +107,7 @@ def export(cfg: ExportConfig) -> Exported:
     if out.exists():
         raise UserError(f"out: {out} exists; choose another --out.")
     fetch_policy(cfg.policy.path)
-    front, adapter = conditioned_front(run), adapter_folder(run)
+    front, adapter = conditioned_front(run, "export"), adapter_folder(run)
     try:
         settings = read_settings(adapter)
         served = _record(cfg, front, adapter)
@@ -133,20 +132,6 @@ def export(cfg: ExportConfig) -> Exported:
     except ValueError as error:
         raise UserError(str(error)) from error
     return Exported(out, cfg.policy.path, preferences, settings.r)
-
-
-def conditioned_front(run: Path) -> Front:
-    """Returns the front of a finished conditioned run.
-
-    Raises:
-        UserError: The run has none.
-    """
-    if not (run / FRONT_NAME).is_file():
-        raise UserError(
-            f"{run} has no {FRONT_NAME}: this needs a finished run with "
-            "policy.conditioning.kind preference, evaluated at two preferences or more."
-        )
-    return load_front(run / FRONT_NAME)
 
 
 def _preferences(cfg: ExportConfig, served: ServedFront) -> dict[str, list[float]]:
@@ -230,7 +215,7 @@ def _card(cfg: ExportConfig, front: Front, preference: Sequence[float], adapter:
 def main(cfg: ExportConfig) -> Path:
     """Exports, and prints the adapters with their preferences and a command to serve them."""
     done = export(cfg)
-    objectives = conditioned_front(cfg.run or Path()).objectives
+    objectives = conditioned_front(cfg.run or Path(), "export").objectives
     for place, preference in done.preferences.items():
         print(legible(f"adapter   {done.folder / place}, at {in_words(objectives, preference)}"))
     if command := _command(cfg, done):

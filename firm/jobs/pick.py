@@ -17,7 +17,7 @@ from safetensors.torch import load_file, save_file
 from firm.federation.aggregation import weighted_mean
 from firm.federation.client import Adapter
 from firm.federation.outside import legible
-from firm.fronts.front import Front, Point
+from firm.fronts.front import FRONT_NAME, Front, Point
 from firm.fronts.nearest import Expectation, expected_rewards, nearest, neighbours, sound
 from firm.fronts.preferences import in_words, parse_shares
 from firm.fronts.reach import mean_preference, reaching
@@ -239,7 +239,7 @@ def front_file(path: Path) -> Path:
     """
     if not path.is_dir():
         return path
-    files = sorted({*path.glob("front.json"), *path.glob("*.front.json")})
+    files = sorted({*path.glob(FRONT_NAME), *path.glob("*.front.json")})
     if len(files) == 1:
         return files[0]
     if files:
@@ -249,6 +249,24 @@ def front_file(path: Path) -> Path:
     raise UserError(
         f"front: {path} has no front; pass a finished conditioned run, or a finished sweep."
     )
+
+
+def conditioned_front(run: Path, command: str) -> Front:
+    """Returns the front of a finished conditioned run.
+
+    Args:
+        run: The run's folder.
+        command: Command that needs the front, for the message.
+
+    Raises:
+        UserError: The run has none.
+    """
+    if not (run / FRONT_NAME).is_file():
+        raise UserError(
+            f"{run} has no {FRONT_NAME}: {command} needs a finished run with "
+            "policy.conditioning.kind preference, evaluated at two preferences or more."
+        )
+    return load_front(run / FRONT_NAME)
 
 
 def load_front(path: Path) -> Front:

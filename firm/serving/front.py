@@ -7,14 +7,12 @@ from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
 from typing import Any, Self
 
-from firm.fronts.front import Front
+from firm.fronts.front import FRONT_NAME, Front
 from firm.fronts.json_record import read_record, write_record
 from firm.fronts.preferences import parse_shares
 from firm.fronts.reach import mean_preference, reaching
 from firm.fronts.requirements import meeting, parse_requirements
 
-FRONT_NAME = "front.json"
-"""File of the record in the folder of an export."""
 TRADE_OFFS = ("preference", "target", "require")
 """Keys of requests that state a trade-off."""
 Shares = str | Mapping[str, float] | Sequence[float]
