@@ -96,7 +96,7 @@ def run_page(record: Record) -> Page:
         status=record.run.get("status", "unknown"),
         summary=[
             *filter(None, [summary, record.header.get("about")]),
-            *(f"Constraint {outcome}." for outcome in record.constraint_outcomes),
+            *part("The constraints", lambda: _constraints(record), []),
             *_hacking(record),
         ],
         facts=facts,
@@ -189,6 +189,11 @@ def _summary(record: Record, comparison: Comparison | None) -> str:
         f"{formats.count(len(record.clients), 'client')}: {'; '.join(changes)}. Change of the mean "
         f"score against the base model, ± standard error, on {comparison.prompts}."
     )
+
+
+def _constraints(record: Record) -> list[str]:
+    """Returns a sentence on each of the strategy's constraints."""
+    return [f"Constraint {outcome}." for outcome in record.constraint_outcomes]
 
 
 def _hacking(record: Record) -> list[str]:

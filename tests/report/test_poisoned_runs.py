@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import yaml
 
 from firm.fronts import Front, Point
 from firm.report import page, read_record, run_page, update_report, write_report
@@ -247,6 +248,18 @@ def test_a_front_row_without_a_valid_preference_is_left_out(make_run, preference
     (run_path / "samples.jsonl").write_text(text)
     write_report(run_path, final=False)
     assert "</html>" in (run_path / "report.html").read_text()
+
+
+@pytest.mark.parametrize("bounds", [["helpful"], 3, {"helpful": "high"}, {"helpful": [0.5]}])
+def test_constraints_of_any_shape_leave_the_page(make_run, bounds, undrawn):
+    run_path = make_run(num_clients=1, num_rounds=1, num_done=1)
+    config = yaml.safe_load((run_path / "config.yaml").read_text())
+    config["strategy"] = {"name": "constrained", "min_rewards": bounds}
+    (run_path / "config.yaml").write_text(yaml.safe_dump(config))
+    write_report(run_path, final=False)
+    page = (run_path / "report.html").read_text()
+    assert "The constraints" in page  # a note that they are left out
+    assert "</html>" in page
 
 
 def test_the_command_draws_a_poisoned_run(run_path, capsys):
