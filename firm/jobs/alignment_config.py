@@ -238,6 +238,8 @@ class AlignmentConfig:
     def __post_init__(self) -> None:
         check_name(self.name, "name")
         check_out(self.resume, self.out)
+        if self.paper and not self.plan:
+            raise ValueError("paper needs plan, got paper without it; run `firm plan --paper`.")
         if self.rounds == 0 and not self.start:
             raise ValueError("rounds must be at least 1 without a start, got 0.")
         if self.start and sum(self.start.values()) == 0:

@@ -120,6 +120,10 @@ CASES = {
         ["--strategy.name", "fedprox"],
         ["strategy.name must be one of afl, constrained, fedavg", "got 'fedprox'"],
     ),
+    "a comparison with the paper without a plan": (
+        ["--paper"],
+        ["paper needs plan, got paper without it; run `firm plan --paper`"],
+    ),
     "constraints of a conditioned policy": (
         [
             *["--strategy.name", "constrained", "--strategy.min_rewards", "{brevity: 0.5}"],
