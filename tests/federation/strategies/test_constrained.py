@@ -3,6 +3,8 @@ from dataclasses import replace
 import pytest
 import torch
 
+from firm.federation import ServerState
+from firm.federation.serialization import pack, unpack
 from firm.federation.strategies.constrained import ConstrainedConfig, constrained
 from firm.federation.strategies.fedavg import FedAvgConfig, fedavg
 
@@ -78,6 +80,19 @@ def test_clients_without_the_objective_leave_its_mean_alone(rewarded, origin, ru
     alone = [rewarded("b", targets, known=("left",))]
     state, _ = run_rounds(constrained, alone, replace(state, accepted={}), cfg)
     assert state.memory["multipliers"] == pytest.approx({"right": 0.25})
+
+
+def test_a_resumed_run_keeps_its_multipliers(rewarded, origin, run_rounds, point):
+    targets = [[1.0, 0.0, 0.0], [0.0, 2.0, 0.0]]
+    cfg = ConstrainedConfig(min_rewards={"right": 0.5})
+    whole, _ = run_rounds(constrained, [rewarded("a", targets)], origin, cfg, num_rounds=3)
+    half, _ = run_rounds(constrained, [rewarded("a", targets)], origin, cfg)
+    saved = ServerState.from_state(unpack(pack(half.to_state())))
+    rest, _ = run_rounds(
+        constrained, [rewarded("a", targets)], replace(saved, accepted={}), cfg, num_rounds=2
+    )
+    assert rest.memory["multipliers"] == whole.memory["multipliers"]
+    torch.testing.assert_close(point(rest), point(whole), rtol=0, atol=0)
 
 
 def test_clients_that_send_no_rewards_are_an_error(new_plain_client, origin, run_rounds):
