@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+import firm.alignment.client  # noqa: F401 - registers what these runs measure
 from tests.runs import write_rows
 
 

@@ -4,7 +4,8 @@ import csv
 
 import pytest
 
-from firm.quantities import Quantity, register
+from firm.federation.strategies import STRATEGIES
+from firm.quantities import Quantity, drawn, register
 from firm.report import read_record, write_report
 from firm.report.settings_page import study_figures, write_settings_page
 from firm.report.static import save_figure
@@ -69,3 +70,8 @@ def test_it_reaches_wandb_under_its_name_derived_or_not(run_path):
     series = flatten(row, ["helpful", "harmless"])
     assert series["surprise/helpful/client_1"] == 0.5
     assert series["excess/client_1"] == row["response_length"] - 30
+
+
+def test_a_round_has_no_objective_to_name_in_a_title():
+    assert STRATEGIES  # each registers its own
+    assert [q.name for q in drawn() if q.kind == "round" and "{}" in q.title] == []

@@ -24,7 +24,7 @@ register(
     Quantity("rewards", type=ByObjective[Finite | None]),
     Quantity(
         "multipliers",
-        "Multiplier of the constraint on {}",
+        "Multipliers of the constraints",
         "multiplier",
         "A constraint's multiplier grows by multiplier_learning_rate times the reward that its "
         "objective lacks, and falls to zero while the constraint holds.",
