@@ -1,14 +1,18 @@
-"""CPU seconds of a local step on a model with a real vocabulary, beside TRL's GRPO.
+"""Seconds of a local step on a model with a real vocabulary, beside TRL's GRPO.
 
     python benchmarks/real_step.py --model SmolLM2-135M-Instruct   # a folder or a GGUF file
+    python benchmarks/real_step.py --model SmolLM2-135M-Instruct --device cuda
     python benchmarks/real_step.py --vocabulary 128000             # random weights
 
 PPO with value heads and the critic-free estimator on M objectives, as a client's step and as a
 round of several stacked clients with as many replies in all; TRL's GRPOTrainer, which has one
 objective; and plain `generate` of the same prompts. All have the same numbers of prompts, replies,
-tokens and minibatches, and rewards that take no time. Steps are interleaved, on one thread; every
-figure is a median, and the first step of each is left out. With --memory each variant also runs in
-a process of its own, for the bytes that it has resident at most.
+tokens and minibatches, and rewards that take no time. Steps are interleaved; every figure is a
+median, and the first step of each is left out. On the CPU, seconds are CPU seconds of one thread,
+and with --memory each variant also runs in a process of its own, for the bytes that it has resident
+at most. On an accelerator they are wall-clock seconds that wait for the device, and with --memory
+the peaks are the bytes that torch allocated in the last step, weights and all variants' adapters
+included.
 """
 
 import os
@@ -55,9 +59,10 @@ from firm.alignment import (
     load_tokenizer,
 )
 from firm.alignment.estimators.critic_free import CriticFreeConfig
-from firm.alignment.policy import without_needless_warnings
+from firm.alignment.policy import move_, without_needless_warnings
 from firm.alignment.stacked.trainer import stacked_trainers
 from firm.federation import RandomStream, ServerState, local_training
+from firm.federation.devices import accelerate_on, peak_bytes, reset_peak_bytes, synchronize
 from firm.federation.engines.stacked import StackedEngine
 from firm.federation.strategies.firm import FirmConfig, firm_round
 from firm.federation.training import LocalTraining
@@ -81,6 +86,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--model", help="folder, hub name or GGUF file; random weights by default")
     parser.add_argument("--vocabulary", type=int, default=128_000, help="of random weights")
     parser.add_argument("--dtype", default="bfloat16")
+    parser.add_argument("--device", default="cpu", help="cpu, or an accelerator such as cuda")
     parser.add_argument("--objectives", type=int, nargs="+", default=[1, 2, 4])
     parser.add_argument("--replies", type=int, default=16, help="in a step or round")
     parser.add_argument("--minibatches", type=int, default=1)
@@ -126,11 +132,15 @@ def variants(options: Namespace) -> dict[str, Callable[[], Callable[[], Stages]]
 
 
 def compare(options: Namespace) -> None:
+    device = torch.device(options.device)
     steps = {name: build() for name, build in variants(options).items()}
     taken: dict[str, list[Stages]] = {name: [] for name in steps}
+    peaks: dict[str, float] = {}
     for repeat in range(options.repeats + 1):
         for name, step in steps.items():
+            reset_peak_bytes(device)
             stages = step()
+            peaks[name] = peak_bytes(device) or 0
             if repeat:
                 taken[name].append(stages)
     rows = {
@@ -138,19 +148,21 @@ def compare(options: Namespace) -> None:
         for name, found in taken.items()
     }
     del steps
-    peaks = {name: peak(options, name) for name in rows} if options.memory else {}
+    if options.memory and device.type == "cpu":
+        peaks = {name: peak(options, name) for name in rows}
+    where = "CPU seconds on one thread" if device.type == "cpu" else f"seconds on {options.device}"
     print_table(
-        f"median of {options.repeats} steps, CPU seconds on one thread: {options.replies} replies "
+        f"median of {options.repeats} steps, {where}: {options.replies} replies "
         f"of {options.new_tokens} tokens to prompts of {options.prompt_tokens}, "
         f"{options.minibatches} minibatches, {options.dtype}",
         ["", "whole", "/ TRL", *STAGES, "peak, GB"],
         [
             [
                 name,
-                f"{row['whole']:.2f}",
+                f"{row['whole']:.3f}",
                 f"{row['whole'] / rows['TRL GRPO']['whole']:.2f}",
-                *(f"{row[stage]:.2f}" if stage in row else "" for stage in STAGES),
-                f"{peaks[name] / 1e9:.2f}" if peaks else "",
+                *(f"{row[stage]:.3f}" if stage in row else "" for stage in STAGES),
+                f"{peaks[name] / 1e9:.2f}" if options.memory else "",
             ]
             for name, row in rows.items()
         ],
@@ -180,6 +192,18 @@ def _peak(options: Namespace, name: str) -> float:
     return peak_resident()
 
 
+def clock_of(options: Namespace) -> Callable[[], float]:
+    """Returns a clock: CPU seconds of this process, or an accelerator's seconds."""
+    if options.device == "cpu":
+        return time.process_time
+
+    def clock() -> float:
+        synchronize(torch.device(options.device))
+        return time.perf_counter()
+
+    return clock
+
+
 def prompts_of(options: Namespace) -> list[Prompt]:
     """Returns prompts of random words, longer than `prompt_tokens`, to which they are cut."""
     tokenizer = load_tokenizer(PolicyConfig(options.model))
@@ -191,9 +215,11 @@ def prompts_of(options: Namespace) -> list[Prompt]:
 
 
 @cache
-def policy_of(path: str, dtype: str, engine: str) -> Any:
+def policy_of(path: str, dtype: str, device: str, engine: str) -> Any:
     """Returns the policy of an engine; joint passes replace the forward of its layers."""
-    return load_policy(_policy_config(path, dtype), stream=RandomStream(0, "adapter"))
+    policy = load_policy(_policy_config(path, dtype), stream=RandomStream(0, "adapter"))
+    move_(policy, torch.device(device))
+    return policy
 
 
 def _policy_config(path: str, dtype: Any) -> PolicyConfig:
@@ -211,6 +237,7 @@ def trainer_of(
         kl=KLConfig(controller="fixed"),
     )
     source = options.model, options.dtype
+    policy = policy_of(*source, options.device, engine)
     return build_trainer(
         config,
         rollout_config=RolloutConfig(
@@ -220,7 +247,7 @@ def trainer_of(
             stop_strings=[],
         ),
         prompt_format=PromptFormat("plain"),
-        policy=policy_of(*source, engine),
+        policy=policy,
         tokenizer=load_tokenizer(_policy_config(*source)),
         reward_fns={f"objective_{j}": partial(reward, number=j) for j in range(num_objectives)},
         num_rounds=10,
@@ -235,7 +262,7 @@ def reward(prompts: Any, completions: Sequence[str], *, number: int, **_: Any) -
 def local_step(options: Namespace, estimator: str, num_objectives: int) -> Callable[[], Stages]:
     """Returns a client's local step, always the same one."""
     trainer = trainer_of(options, estimator, num_objectives, options.replies)
-    trainer._clock = time.process_time
+    trainer._clock = clock = clock_of(options)
     client = AlignmentClient("client_0", prompts_of(options), trainer, seed=0)
     start = client.state()
     request = LocalTraining(
@@ -250,9 +277,9 @@ def local_step(options: Namespace, estimator: str, num_objectives: int) -> Calla
 
     def step() -> Stages:
         client.restore(start)
-        begin = time.process_time()
+        begin = clock()
         update = local_training(client, request)
-        return {"whole": time.process_time() - begin, **update.metrics["seconds"]}
+        return {"whole": clock() - begin, **update.metrics["seconds"]}
 
     return step
 
@@ -267,11 +294,12 @@ def stacked_round(options: Namespace, estimator: str, num_objectives: int) -> Ca
     engine = StackedEngine(clients, max_rows=options.replies)
     start = copy_adapter(trainer.adapter_parameters)
     state = ServerState(start, objectives=trainer.objectives, seed=0)
+    clock = clock_of(options)
 
     def step() -> Stages:
-        begin = time.process_time()
+        begin = clock()
         firm_round(state, names, engine, FirmConfig(num_local_steps=1))
-        return {"whole": time.process_time() - begin}
+        return {"whole": clock() - begin}
 
     return step
 
@@ -280,11 +308,12 @@ def sampling(options: Namespace) -> Callable[[], Stages]:
     """Returns the sampling of a step's replies, without passes for log-probabilities."""
     trainer = trainer_of(options, "critic-free", 1, options.replies)
     queries = trainer.encode(prompts_of(options)[: options.replies // GROUP]).repeated(GROUP)
+    clock = clock_of(options)
 
     def step() -> Stages:
-        begin = time.process_time()
+        begin = clock()
         trainer._sampler.generate(queries)
-        return {"whole": time.process_time() - begin}
+        return {"whole": clock() - begin}
 
     return step
 
@@ -296,25 +325,29 @@ def plain_generate(options: Namespace) -> Callable[[], Stages]:
     config = GenerationConfig(
         do_sample=True, top_k=0, max_new_tokens=options.new_tokens, pad_token_id=0
     )
+    clock = clock_of(options)
 
     def step() -> Stages:
-        begin = time.process_time()
+        begin = clock()
         trainer.policy_model.generate(
-            input_ids=queries.token_ids, attention_mask=queries.mask, generation_config=config
+            input_ids=queries.token_ids.to(options.device),
+            attention_mask=queries.mask.to(options.device),
+            generation_config=config,
         )
-        return {"whole": time.process_time() - begin}
+        return {"whole": clock() - begin}
 
     return step
 
 
 @dataclass
 class _StepTimes(TrainerCallback):
-    """Notes the CPU seconds at which each step of TRL's trainer ends."""
+    """Notes the time at which each step of TRL's trainer ends."""
 
+    clock: Callable[[], float]
     ends: list[float] = field(default_factory=list)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self.ends.append(time.process_time())
+        self.ends.append(self.clock())
 
 
 def trl_step(options: Namespace) -> Callable[[], Stages]:
@@ -330,9 +363,10 @@ def trl_step(options: Namespace) -> Callable[[], Stages]:
     texts = tokenizer.batch_decode(ids)
 
     def step() -> Stages:
-        times = _StepTimes()
+        times = _StepTimes(clock_of(options))
         with (
             tempfile.TemporaryDirectory() as folder,
+            accelerate_on(torch.device(options.device)),
             without_needless_warnings(),
             contextlib.redirect_stdout(io.StringIO()),
         ):
@@ -347,7 +381,7 @@ def trl_step(options: Namespace) -> Callable[[], Stages]:
                     beta=0.05,
                     temperature=1.0,
                     bf16=False,
-                    use_cpu=True,
+                    use_cpu=options.device == "cpu",
                     gradient_checkpointing=False,
                     report_to="none",
                     save_strategy="no",
