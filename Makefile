@@ -47,7 +47,7 @@ $(VLLM)/.installed: pyproject.toml constraints-vllm.txt
 
 test-vllm: $(VLLM)/.installed ## Test the rollout engine vllm on SmolLM2 in an environment of its own: 4 GB of memory.
 	test -n "$(FIRM_MODEL)" || $(VLLM)/bin/firm fetch smollm2
-	$(OFFLINE) $(VLLM)/bin/python -m pytest -q tests/alignment/rollout_engines -m "not gpu"
+	$(OFFLINE) $(VLLM)/bin/python -m pytest -q tests/alignment/rollout_engines
 
 lint: install ## Check style and formatting.
 	$(BIN)/ruff check .

@@ -4,7 +4,7 @@
     python benchmarks/device_mutations.py firm/fmoo
 
 "survived" is a gap in the tests. Each mutation is made in a copy of the tree, on the pretend
-accelerator of tests/pretend, one after the other. The tests run once without any, and must pass.
+accelerator, one after the other. The tests run once without any, and must pass.
 """
 
 import argparse
@@ -18,8 +18,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
-ALIGNMENT, CLASSIC = "tests/pretend/test_alignment.py::", "tests/pretend/test_classic.py::"
-COMPRESSORS = "tests/pretend/test_gradients.py::test_every_compressor_works_as_on_the_cpu"
+ALIGNMENT, CLASSIC = "tests/accelerator/test_alignment.py::", "tests/accelerator/test_classic.py::"
+COMPRESSORS = "tests/accelerator/test_gradients.py::test_every_compressor_works_as_on_the_cpu"
 FEDAVG = f"{ALIGNMENT}test_every_strategy_runs[fedavg]"
 FIRM = f"{ALIGNMENT}test_every_strategy_runs[firm]"
 FRONT = f"{ALIGNMENT}test_a_front_is_trained_measured_and_picked_from_and_its_adapters_speak"

@@ -12,11 +12,11 @@ says so where it is not installed. The cases that say most come first; the page 
 each. Cases run in processes of their own: one that fails is a row with its error, and the next
 starts a new process.
 
-On any accelerator that torch finds, whose tests run once the first case has a row, the first round
-of each estimator warms up. Every other round is measured once, so small differences say nothing.
-Stages wait for the device before and after. Memory on an accelerator is what torch allocated; on
-the CPU it is the most that the case's process had resident, libraries included, which the plan
-leaves out.
+On any accelerator that torch finds, a round of each estimator and engine warms up, and every other
+round is measured once, so small differences say nothing. Stages wait for the device before and
+after. Memory on an accelerator is what torch allocated; on the CPU it is the most that the case's
+process had resident, libraries included, which the plan leaves out. If the page is kept, the tests
+of tests/accelerator run on it once the first case has a row.
 """
 
 import argparse
@@ -38,6 +38,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 os.environ.setdefault("TRL_EXPERIMENTAL_SILENCE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
@@ -55,6 +56,7 @@ from trl.trainer.grpo_trainer import GRPOTrainer
 from benchmarks.gpu_page import STAGES, STATIC, Case, Row, Setting, page_of
 from benchmarks.measure import one_round, peak_resident
 from benchmarks.random_models import SHAPES, prompts, save_models
+from firm.alignment import MultiObjectiveTrainer
 from firm.federation import Processes, lockstep
 from firm.federation.devices import (
     accelerate_on,
@@ -113,7 +115,8 @@ def write_page(options: argparse.Namespace, device: torch.device) -> None:
     rows = {case: Row(case, _missing(case) or late) for case in cases(clients)}
     patience = min(PATIENCE, options.budget)
     page = ""
-    tests = "not run: no accelerator" if device.type == "cpu" else "not run yet"
+    tests = "not run yet" if options.out else "not run: the page is not kept"
+    tests = "not run: no accelerator" if device.type == "cpu" else tests
     with tempfile.TemporaryDirectory() as folder, closing(Worker()) as worker:
         setting = Setting(options.shape, str(device), folder, options.gradient_checkpointing)
         save_models(setting.shape, Path(folder), device)
@@ -121,8 +124,8 @@ def write_page(options: argparse.Namespace, device: torch.device) -> None:
         for case in rows:
             if time.monotonic() < end and not _missing(case):
                 rows[case] = worker.row(setting, case, patience=end + patience - time.monotonic())
-                if device.type != "cpu" and tests == "not run yet":
-                    tests = _tests(end - time.monotonic())
+                if tests == "not run yet":
+                    tests = _tests(device, end - time.monotonic())
             page = page_of(setting, list(rows.values()), tests=tests, peak_flops=peak_flops)
             if options.out is not None:
                 options.out.write_text(page)
@@ -153,11 +156,15 @@ def _quiet() -> None:
     datasets.disable_progress_bars()
 
 
-def _tests(budget: float) -> str:
-    """Runs the tests that need an accelerator; returns pytest's last line."""
-    command = [sys.executable, "-m", "pytest", "-q", "-m", "gpu", "-p", "no:cacheprovider"]
+def _tests(device: torch.device, budget: float) -> str:
+    """Runs the tests of accelerators on this one; returns pytest's last line."""
+    options = ("-q", "-p", "no:cacheprovider", "-n", "8", "--dist", "load")
+    command = [sys.executable, "-m", "pytest", *options, "tests/accelerator"]
+    environment = {**os.environ, "FIRM_ACCELERATOR": device.type}
     try:
-        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=budget)
+        done = subprocess.run(
+            command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=budget
+        )
     except subprocess.TimeoutExpired:
         return "not finished within the budget"
     sys.stderr.write(done.stdout if done.returncode else "")
@@ -218,6 +225,7 @@ def _row(setting: Setting, case: Case) -> Row:
 
 def _own_row(setting: Setting, case: Case) -> Row:
     loaded = _loaded(setting, case.estimator, STATIC if case.engine == STATIC else "local")
+    _warm_up(setting, case.estimator, case.engine)
     cfg, plan = _fitting(setting, case)
     with _synchronized(setting.device):
         run = one_round(loaded, cfg)
@@ -304,12 +312,16 @@ def configuration(setting: Setting, case: Case) -> AlignmentConfig:
 
 @functools.lru_cache(maxsize=1)
 def _loaded(setting: Setting, estimator: str, engine: str) -> LoadedRun:
-    """Loads what the rounds of an estimator share, and on an accelerator runs one that warms up."""
-    cfg = configuration(setting, Case(estimator, engine, 1))
-    loaded = load(cfg, Processes(), measures=False)
+    """Loads what the rounds of an estimator share."""
+    return load(configuration(setting, Case(estimator, engine, 1)), Processes(), measures=False)
+
+
+@functools.cache
+def _warm_up(setting: Setting, estimator: str, engine: str) -> None:
+    """Runs a round on an accelerator, which loads kernels at their first use."""
     if setting.device != "cpu":
-        one_round(loaded, cfg)()
-    return loaded
+        loaded = _loaded(setting, estimator, STATIC if engine == STATIC else "local")
+        one_round(loaded, configuration(setting, Case(estimator, engine, 1)))()
 
 
 # --- TRL's --------------------------------------------------------------------------------------
@@ -404,11 +416,12 @@ def _synchronized(device: str) -> Iterator[None]:
         synchronize(torch.device(device))
         return time.perf_counter()
 
-    lockstep.time = SimpleNamespace(perf_counter=perf_counter)  # type: ignore[assignment]
-    try:
+    clocks = (
+        mock.patch.object(lockstep, "time", SimpleNamespace(perf_counter=perf_counter)),
+        mock.patch.object(MultiObjectiveTrainer, "_clock", staticmethod(perf_counter)),
+    )
+    with clocks[0], clocks[1]:
         yield
-    finally:
-        lockstep.time = time
 
 
 def _peak(device: str) -> int:

@@ -99,7 +99,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     quiet()
     datasets.disable_progress_bars()
     if not torch.accelerator.is_available():
-        from tests.pretend import device
+        from tests.accelerator import device
 
         device.register()
     rows = []

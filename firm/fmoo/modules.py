@@ -1,5 +1,7 @@
 """Building blocks of the papers' models."""
 
+import warnings
+
 import torch
 from torch import nn
 from torch.nn import functional
@@ -72,6 +74,10 @@ class ResidualBlock(nn.Module):
     def forward(self, images: torch.Tensor) -> torch.Tensor:
         """Returns feature maps, shape [N, num_out, H / stride, W / stride]."""
         return functional.relu(self.path(images) + self.shortcut(images))
+
+
+# clients have each weight as a tensor of its own, which cuDNN copies together at every call
+warnings.filterwarnings("ignore", "RNN module weights are not part of single", UserWarning)
 
 
 class CharacterEncoder(nn.Module):

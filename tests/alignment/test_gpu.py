@@ -14,25 +14,8 @@ import transformers
 
 from benchmarks import gpu
 from benchmarks.gpu_page import STAGES, Case, Row, Setting
-from tests.runs import read_adapter, read_rows
 
-ACCELERATOR = torch.accelerator.current_accelerator()
 ROOT = Path(__file__).parents[2]
-TEAM = """
-import torch
-import torch.distributed as dist
-from firm.federation import Processes
-
-processes = Processes.join(per_client=2)
-team = processes.team()
-device = torch.device(torch.accelerator.current_accelerator().type, processes.rank)
-assert torch.accelerator.current_device_index() == processes.rank
-total = team.sum(torch.full((3,), processes.rank + 1.0, device=device))
-assert total.device == device and total.tolist() == [3.0, 3.0, 3.0], total
-rows = torch.arange(5.0, device=device)[team.share(5)]
-assert torch.cat(team.gather(rows)).tolist() == [0.0, 1.0, 2.0, 3.0, 4.0]
-dist.destroy_process_group()
-"""
 
 
 class Here:
@@ -47,7 +30,8 @@ class Here:
 
 def python(*arguments: object) -> str:
     """Runs Python in the project's root; gives what it prints."""
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    paths = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": paths}
     done = subprocess.run(
         [sys.executable, *map(str, arguments)],
         cwd=ROOT,
@@ -192,31 +176,3 @@ def test_without_a_gpu_the_command_says_what_runs_here(capsys):
     with pytest.raises(SystemExit):
         gpu.main([])
     assert "there is no accelerator here; give --device cpu --shape tiny" in capsys.readouterr().err
-
-
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.accelerator.is_available(), reason="no accelerator")
-@pytest.mark.parametrize("estimator", ["ppo", "critic_free"])
-def test_stacked_clients_end_on_a_gpu_as_clients_in_turn(tmp_path, estimator):
-    adapters = []
-    for engine in ("local", "stacked"):
-        options = ("--engine", engine, "--estimator.name", estimator, "--policy.lora.dropout", 0)
-        out = tmp_path / engine
-        python(
-            *("recipes/firm_hh.py", "--config", "configs/smoke.yaml", "--out", out),
-            *(*options, "--rounds", 1, "--policy.device", ACCELERATOR),
-        )
-        adapters.append(read_adapter(out))
-    for name, value in adapters[0].items():
-        torch.testing.assert_close(value, adapters[1][name], atol=1e-4, rtol=0)
-
-
-@pytest.mark.gpu
-@pytest.mark.skipif(torch.accelerator.device_count() < 2, reason="fewer than two accelerators")
-def test_two_processes_on_two_accelerators_work_as_one(tmp_path):
-    launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc_per_node", 2)
-    (tmp_path / "team.py").write_text(TEAM)
-    python(*launcher, tmp_path / "team.py")
-    run = ("recipes/firm_hh.py", "--config", "configs/smoke.yaml", "--rounds", 1)
-    python(*launcher, *run, "--processes_per_client", 2, "--out", tmp_path / "run")
-    assert read_rows(tmp_path / "run")[0]["processes"] == [["client_0", "client_1"]] * 2

@@ -1,4 +1,4 @@
-"""Maps of devices that are refused; tests/pretend trains on two devices."""
+"""Maps of devices that are refused; tests/accelerator trains on two devices."""
 
 import json
 import re

@@ -8,7 +8,7 @@ import pytest
 
 from benchmarks import device_mutations
 from benchmarks.device_mutations import MUTATIONS, Mutation
-from tests.pretend.device import missing
+from tests.accelerator.device import missing
 
 ROOT = Path(__file__).parents[2]
 

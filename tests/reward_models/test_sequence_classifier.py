@@ -405,19 +405,3 @@ def test_a_device_that_is_not_here_is_answered_with_those_that_are(
             load_sequence_classifier(tmp_path, device=device)
     for device in ("cpu", "cpu:0"):
         assert load_sequence_classifier(tmp_path, device=device)[0].device.type == "cpu"
-
-
-@pytest.mark.gpu
-def test_a_classifier_goes_where_it_is_told(tmp_path, byte_tokenizer, classifier):
-    byte_tokenizer().save_pretrained(tmp_path)
-    classifier("llama").save_pretrained(tmp_path)
-    accelerator = torch.accelerator.current_accelerator()
-    if accelerator is None or not torch.accelerator.is_available():
-        pytest.skip("no accelerator")
-    scores = {}
-    for device in ("cpu", "auto", f"{accelerator.type}:0"):
-        loaded = load_sequence_classifier(tmp_path, device=device)
-        assert loaded[0].device.type == ("cpu" if device == "cpu" else accelerator.type)
-        scores[device] = SequenceClassifierReward(*loaded, name="r")(PROMPTS, REPLIES)
-    assert scores["auto"] == pytest.approx(scores["cpu"], abs=1e-3)
-    assert scores[f"{accelerator.type}:0"] == scores["auto"]

@@ -1,23 +1,27 @@
-"""The page of costs on the pretend accelerator."""
+"""The page of costs on an accelerator."""
 
 import pytest
 import torch
 import transformers
 
 from benchmarks import gpu
+from firm.federation.devices import device_title
+from tests.accelerator.device import NAME, accelerator
 from tests.alignment.test_gpu import Here, cells
 
 
 @pytest.mark.filterwarnings("ignore:.*gradient_checkpointing.*:FutureWarning")
+@pytest.mark.filterwarnings("ignore:.*script_method:DeprecationWarning")  # of torch.compile
+@pytest.mark.filterwarnings("ignore:TensorFloat32 tensor cores")
 def test_the_page_of_costs_has_every_case_with_its_figures(tmp_path, monkeypatch):
     for function in ("set_verbosity_error", "disable_progress_bar"):  # of this whole process
         monkeypatch.setattr(transformers.utils.logging, function, lambda: None)
     monkeypatch.setattr(gpu, "Worker", Here)
-    monkeypatch.setattr(gpu, "_tests", lambda budget: "2 passed")
+    monkeypatch.setattr(gpu, "_tests", lambda device, budget: "2 passed")
     out = tmp_path / "page.md"
     gpu.main(["--shape", "tiny", "--clients", "2", "--out", str(out)])
     page = out.read_text()
-    assert "on pretend accelerator; torch" in page
+    assert f"on {device_title(torch.device(NAME))}; torch" in page
     assert "Tests that need an accelerator: 2 passed" in page
     rows = cells(page, "Throughput and memory")
     assert len(rows) == 5
@@ -28,4 +32,4 @@ def test_the_page_of_costs_has_every_case_with_its_figures(tmp_path, monkeypatch
     assert peer == "trl"
     assert float(ratio) == pytest.approx(float(stacked) / float(seconds), rel=0.05)
     assert min(float(peak), float(stacked_peak)) > 0
-    assert torch.pretend.max_memory_allocated() > 0
+    assert accelerator().max_memory_allocated() > 0

@@ -1,4 +1,4 @@
-"""The peak of whole runs on the pretend accelerator beside the plan's."""
+"""The peak of whole runs on an accelerator beside the plan's."""
 
 from dataclasses import replace
 

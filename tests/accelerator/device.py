@@ -1,4 +1,7 @@
-"""Builds the pretend accelerator, and registers it as torch's device type "pretend"."""
+"""The accelerator of this folder's tests: the pretend one, or a real one by FIRM_ACCELERATOR.
+
+The pretend one is built here, and registered as torch's device type "pretend".
+"""
 
 import fcntl
 import hashlib
@@ -7,15 +10,52 @@ import shutil
 import subprocess
 import sys
 import types
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch.utils import cpp_extension
 
+NAME = os.environ.get("FIRM_ACCELERATOR", "pretend")
+"""Type of the accelerator, as torch has it."""
+IS_PRETEND = NAME == "pretend"
 SOURCE = Path(__file__).parent / "device.cpp"
 CACHE = Path(__file__).parents[2] / "build/pretend"
 COMPILER = os.environ.get("CXX", "g++")
+
+
+def accelerator() -> Any:
+    """Returns torch's module of the accelerator, such as `torch.cuda`."""
+    return torch.get_device_module(NAME)
+
+
+def second() -> str:
+    """Returns the second device; the first on a machine with one."""
+    return f"{NAME}:{min(1, accelerator().device_count() - 1)}"
+
+
+@contextmanager
+def limited_memory(room: int, device: str = f"{NAME}:0") -> Iterator[None]:
+    """Gives a device so many bytes more than are allocated on it.
+
+    A real one counts segments, of two million bytes and more.
+    """
+    own = accelerator()
+    if IS_PRETEND:
+        own.limit_memory(own.memory_allocated(device) + room, device)
+    else:
+        own.empty_cache()
+        total = own.mem_get_info(device)[1]
+        own.set_per_process_memory_fraction((own.memory_reserved(device) + room) / total, device)
+    try:
+        yield
+    finally:
+        if IS_PRETEND:
+            own.limit_memory(2**62, device)
+        else:
+            own.set_per_process_memory_fraction(1.0, device)
 
 
 def missing() -> str | None:
@@ -88,7 +128,7 @@ def _module() -> types.ModuleType:
         "memory_allocated": lambda device=None: own.memory_allocated(_index(device)),
         "max_memory_allocated": lambda device=None: own.max_memory_allocated(_index(device)),
         "reset_peak_memory_stats": lambda device=None: own.reset_peak(_index(device)),
-        "limit_memory": lambda limit, device=None: own.limit_memory(_index(device), limit),
+        "limit_memory": lambda limit, device: own.limit_memory(_index(device), limit),
         "empty_cache": lambda: None,
         "get_device_name": lambda device=None: "pretend accelerator",
         "is_bf16_supported": lambda: True,

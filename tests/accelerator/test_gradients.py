@@ -1,16 +1,17 @@
-"""Compressors of Jacobians on the pretend accelerator."""
+"""Compressors of Jacobians on an accelerator."""
 
 import pytest
 import torch
 
 from firm.gradients.messages import COMPRESSORS, message_from_dict, message_to_dict
+from tests.accelerator.device import second
 
 
 @pytest.mark.parametrize("name", COMPRESSORS)
 def test_every_compressor_works_as_on_the_cpu(name):
     jacobian = torch.randn(3, 700, generator=torch.Generator().manual_seed(0))
     reconstructed = []
-    for device in ("cpu", "pretend:1"):
+    for device in ("cpu", second()):
         generator = torch.Generator().manual_seed(1)
         message = COMPRESSORS[name]().compress(
             jacobian.to(device), generator=generator, shared_seed=2
@@ -19,4 +20,4 @@ def test_every_compressor_works_as_on_the_cpu(name):
         received = message_from_dict(message_to_dict(message))
         assert torch.equal(received.reconstruct(), message.reconstruct())
         reconstructed.append(message.reconstruct().cpu())
-    torch.testing.assert_close(*reconstructed, atol=1e-5, rtol=1e-4)
+    torch.testing.assert_close(*reconstructed, atol=1e-4, rtol=1e-4)

@@ -8,7 +8,9 @@ from torch import nn
 
 from firm.alignment.policy import move_
 from firm.federation import RandomStream
+from tests.accelerator.device import IS_PRETEND
 
+pytestmark = pytest.mark.skipif(not IS_PRETEND, reason="FIRM_ACCELERATOR names a real one")
 HERE, THERE = "pretend:0", "pretend:1"
 
 

@@ -2,6 +2,8 @@
 
 A registered device type stays for the life of a process, and `auto` would take it in every other
 test. So each file's tests run in a pytest of its own, whose reports are handed on.
+
+With FIRM_ACCELERATOR, such as "cuda", they run on a real one, in the process that collects them.
 """
 
 import json
@@ -14,14 +16,14 @@ from typing import Any
 
 import pytest
 
-from tests.pretend import device
+from tests.accelerator import device
 
 HERE = Path(__file__).parent
 REPORTS = "FIRM_PRETEND_REPORTS"
 """Variable with the file that an inner pytest writes its reports to."""
-INSIDE = REPORTS in os.environ
+INSIDE = REPORTS in os.environ or not device.IS_PRETEND
 
-if INSIDE:
+if INSIDE and device.IS_PRETEND:
     device.register()
 
 
@@ -39,7 +41,7 @@ class _Writer:
 
 def pytest_configure(config: pytest.Config) -> None:
     """Has an inner pytest write its reports."""
-    if INSIDE:
+    if REPORTS in os.environ:
         config.pluginmanager.register(_Writer(config))
 
 
