@@ -166,7 +166,7 @@ def test_the_table_of_findings_is_short_and_names_command_and_data():
 
 def test_the_readme_states_the_intervals_of_the_findings():
     text = (ROOT / "README.md").read_text(encoding="utf-8")
-    section = text[text.index("## What to expect") : text.index("| policy |")]
+    section = text[text.index("## What to expect") : text.index("SmolLM2 beside TRL")]
     found = {key[:2]: mean_difference(own) for key, own in older_differences().items()}
     claims = {each.name: each for each in (*family_a(), *family_b(), *family_c())}
     ends = "With PPO: FIRM at p = ({}), at ({})"
