@@ -16,7 +16,6 @@ from firm.federation.rounds import Round, losses_problem, sample_clients
 from firm.federation.server import ServerState
 from firm.federation.sharing import CorrectionRequest, JacobianRequest, JacobianShare
 from firm.federation.strategy import StrategyConfig
-from firm.federation.training import LocalTraining
 from firm.fields import Hint, PositiveFloat, configuration
 from firm.gradients.approx_gram import (
     TwoWayReply,
@@ -88,7 +87,8 @@ class GramConfig(StrategyConfig):
             "skipped_batches": 2 if is_two_sample else 0,
         }
         skipped = {"skipped_batches": DECIDED_BY_SERVER} if is_two_sample else {}
-        asked = {LocalTraining: training, JacobianRequest: {**jacobians, **skipped}}
+        asked = self.training_requests(training)
+        asked[JacobianRequest] = {**jacobians, **skipped}
         if self.communication == "two_way":
             asked[CorrectionRequest] = {**jacobians, "broadcast": DECIDED_BY_SERVER}
         return asked

@@ -13,7 +13,7 @@ from firm.federation.aggregation import ServerStep
 from firm.federation.client import Adapter, Failure, Reply, State
 from firm.federation.engines.engine import Engine
 from firm.federation.errors import RoundFailed
-from firm.federation.messages import Request, Update
+from firm.federation.messages import DECIDED_BY_SERVER, Request, Update
 from firm.federation.randomness import derive_seed
 from firm.federation.round_config import RoundConfig
 from firm.federation.server import (
@@ -119,6 +119,8 @@ class Round:
             clients: Clients to train; the sampled ones by default.
         """
         kind, fields = next(iter(self._cfg.training_requests(dict(fields)).items()))
+        if fields.get("seed") is DECIDED_BY_SERVER:
+            fields["seed"] = self.seed("training")
         request: Any = self.request(kind, fields)
 
         def check(update: Update) -> str | None:

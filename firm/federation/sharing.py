@@ -26,6 +26,7 @@ from firm.federation.schema import (
 )
 from firm.federation.tasks import task
 from firm.federation.training import (
+    RoundSeed,
     SkippedBatches,
     drawn_batches,
     served_objectives,
@@ -106,7 +107,7 @@ class JacobianRequest(Request):
     """Compressor; None sends the Jacobian uncompressed."""
     budget: Annotated[float, Interval(ge=0, le=1e6)] = 1.0
     """Size of the upload in 4-byte numbers, as a multiple of the number of shared parameters."""
-    seed: Annotated[int, Interval(ge=0, le=2**64)] = 0
+    seed: RoundSeed = 0
     """Seed of the round."""
     skipped_batches: SkippedBatches = 0
     """Batches to draw and skip first."""

@@ -42,6 +42,7 @@ from firm.schema import Finite, Named, NonNegative, PerObjective
 from firm.solvers.fixed import fixed_weights
 
 SkippedBatches = Annotated[int, Interval(ge=0, le=100)]
+RoundSeed = Annotated[int, Interval(ge=0, le=2**64)]
 MAX_STAGES = 50
 """Maximum number of stages that a client times."""
 WEIGHTINGS: Registry[str, Callable[..., torch.Tensor]] = Registry("weighting")
@@ -118,6 +119,8 @@ class LocalTraining(Request):
     """Batches to draw and skip first."""
     factors: PerObjective[NonNegative] | None = None
     """Factor of each objective's fixed weight, shape [M]."""
+    seed: RoundSeed = 0
+    """Seed of the round, for options that draw random numbers at the clients."""
     options: OptionsByKey = field(default_factory=dict)
     """Options that clients apply, by key; the first is the innermost wrapper of the training."""
 

@@ -9,7 +9,6 @@ every update is unbiased by itself (QSGD, Alistarh et al. 2017, arXiv:1610.02132
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from hashlib import sha256
 from typing import Annotated, Any, ClassVar, Literal
 
 import torch
@@ -18,11 +17,12 @@ from pydantic import PlainValidator, ValidationInfo
 
 from firm.federation.aggregation import flat, unflattened
 from firm.federation.client import Client
-from firm.federation.messages import Update, sent_form
-from firm.federation.option import Option, Train, option
+from firm.federation.messages import DECIDED_BY_SERVER, Update, sent_form
+from firm.federation.option import Option, Requests, Train, option
 from firm.federation.randomness import derive_seed
+from firm.federation.round_config import RoundConfig
 from firm.federation.schema import LARGEST_ENTRY, Invalid, context, invalid, shown
-from firm.federation.serialization import pack
+from firm.federation.training import LocalTraining
 from firm.fields import NOT_IN_PAPER, configuration
 from firm.gradients.compression import FLOAT_BYTES
 from firm.gradients.messages import message_from_dict, message_to_dict
@@ -89,9 +89,7 @@ class UploadConfig(Option):
             if self.rounding == "nearest" and CARRIED in client.carried:
                 delta = delta + client.carried[CARRIED]
             compressor = QuantizingCompressor(bits=self.bits, rounding=self.rounding)
-            # θ_t tells runs of different seeds apart, and is the same when a round is repeated
-            start = sha256(pack(request.adapter)).hexdigest()
-            seed = derive_seed(0, "upload", client.name, request.round, start)
+            seed = derive_seed(request.seed, "upload", client.name)
             message = compressor.compress(
                 delta[None], generator=torch.Generator().manual_seed(seed)
             )
@@ -100,6 +98,13 @@ class UploadConfig(Option):
             return replace(update, adapter=QuantizedUpdate(message_to_dict(message)))
 
         return quantized_training
+
+    def requests(self, requests: Requests, cfg: RoundConfig) -> Requests:
+        """Returns the requests, with a seed in those of a training whose update is drawn."""
+        if self.rounding == "nearest":
+            return requests
+        seeded = {**requests[LocalTraining], "seed": DECIDED_BY_SERVER}
+        return {**requests, LocalTraining: seeded}
 
     def received(self, update: Update, request: Any) -> Update:
         """Returns the update with θ_t + Q(θ_c - θ_t); untrained parameters equal θ_t's.

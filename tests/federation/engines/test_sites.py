@@ -7,6 +7,7 @@ import torch
 
 from firm.federation import LocalEngine, RoundFailed
 from firm.federation.engines import MemoryStates
+from firm.federation.options.uploads import UploadConfig
 from firm.federation.serialization import pack, unpack
 from firm.federation.strategies import STRATEGIES
 from firm.federation.strategies.fedcmoo import FedCmooConfig
@@ -92,6 +93,20 @@ def test_a_network_gives_the_adapter_of_one_process(new_network, new_clients, st
     assert same(over_network.adapter, alone.adapter)
     assert over_network.accepted == alone.accepted
     assert [row["clients"] for row in rows] == [row["clients"] for row in own_rows]
+
+
+@pytest.mark.parametrize(
+    "cfg",
+    [FirmConfig(), FedCmooConfig(communication="one_way", compressor="none")],
+    ids=lambda cfg: cfg.name,
+)
+def test_random_rounding_draws_at_sites_as_in_one_process(
+    cfg, new_network, new_clients, start, same
+):
+    cfg = replace(cfg, upload=UploadConfig(bits=3, rounding="random"))
+    at_sites, _ = _run(new_network(cfg=cfg)[0], start, strategy=cfg.name, cfg=cfg)
+    alone, _ = _run(LocalEngine(new_clients()), start, strategy=cfg.name, cfg=cfg)
+    assert same(at_sites.adapter, alone.adapter)
 
 
 def test_a_round_of_two_phases_needs_nothing_more(new_network, new_clients, start, same):

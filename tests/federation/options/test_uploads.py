@@ -33,7 +33,7 @@ def _adapter(seed, scale=0.01):
 
 def _arrived(client, adapter, cfg, round=1):
     """What arrives of a client's update, θ_t + Q(θ_c - θ_t), over the wire."""
-    request = replace(training(START, cfg), round=round)
+    request = replace(training(START, cfg), round=round, seed=round)
     message = sent(client, adapter, request)
     content = read(SentParameters, unpack(pack(message)), "adapter", Reading((), START))
     return received(content, request)
@@ -83,20 +83,21 @@ def test_random_rounding_is_right_in_the_mean_and_keeps_nothing(new_client):
     assert (rows[0] - delta).abs().max() > 5 * error  # each by itself is not right
 
 
-def test_runs_with_other_starts_round_by_other_draws_and_repeat_their_own(new_client):
-    cfg, delta = UploadConfig(bits=2, rounding="random"), _delta(_adapter(1)).float()
+def test_random_rounding_draws_by_seed_client_and_round(new_plain_client):
+    """From the same θ_0 too, as of an adapter that starts at zero with any seed."""
+    cfg, zero = FirmConfig(upload=UploadConfig(bits=2, rounding="random")), torch.zeros(SIZE)
+    targets = [torch.linspace(-1, 1, SIZE).tolist()] * 2
 
-    def rounded(shift):
-        start = {name: value + shift for name, value in START.items()}
-        request = training(start, cfg)
-        ends = [len(v.flatten()) for v in start.values()]
-        parts = dict(zip(start, delta.split(ends), strict=True))
-        adapter = {name: v + parts[name].view_as(v) for name, v in start.items()}
-        return flat(received(sent(new_client(), adapter, request), request)) - flat(start)
+    def end(seed, name, round):
+        client = new_plain_client(name, targets, parameters={"first": zero})
+        state = ServerState({"first": zero}, ("left", "right"), seed=seed, round=round - 1)
+        return firm_round(state, [name], LocalEngine([client]), cfg)[0].adapter["first"]
 
-    assert torch.equal(rounded(1.0), rounded(1.0))
-    different = (rounded(1.0) - rounded(2.0)).abs() > 0.1 * delta.abs().max()
-    assert different.float().mean() > 0.2  # a draw in five or more goes the other way
+    one = end(seed=0, name="a", round=1)
+    assert torch.equal(one, end(seed=0, name="a", round=1))
+    for other in (end(1, "a", 1), end(0, "b", 1), end(0, "a", 2)):
+        is_other = (one - other).abs() > 0.1 * one.abs().max()
+        assert is_other.float().mean() > 0.2  # a draw in five or more goes the other way
 
 
 @pytest.mark.parametrize(("bits", "share"), [(8, 0.27), (4, 0.15), (2, 0.09)])
@@ -149,6 +150,17 @@ def test_a_run_resumes_bit_for_bit_with_the_errors_that_it_kept(new_engine, star
     for each in clients.values():
         each["state"]["carried"].pop("upload_error")
     assert not same(end(), whole.adapter)
+
+
+def test_random_rounding_resumes_bit_for_bit(new_engine, start, same):
+    cfg = FirmConfig(upload=UploadConfig(bits=3, rounding="random"), clients_per_round=2)
+    whole, _ = _run(start, new_engine(), cfg, 6)
+    engine = new_engine()
+    half, _ = _run(start, engine, cfg, 3)
+    server, clients = unpack(pack([half.to_state(), engine.client_states(half.accepted)]))
+    engine = new_engine()
+    engine.restore_client_states(clients)
+    assert same(_run(ServerState.from_state(server), engine, cfg, 3)[0].adapter, whole.adapter)
 
 
 def test_a_refused_update_leaves_its_error_as_it_was(new_client, start):
