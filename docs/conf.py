@@ -30,12 +30,12 @@ html_show_sourcelink = html_copy_source = html_show_copyright = False
 def hide_signature(
     app: Any, what: str, name: str, obj: Any, options: Any, signature: str, returned: str
 ) -> tuple[str, None] | None:
-    """Returns no signature for a protocol, whose own would be (*args, **kwargs)."""
+    """Hides the signature of a protocol, which would read (*args, **kwargs)."""
     return ("", None) if getattr(obj, "_is_protocol", False) else None
 
 
 def keep_attributes(app: Any, what: str, name: str, obj: Any, options: Any, lines: list) -> None:
-    """Notes the lines below a field before napoleon takes what precedes a colon for its type."""
+    """Keeps the lines below a field, since napoleon takes the text before a colon for its type."""
     if what in ("attribute", "property"):
         kept_lines[name] = list(lines)
 
