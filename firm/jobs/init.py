@@ -10,7 +10,9 @@ from pathlib import Path
 from typing import Any
 
 import yaml
+from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError
 
+from firm.alignment.policy import is_gguf
 from firm.alignment.prompt_data import read_prompts
 from firm.federation.outside import legible, printable
 from firm.fields import configuration, field_docstrings
@@ -95,37 +97,61 @@ def init(cfg: InitConfig, ask: Callable[[str], str] | None = None) -> Written:
     answers = {key: getattr(cfg, key) or _asked(key, ask) for key in ASKED}
     for name, reward in answers["rewards"].items():
         check_reward(f"rewards.{name}", **reward_settings(reward))
-    num_rows = _num_rows(answers["prompts"], is_whole=bool(cfg.test_prompts))
-    if cfg.test_prompts:
-        _num_rows(cfg.test_prompts, is_whole=True)
+    splits = _splits(answers["prompts"], cfg.test_prompts)
+    num_rows = _num_rows("prompts", answers["prompts"], splits["train"])
+    for name in ("validation", "test"):
+        key = "test_prompts" if cfg.test_prompts else "prompts"
+        _num_rows(key, cfg.test_prompts or answers["prompts"], splits[name])
     check_policy("policy", answers["policy"])
-    notes: list[str] = []
-    inspection = inspect_policy(with_shipped_paths(answers["policy"]), on_note=notes.append)
+    errors: list[ValueError] = []
+    policy = with_shipped_paths(answers["policy"])
+    inspection = inspect_policy(policy, on_error=errors.append)
+    if errors and not _may_be_on_hub(policy, errors[0]):
+        raise UserError(str(errors[0]).replace("policy.path", "policy", 1)) from errors[0]
     text = TEMPLATE.read_text(encoding="utf-8")
     text = text.replace("path: POLICY", f"path: {_quoted(answers['policy'])}")
     text = _fitted(text, inspection, num_rows)
     text = _with_section(text, "rewards", _rewards(answers["rewards"]))
-    text = _with_section(text, "data", _data(answers["prompts"], cfg.test_prompts))
+    text = _with_section(text, "data", _data(answers["prompts"], cfg.test_prompts, splits))
     text = "".join(f"{line}\n" for line in text.splitlines() if not line.startswith("#"))
     replace_text(cfg.out, text)
     try:
         config = compose(AlignmentConfig, [cfg.out], [])
-        return Written(cfg.out, config, inspection, notes, num_rows)
+        return Written(cfg.out, config, inspection, list(map(str, errors)), num_rows)
     except UserError:
         cfg.out.unlink()
         raise
 
 
-def _num_rows(prompts: str, *, is_whole: bool) -> int | None:
-    """Returns the number of a file's rows that clients train on; None for other sources.
+def _may_be_on_hub(path: str, error: ValueError) -> bool:
+    """Returns whether a policy that cannot be read here may yet be on the Hugging Face hub.
+
+    A model of the form OWNER/NAME may be private, or the hub out of reach of this machine.
+    """
+    owner, slash, _ = path.partition("/")
+    if not slash or is_gguf(path) or Path(owner).expanduser().is_dir():
+        return False
+    causes = [error]
+    while (cause := causes[-1].__cause__ or causes[-1].__context__) is not None:
+        causes.append(cause)
+    is_missing = any(isinstance(each, RepositoryNotFoundError) for each in causes)
+    return not is_missing or any(isinstance(each, GatedRepoError) for each in causes)
+
+
+def _num_rows(key: str, prompts: str, split: str) -> int | None:
+    """Returns the number of a file's rows in a split; None for other sources.
 
     Raises:
-        UserError: The file does not exist, or a row of it is malformed.
+        UserError: The file does not exist, a row of it is malformed, or the split is empty.
     """
-    check_data("prompts", prompts)
+    check_data(key, prompts)
     if not is_file(prompts):
         return None
-    return len(read_prompts(prompts, "[:]" if is_whole else "[:80%]"))
+    num_rows = len(read_prompts(prompts, split))
+    if num_rows == 0:
+        part = "" if split == "[:]" else f" in its part {split}"
+        raise UserError(f"{key}: {prompts} has no rows{part}; add prompts to it.")
+    return num_rows
 
 
 def _fitted(text: str, inspection: Inspection | None, num_rows: int | None) -> str:
@@ -192,14 +218,21 @@ def _rewards(rewards: Mapping[str, str]) -> list[str]:
     return lines
 
 
-def _data(prompts: str, test_prompts: str) -> list[str]:
-    is_one_file = is_file(prompts)
-    whole = {"train": "train", "validation": "test[:50%]", "test": "test[50%:]"}
-    parts = {"train": "[:80%]", "validation": "[80%:90%]", "test": "[90%:]"}
-    if test_prompts:
-        parts = {"train": "[:]", "validation": "[:50%]", "test": "[50%:]"}
+def _splits(prompts: str, test_prompts: str) -> dict[str, str]:
+    """Returns the split of each use of the prompts."""
+    if is_file(prompts) and not test_prompts:
+        return {"train": "[:80%]", "validation": "[80%:90%]", "test": "[90%:]"}
+    test = "" if is_file(test_prompts) else "test"
+    return {
+        "train": "[:]" if is_file(prompts) else "train",
+        "validation": f"{test}[:50%]",
+        "test": f"{test}[50%:]",
+    }
+
+
+def _data(prompts: str, test_prompts: str, splits: Mapping[str, str]) -> list[str]:
     lines = []
-    for name, split in (parts if is_one_file else whole).items():
+    for name, split in splits.items():
         source = _quoted(prompts if name == "train" else test_prompts or prompts)
         lines.append(f'  {name}: {{ source: {source}, split: "{split}", max_tokens: 256 }}')
     return lines

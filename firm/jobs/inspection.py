@@ -37,7 +37,7 @@ def inspect_policy(
     rollout: RolloutConfig | None = None,
     prompt_format: PromptFormat | None = None,
     *,
-    on_note: Callable[[str], None],
+    on_error: Callable[[ValueError], None],
 ) -> Inspection | None:
     """Inspects the files beside a model's weights; returns None if they cannot be read.
 
@@ -45,7 +45,7 @@ def inspect_policy(
         path: A folder, a name on the Hugging Face hub, or a GGUF file.
         rollout: Settings with further end tokens.
         prompt_format: Format of prompts; by default the chat template, if any.
-        on_note: Called with the reason if the files cannot be read.
+        on_error: Called with the error if the files cannot be read.
 
     Raises:
         ValueError: The format requires a chat template and there is none, or an end is not a token.
@@ -59,7 +59,7 @@ def inspect_policy(
             model = empty_model(config)
             modules = usual_names(model)
     except ValueError as error:
-        on_note(str(error))
+        on_error(error)
         return None
     ids = end_token_ids(tokenizer, rollout, generation)
     return Inspection(

@@ -58,7 +58,7 @@ def test_its_tokenizer_keeps_chat_template_and_ends(file, tmp_path):
     assert (
         AutoTokenizer.from_pretrained(tmp_path)(text)["input_ids"] == tokenizer(text)["input_ids"]
     )
-    found = inspect_policy(str(file), on_note=pytest.fail)
+    found = inspect_policy(str(file), on_error=lambda error: pytest.fail(str(error)))
     assert found is not None
     assert (found.context, found.prompt_format, found.ends) == (512, "chat", ["<|im_end|>"])
 

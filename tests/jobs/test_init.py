@@ -2,10 +2,13 @@
 
 import gzip
 import json
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 
+import httpx
 import pytest
+from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError
 
 from firm.cli.main import COMMANDS
 from firm.jobs.alarms import alarms_at_start
@@ -76,7 +79,7 @@ def test_what_it_writes_runs_and_keeps_splits_apart(data, tmp_path, monkeypatch,
 def test_models_of_a_size_that_was_measured_get_its_settings(
     data, tmp_path, monkeypatch, num_parameters, rate
 ):
-    found = inspect_policy(POLICY, on_note=print)
+    found = inspect_policy(POLICY, on_error=print)
     assert found is not None
     assert 800_000 < found.num_parameters < 1_000_000
     resized = replace(found, num_parameters=num_parameters)
@@ -100,6 +103,9 @@ def test_held_out_prompts_of_their_own_and_data_sets(tmp_path, data, monkeypatch
     hub = init(InitConfig("a/b", REWARDS, "trl-lib/tldr", out=tmp_path / "hub.yaml")).config.data
     splits = [hub.train.split, hub.validation.split, hub.test.split]
     assert splits == ["train", "test[:50%]", "test[50%:]"]
+    both = init(InitConfig("a/b", REWARDS, "trl-lib/tldr", "a.jsonl", out=tmp_path / "both.yaml"))
+    data = both.config.data
+    assert [data.train.split, data.validation.split] == ["train", "[:50%]"]
 
 
 def test_a_person_is_asked_for_what_is_missing(tmp_path, data):
@@ -124,7 +130,7 @@ def test_a_person_is_asked_for_what_is_missing(tmp_path, data):
         ([], "policy is missing; pass --policy, or run this in a terminal"),
         (["--policy", "a", "--prompts", "b"], "rewards is missing"),
         (
-            ["--policy", "a", "--prompts", "b", "--rewards", "{'not a name!': brevity}"],
+            ["--policy", POLICY, "--prompts", "b", "--rewards", "{'not a name!': brevity}"],
             "rewards: th",
         ),
         (
@@ -158,6 +164,57 @@ def test_a_model_that_cannot_be_read_keeps_the_defaults_and_says_why(tmp_path, d
     main(InitConfig("some/model", **own, out=tmp_path / "own.yaml"))
     printed = capsys.readouterr().out
     assert "model    default settings; policy.path: there is no folder some/model, and" in printed
+
+
+@pytest.mark.parametrize("name", ["nosuch", "models/nosuch"])
+def test_a_policy_that_is_nowhere_is_refused(name, data, tmp_path, monkeypatch, refusal):
+    monkeypatch.chdir(tmp_path)
+    Path("models").mkdir()
+    line = refusal(cli, ["--policy", name, *GOOD])
+    assert f"error: policy: there is no folder {name}, and no such tokenizer" in line
+    assert not Path("own.yaml").exists()
+
+
+@pytest.mark.parametrize(
+    ("cause", "is_refused"), [(RepositoryNotFoundError, True), (GatedRepoError, False)]
+)
+def test_a_policy_that_the_hub_lacks_is_refused_but_not_a_gated_one(
+    cause, is_refused, data, tmp_path, monkeypatch
+):
+    def read(**options):
+        response = httpx.Response(401, request=httpx.Request("GET", "https://huggingface.co"))
+        raise OSError("it is not here") from cause("no", response=response)
+
+    monkeypatch.setattr("firm.alignment.policy.AutoTokenizer.from_pretrained", read)
+    cfg = InitConfig("some/model", {"brief": "brevity"}, str(data), out=tmp_path / "own.yaml")
+    with (
+        pytest.raises(UserError, match="policy: there is no folder some/model")
+        if is_refused
+        else nullcontext()
+    ):
+        init(cfg)
+    assert cfg.out.exists() is not is_refused
+
+
+@pytest.mark.parametrize(
+    ("num_rows", "test_rows", "message"),
+    [
+        (0, None, "prompts: prompts.jsonl has no rows in its part [:80%]; add prompts to it."),
+        (1, None, "prompts: prompts.jsonl has no rows in its part [80%:90%]; add"),
+        (0, 9, "prompts: prompts.jsonl has no rows; add prompts to it."),
+        (9, 0, "test_prompts: test.jsonl has no rows in its part [:50%]; add"),
+    ],
+)
+def test_a_file_without_prompts_for_a_use_is_refused(
+    num_rows, test_rows, message, tmp_path, monkeypatch, refusal
+):
+    monkeypatch.chdir(tmp_path)
+    row = '{"prompt": "Tell me more."}\n'
+    Path("prompts.jsonl").write_text(row * num_rows)
+    Path("test.jsonl").write_text(row * (test_rows or 0))
+    held_out = [] if test_rows is None else ["--test_prompts", "test.jsonl"]
+    assert message in refusal(cli, ["--policy", POLICY, *GOOD, *held_out])
+    assert not Path("own.yaml").exists()
 
 
 def test_a_fault_of_the_program_is_not_taken_for_a_model_that_cannot_be_read(

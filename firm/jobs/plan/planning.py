@@ -77,7 +77,7 @@ def make_plan(cfg: AlignmentConfig, clients: Sequence[str], processes: Processes
             cfg.policy.path,
             cfg.rollout,
             cfg.policy.prompt,
-            on_note=lambda reason: notes.append(
+            on_error=lambda reason: notes.append(
                 f"the format of prompts and the ends of replies are unknown: {reason}"
             ),
         )
