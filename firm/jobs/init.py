@@ -131,7 +131,7 @@ def _may_be_on_hub(path: str, error: ValueError) -> bool:
     owner, slash, _ = path.partition("/")
     if not slash or is_gguf(path) or Path(owner).expanduser().is_dir():
         return False
-    causes = [error]
+    causes: list[BaseException] = [error]
     while (cause := causes[-1].__cause__ or causes[-1].__context__) is not None:
         causes.append(cause)
     is_missing = any(isinstance(each, RepositoryNotFoundError) for each in causes)

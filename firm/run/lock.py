@@ -10,7 +10,8 @@ import logging
 import os
 import socket
 from collections.abc import Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
+from glob import iglob
 from pathlib import Path
 
 from firm.run.errors import UserError
@@ -64,9 +65,8 @@ def _lock(descriptor: int, kind: int, shown: Path) -> None:
     try:
         fcntl.flock(descriptor, kind | fcntl.LOCK_NB)
     except BlockingIOError:
-        holder = os.pread(descriptor, 200, 0).decode(errors="replace")
         raise UserError(
-            f"the directory {shown} is in use by process {holder or 'unknown'}; "
+            f"the directory {shown} is in use by process {_holders(descriptor) or 'unknown'}; "
             "wait until it has ended, stop it, or choose another path."
         ) from None
     except OSError as error:
@@ -77,3 +77,33 @@ def _lock(descriptor: int, kind: int, shown: Path) -> None:
             shown,
             error.strerror,
         )
+
+
+def _holders(descriptor: int) -> str:
+    """Returns the IDs of the processes that hold a lock file, and their machine.
+
+    The file names processes that may have ended since, while children that inherited the lock hold
+    it. On this machine the names are therefore checked against the processes that have it open.
+    """
+    text = os.pread(descriptor, 200, 0).decode(errors="replace")
+    recorded, _, host = text.partition(" on ")
+    if host != socket.gethostname():
+        return text
+    alive = _processes_with(descriptor)
+    named = [number for number in recorded.split(", ") if number in alive]
+    numbers = ", ".join(named or sorted(alive, key=int))
+    return f"{numbers} on {host}" if numbers else text
+
+
+def _processes_with(descriptor: int) -> set[str]:
+    """Returns the IDs of the user's processes that have the file of a descriptor open.
+
+    The descriptor itself does not count. Empty on systems without /proc.
+    """
+    file, own = os.fstat(descriptor), f"/proc/{os.getpid()}/fd/{descriptor}"
+    processes = set[str]()
+    for place in iglob("/proc/[0-9]*/fd/*"):
+        with suppress(OSError):  # another user's process, or one that has ended meanwhile
+            if place != own and os.path.samestat(os.stat(place), file):
+                processes.add(place.split("/")[2])
+    return processes

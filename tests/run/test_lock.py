@@ -1,6 +1,8 @@
 import fcntl
 import os
 import socket
+import subprocess
+import sys
 import threading
 import time
 from pathlib import Path
@@ -63,6 +65,33 @@ def test_the_lock_of_a_killed_process_blocks_nobody(tmp_path: Path, start_and_wa
     run = Run.resume(tmp_path / "run", {"seed": 1})
     assert (tmp_path / "run/.lock").read_text().startswith(f"{os.getpid()} on ")
     run.close()
+
+
+def test_a_child_that_outlives_the_holder_is_named_in_its_place(tmp_path: Path) -> None:
+    # the child reads until the test ends; the parent that forked it exits
+    program = f"""
+import os
+from pathlib import Path
+from firm.run.lock import hold
+hold(Path({str(tmp_path)!r}))
+child = os.fork()
+if child == 0:
+    os.read(0, 1)
+else:
+    print(os.getpid(), child, flush=True)
+    os._exit(0)
+"""
+    with subprocess.Popen(
+        [sys.executable, "-c", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stdin
+        assert process.stdout
+        parent, child = process.stdout.readline().split()
+        assert process.wait() == 0
+        assert (tmp_path / ".lock").read_text().startswith(f"{parent} on ")
+        with pytest.raises(UserError, match=f"in use by process {child} on"):
+            hold(tmp_path)
+        process.stdin.close()
 
 
 def test_a_run_is_free_once_it_has_ended(tmp_path: Path) -> None:
