@@ -20,8 +20,9 @@ from firm.gradients.per_sequence import PerSequenceGradients
 LENGTH, SHORTER, NEW = 12, 7, 3
 """Lengths in tokens of the two texts in the batch, and number of generated tokens."""
 
-NUM_ROWS = 4
-"""Rows that must be independent: their numbers differ in two bits."""
+ROW_STARTS, ROW_ENDS = (2, 0, 3, 0), (11, 12, 10, 10)
+"""Columns of the tokens of four rows that must be independent. Their lengths differ, and are in
+neither ascending nor descending order, so that a model that sorts its rows by length moves them."""
 
 ROUNDING = {torch.float32: 1e-4, torch.float16: 0.03, torch.bfloat16: 0.07}
 """Largest relative difference of log-probabilities that counts as rounding.
@@ -103,8 +104,9 @@ def check_passes(policy: Any, path: str) -> None:
 def check_rows(policy: Any, path: str) -> None:
     """Checks that the rows of a batch do not interact or change places inside the model.
 
-    One backward pass for all objectives (`PerSequenceGradients`) depends on it, and gives wrong
-    gradients in silence otherwise. Takes a pass and four backward passes on a few tokens.
+    One backward pass for all objectives (`PerSequenceGradients`) depends on it, and so do clients
+    that share a pass, each row with its client's adapter: both give wrong gradients in silence
+    otherwise. Takes a pass and four backward passes on a few tokens.
 
     Args:
         policy: A `PeftModel`, whose adapter is made of matrices.
@@ -117,21 +119,26 @@ def check_rows(policy: Any, path: str) -> None:
         return
     generator = torch.Generator().manual_seed(0)
     size = len(policy.get_input_embeddings().weight)
-    ids = torch.randint(size, (NUM_ROWS, LENGTH), generator=generator).to(policy.device)
+    ids = torch.randint(size, (len(ROW_STARTS), LENGTH), generator=generator)
+    columns = torch.arange(LENGTH)
+    mask = columns >= torch.tensor(ROW_STARTS)[:, None]
+    mask &= columns < torch.tensor(ROW_ENDS)[:, None]
+    ids, mask = ids.to(policy.device), mask.to(policy.device)
     parameters = list(adapter_parameters(policy).values())
     with PerSequenceGradients(policy, parameters) as gradients:
-        output = forward(policy, ids, torch.ones_like(ids, dtype=torch.bool))
+        output = forward(policy, ids, mask)
         if output.head is None:  # a sharded model's backward pass must begin at its output
             values = output.logits[..., 0]
         else:  # without logits: the head sees positions one by one, and lets no rows interact
             states = output.hidden_states[0]
             values = states @ torch.randn(states.size(-1), generator=generator).to(states)
         try:
-            gradients.check_independence(values.sum(1))
+            gradients.check_independence(values.masked_fill(~mask.to(values.device), 0).sum(1))
         except ValueError as error:
             raise ValueError(
                 f"policy.path: the rows of a batch of {path} are not independent "
-                f"({first_line(error).rstrip('.')}): give another model, or --estimator.name ppo."
+                f"({first_line(error).rstrip('.')}): give another model, or --estimator.name ppo "
+                "with --engine local."
             ) from error
 
 

@@ -153,7 +153,7 @@ def load(
             team=team or ALONE,
         )
     check_passes(policy, cfg.policy.path)
-    if cfg.estimator.needs_independent_rows:
+    if cfg.estimator.needs_independent_rows or cfg.engine == "stacked":
         check_rows(policy, cfg.policy.path)
     fresh = copy_adapter(trainer.adapter_parameters)
     start = _start(trainer, cfg) if cfg.start else fresh

@@ -139,12 +139,30 @@ def test_a_base_model_in_training_mode_is_found(monkeypatch):
         check_passes(policy, "it")
 
 
-def test_rows_that_a_model_reorders_inside_are_refused():
+@pytest.mark.parametrize(
+    "order",
+    [
+        lambda mask: torch.arange(len(mask)).flip(0),
+        lambda mask: mask.sum(1).argsort(stable=True),
+        lambda mask: mask.sum(1).argsort(stable=True, descending=True),
+    ],
+    ids=["reversed", "shortest first", "longest first"],
+)
+def test_rows_that_a_model_reorders_inside_are_refused(order):
     policy = adapted(make(LLAMA))
     check_rows(policy, "it")
-    layer = policy.get_base_model().model.layers[1].self_attn.v_proj
+    model, masks = policy.get_base_model().model, []
+    model.register_forward_pre_hook(
+        lambda module, inputs, named: masks.append(named["attention_mask"]), with_kwargs=True
+    )
+    layer = model.layers[1].self_attn.v_proj
     forward = layer.forward
-    layer.forward = lambda x: forward(x.flip(0)).flip(0)
+
+    def reordered(x):
+        index = order(masks[-1])
+        return forward(x[index])[index.argsort()]
+
+    layer.forward = reordered
     check_passes(policy, "it")  # its probabilities are right all the same
     with pytest.raises(ValueError, match="the rows of a batch of it are not independent"):
         check_rows(policy, "it")

@@ -4,6 +4,8 @@ from pathlib import Path
 
 import pytest
 
+from firm.alignment import load_policy
+from firm.alignment.adapters.lora import adapted_modules
 from firm.run import UserError
 from tests import smoke
 from tests.runs import distance, read_rows
@@ -42,6 +44,19 @@ def test_a_run_goes_on_stacked_where_it_stopped_in_turn(in_turn, tmp_path):
     smoke.run_stopped_in_round_2(*MANY, "--out", tmp_path / "run")
     resumed = smoke.run(*MANY, *STACKED, "--out", tmp_path / "run", "--resume", "true")
     assert distance(in_turn, resumed) < 1e-5
+
+
+def test_clients_are_not_stacked_in_a_model_that_reorders_their_rows(monkeypatch, tmp_path):
+    def reordering(*arguments, **options):
+        policy = load_policy(*arguments, **options)
+        *_, layer = adapted_modules(policy).values()
+        forward = layer.forward
+        layer.forward = lambda x: forward(x.flip(0)).flip(0)
+        return policy
+
+    monkeypatch.setattr("firm.jobs.alignment_loading.load_policy", reordering)
+    with pytest.raises(ValueError, match=r"rows of a batch .* not independent .* --engine local"):
+        smoke.run(*STACKED, "--out", tmp_path / "run")
 
 
 @pytest.mark.parametrize(
