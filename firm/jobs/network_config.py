@@ -40,8 +40,8 @@ class FederationConfig:
     """Name of the federation."""
     host: str = "localhost"
     """Name or address at which sites reach the server, as in its certificate."""
-    port: Port = 8002
-    """The server's only port."""
+    port: Port | None = None
+    """The server's only port; default: 8002, and a free one in a demo."""
     valid_days: BoundedInt = 360
     """Validity of the certificates in days."""
     run: Path = CONFIGS / "miniature.yaml"

@@ -34,6 +34,8 @@ from firm.run.errors import UserError
 from firm.run.lock import check_not_held
 from firm.run.progress import print_table
 
+PORT = 8002
+"""The server's port by default."""
 SITE_PROCESS = "firm.jobs.network"
 """Module run by a site's process, with the kit as its argument."""
 
@@ -52,16 +54,17 @@ def provision(cfg: FederationConfig) -> None:
             f"{cfg.out} already exists; kits are created only once, with new keys. Choose another "
             "folder, or remove it."
         )
+    port = cfg.port or PORT
     made = kits.provision(
         cfg.out,
         name=cfg.name,
         host=cfg.host,
-        port=cfg.port,
+        port=port,
         sites=list(cfg.sites),
         valid_days=cfg.valid_days,
     )
     for kit in made.values():
-        (kit / "federation.yaml").write_text(to_yaml(cfg), encoding="utf-8")
+        (kit / "federation.yaml").write_text(to_yaml(replace(cfg, port=port)), encoding="utf-8")
         (kit / "run.yaml").write_text(to_yaml(run), encoding="utf-8")
     certificates.share_certificates(made, cfg.sites)
     commands = {"server": "start-server", "admin": "submit"}
@@ -133,11 +136,12 @@ def stop(cfg: AdminConfig) -> None:
 
 def demo(cfg: FederationConfig) -> None:
     """Runs a whole federation on this machine: creates kits, starts parties, completes a run."""
-    cfg = replace(cfg, host="localhost", port=free_port())
-    provision(cfg)
+    port = cfg.port or free_port()
+    _check_port(port)
+    provision(replace(cfg, host="localhost", port=port))
     with ExitStack() as stack:
         stack.enter_context(_server(ServerConfig(cfg.out / "server")))
-        wait_for_port(cfg.port)
+        wait_for_port(port)
         for site in cfg.sites:
             stack.enter_context(_site(SiteConfig(cfg.out / site)))
         submit(AdminConfig(cfg.out / "admin"))
@@ -205,7 +209,7 @@ def _check_port(port: int) -> None:
         except OSError as error:
             raise UserError(
                 f"port {port} is in use ({error.strerror}); stop the process that uses it, or "
-                "provision with another port."
+                "create kits with another port."
             ) from error
 
 

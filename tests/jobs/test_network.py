@@ -155,6 +155,27 @@ def test_a_port_in_use_is_told_before_anything_is_written(kits):
     assert not (kits / "server/server.yaml").exists()
 
 
+def test_a_demo_uses_the_port_of_its_configuration(tmp_path):
+    with socket.create_server(("", 0)) as taken:
+        port = taken.getsockname()[1]
+        cfg = _federation(tmp_path, port=port)
+        with pytest.raises(UserError, match=f"port {port} is in use"):
+            network.demo(cfg)
+    assert not cfg.out.exists()
+
+
+def test_kits_without_a_port_have_the_default_one(tmp_path):
+    network.provision(_federation(tmp_path))
+    assert federation_of(tmp_path / "federation/server").port == network.PORT
+    assert network.server_address(tmp_path / "federation/bank") == ("localhost", network.PORT)
+
+
+@pytest.mark.parametrize("port", [-1, 0, 65_536])
+def test_a_port_that_no_machine_has_is_refused(tmp_path, port):
+    with pytest.raises(ValueError, match=f"port must be at least 1 and at most 65,535.*got {port}"):
+        _federation(tmp_path, port=port)
+
+
 @pytest.fixture
 def late(monkeypatch):
     """A day on which no certificate of these kits holds any more."""
