@@ -8,28 +8,34 @@ NETWORK ?= configs/network.yaml
 OFFLINE := HF_HUB_OFFLINE=1 HF_HUB_DISABLE_TELEMETRY=1
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo network-demo test test-slow test-latest test-vllm lint types contract check bench gpu figures pictures docs release clean
+.PHONY: help install dev demo network-demo test test-slow test-latest test-vllm lint types contract check bench gpu figures pictures docs release clean
 
 help: ## List the targets.
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
 
-install: $(VENV)/.installed ## Make the virtual environment and install under constraints.txt.
+install: $(VENV)/.installed ## Make the virtual environment and install what a run needs, under constraints.txt.
 
 $(VENV)/.installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[dev]"
+	$(BIN)/python -m pip install --disable-pip-version-check -c constraints.txt -e .
+	touch $@
+
+dev: $(VENV)/.dev ## Install what the tests and checks need, too.
+
+$(VENV)/.dev: $(VENV)/.installed
+	$(BIN)/python -m pip install --disable-pip-version-check -c constraints.txt -e ".[dev]"
 	touch $@
 
 demo: install ## Align the miniature world to two objectives and write runs/<name>/report.html.
 	$(OFFLINE) $(BIN)/firm demo
 
-network-demo: install ## Align the miniature world across three sites and a server, over mutual TLS on this machine.
+network-demo: dev ## Align the miniature world across three sites and a server, over mutual TLS on this machine.
 	$(OFFLINE) $(BIN)/firm network demo --config $(NETWORK) --out runs/network-demo-$$(date +%Y%m%d-%H%M%S)
 
-test: install ## Run the test suite (without network, within minutes).
+test: dev ## Run the test suite (without network, within minutes).
 	$(OFFLINE) $(BIN)/python -m pytest -q -n 2 --dist loadfile
 
-test-slow: install ## Run the slow suite: kills, long runs.
+test-slow: dev ## Run the slow suite: kills, long runs.
 	$(OFFLINE) $(BIN)/python -m pytest -q -m slow
 
 test-latest: ## Run the test suite on the newest releases, installed beside: gigabytes with CUDA's torch.
@@ -49,22 +55,22 @@ test-vllm: $(VLLM)/.installed ## Test the rollout engine vllm on SmolLM2 in an e
 	test -n "$(FIRM_MODEL)" || $(VLLM)/bin/firm fetch smollm2
 	$(OFFLINE) $(VLLM)/bin/python -m pytest -q tests/alignment/rollout_engines
 
-lint: install ## Check style and formatting.
+lint: dev ## Check style and formatting.
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 
-types: install ## Check types.
+types: dev ## Check types.
 	$(BIN)/pyright
 
-contract: install ## Check that imports only go down the floors.
+contract: dev ## Check that imports only go down the floors.
 	$(BIN)/lint-imports
 
 check: lint types contract test ## Everything that CI runs.
 
-bench: install ## Time a local step by stage, beside TRL's own trainer.
+bench: dev ## Time a local step by stage, beside TRL's own trainer.
 	$(OFFLINE) $(BIN)/python benchmarks/local_step.py
 
-gpu: install ## Run all that needs an accelerator, within eleven minutes, and write docs/gpu.md.
+gpu: dev ## Run all that needs an accelerator, within eleven minutes, and write docs/gpu.md.
 	$(OFFLINE) $(BIN)/python benchmarks/gpu.py --shape tiny --budget 60 # what would fail does so here
 	$(OFFLINE) $(BIN)/python benchmarks/gpu.py --out docs/gpu.md
 
@@ -72,14 +78,14 @@ figures: install ## Replay the paper's figures into docs/figures: hours, and it 
 	$(OFFLINE) $(BIN)/firm study --config configs/figures.yaml --out runs/figures --num_workers 2 --resume auto
 	$(OFFLINE) $(BIN)/python -m recipes.paper --study runs/figures --out docs/figures
 
-pictures: install ## Take the guide's pictures of pages, with Chromium.
+pictures: dev ## Take the guide's pictures of pages, with Chromium.
 	$(OFFLINE) $(BIN)/firm demo --out runs/pictures/demo --resume auto
 	$(OFFLINE) $(BIN)/firm align --config miniature_front --out runs/pictures/front --resume auto
 	rm -rf runs/pictures/theory # it is not resumed
 	$(OFFLINE) $(BIN)/python -m recipes.theory --out runs/pictures/theory
 	$(OFFLINE) $(BIN)/python -m tests.docs.pictures --demo runs/pictures/demo --explore runs/pictures/front --theory runs/pictures/theory
 
-$(VENV)/.docs: $(VENV)/.installed
+$(VENV)/.docs: $(VENV)/.dev
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[docs]"
 	touch $@
 
