@@ -4,11 +4,11 @@
     python benchmarks/kept.py                               # the table, from the stored rewards
 
 RUN is the conditioned run of `firm demo --model smollm2_front`. Its adapter replies to each of the
-200 shipped questions at 17 preferences, and the rewards are stored. Each of 2,000 trials draws 50
+200 shipped questions at nine preferences, and the rewards are stored. Each of 2,000 trials draws 50
 questions at random, on which the front is measured at five preferences, as a run does; the other
 150 are fresh. A trial picks by a random requirement and by a random target, mixing neighbouring
 preferences as `firm pick --merge` does. Rewards on the fresh questions at the picked preference are
-linear between the 17 measured ones.
+linear between the nine.
 
 The adapter was trained on 130 of the questions. Questions that measure and fresh ones are drawn
 from the same 200, so this tests the bound and the interpolation, not the step to other questions.
@@ -38,9 +38,9 @@ from firm.run import compose, print_table
 from firm.run.shipped import with_shipped_paths
 
 DATA = Path(__file__).parent.parent / "docs/results/data/kept.json"
-SHARES = [k / 16 for k in range(17)]
+SHARES = [k / 8 for k in range(9)]
 """Shares of the first objective at which rewards are stored."""
-MEASURED = [0, 4, 8, 12, 16]
+MEASURED = [0, 2, 4, 6, 8]
 """Places in `SHARES` of the preferences on a trial's front."""
 NUM_MEASURED = 50
 """Questions of a trial on which the front is measured."""
@@ -66,7 +66,7 @@ class Rewards:
 
     objectives: tuple[str, ...]
     values: np.ndarray
-    """[17, N, M]"""
+    """[9, N, M]"""
 
     @classmethod
     def load(cls, path: Path) -> "Rewards":
@@ -154,7 +154,7 @@ def required(rewards: Rewards, confidence: float) -> tuple[list[bool], list[floa
         and the number of requirements that no mixture met.
     """
     random = np.random.default_rng(0)
-    means = rewards.values.mean(1)  # [17, M]
+    means = rewards.values.mean(1)  # [9, M]
     kept, gaps, infeasible = list[bool](), list[float](), 0
     for _ in range(NUM_TRIALS):
         measured, fresh = divided(rewards, random)
@@ -225,7 +225,7 @@ def store(run: Path, path: Path) -> None:
                 calibrations=maps,
                 stream=RandomStream(0, "evaluation", "kept", f"{share}"),
                 num_samples=1,
-                batch_size=64,
+                batch_size=100,
             )
         columns = [own.rewards[name].tolist() for name in front.objectives]
         found.append([[round(value, 4) for value in row] for row in zip(*columns, strict=True)])

@@ -87,9 +87,9 @@ RENEWED_KEYS = ("rounds",)
 AnyEvaluation = Evaluation | PairEvaluation
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Result:
-    """Result of an alignment run."""
+    """Result of an alignment run; prints as its table of rewards."""
 
     path: Path
     """The run's directory."""
@@ -135,6 +135,10 @@ class Result:
         """
         record = read_record(self.path)
         return Setting.of(self.path.name, 0, [record]).table
+
+    def __repr__(self) -> str:
+        """Returns the table of rewards, and the run's directory."""
+        return f"{self.rewards.round(3).to_string()}\n{self.path}"
 
     def report(self) -> "Report":
         """Returns the page; a notebook displays it below the calling cell."""

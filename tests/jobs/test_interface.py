@@ -79,6 +79,12 @@ def test_a_run_returns_rewards_adapter_table_and_page(result):
             assert table.loc[name, f"{column}_se"] == pytest.approx(reward["se"])
     assert list(table.index) == list(REWARDS)
     assert list(table["num_prompts"]) == [6, 6]
+    header, *lines, folder = repr(result).splitlines()
+    assert header.split() == list(table.columns)
+    assert [line.split()[:2] for line in lines] == [
+        [name, f"{table.loc[name, 'base']:.3f}"] for name in REWARDS
+    ]
+    assert folder == str(result.path)
     assert table.loc["brief", "change"] == pytest.approx(
         table.loc["brief", "final"] - table.loc["brief", "base"], abs=1e-6
     )
