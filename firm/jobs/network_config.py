@@ -199,6 +199,27 @@ def clients_by_site(federation: FederationConfig) -> dict[str, list[str]]:
     return {site: [f"client_{index}" for index in own] for site, own in federation.sites.items()}
 
 
+def check_role(kit: Path, role: str) -> None:
+    """Raises `UserError` if a kit is that of another party than a command needs.
+
+    Args:
+        kit: The kit.
+        role: The needed role, a key of `kits.SETTINGS`.
+    """
+    federation_of(kit)
+    try:
+        own = kits.role_of(kit)
+    except ValueError as error:
+        raise UserError(str(error)) from error
+    if own != role:
+        names = {"site": "a site", "server": "the server", "admin": "the administrator"}
+        commands = {"site": "start-site", "server": "start-server", "admin": "submit"}
+        raise UserError(
+            f"{kit} is the kit of {names[own]}, for firm network {commands[own]}; this command "
+            f"needs the kit of {names[role]}."
+        )
+
+
 def server_address(kit: Path) -> tuple[str, int]:
     """Returns host and port of a kit's server, after checking the kit's certificate."""
     federation_of(kit)

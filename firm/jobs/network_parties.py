@@ -19,6 +19,7 @@ from firm.jobs.network_config import (
     FederationConfig,
     ServerConfig,
     SiteConfig,
+    check_role,
     federation_of,
     kit_config,
     run_config,
@@ -84,6 +85,7 @@ def provision(cfg: FederationConfig) -> None:
 
 def start_server(cfg: ServerConfig) -> None:
     """Runs the server until it is stopped."""
+    check_role(cfg.kit, "server")
     host, port = server_address(cfg.kit)
     daemons = _server(cfg)
     print(f"server {host}:{port}, log {cfg.kit / OUTPUT}", flush=True)
@@ -92,6 +94,7 @@ def start_server(cfg: ServerConfig) -> None:
 
 def start_site(cfg: SiteConfig) -> None:
     """Runs a site until it is stopped: the connection to the server and the site process."""
+    check_role(cfg.kit, "site")
     host, port = server_address(cfg.kit)
     daemons = _site(cfg)
     _wait_for_server(cfg.kit)
@@ -104,6 +107,7 @@ def submit(cfg: AdminConfig) -> None:
 
     If the server or a site is lost and reconnects, the run restarts from its last checkpoint.
     """
+    check_role(cfg.kit, "admin")
     federation = federation_of(cfg.kit)
     _check_server(cfg.kit)
     while _one_job(cfg, federation):
@@ -112,6 +116,7 @@ def submit(cfg: AdminConfig) -> None:
 
 def status(cfg: AdminConfig) -> None:
     """Prints the connected sites and the current runs."""
+    check_role(cfg.kit, "admin")
     federation = federation_of(cfg.kit)
     host, port = server_address(cfg.kit)
     _check_server(cfg.kit)
@@ -124,6 +129,7 @@ def status(cfg: AdminConfig) -> None:
 
 def stop(cfg: AdminConfig) -> None:
     """Stops the current runs; `submit` resumes from their last checkpoints."""
+    check_role(cfg.kit, "admin")
     _check_server(cfg.kit)
     with console.session(cfg.kit) as opened:
         jobs = console.unfinished(opened)

@@ -39,6 +39,9 @@ SERVER_RIGHTS = (
 SITE_RIGHTS = ("submit_job", "check_status")
 """Commands that an administrator may execute at a site."""
 
+SETTINGS = {"site": "fed_client.json", "server": "fed_server.json", "admin": "fed_admin.json"}
+"""File in `startup` with the settings of a party, by its role."""
+
 _DENIED = ("byoc", "shell_commands", "operate", "manage_job", "download_job", "clone_job")
 _ORGANISATION = "firm"
 
@@ -145,29 +148,37 @@ def prepare_site(kit: Path, *, site: str) -> Path:
     return profile
 
 
+def role_of(kit: Path) -> str:
+    """Returns the role of a kit's party, a key of `SETTINGS`.
+
+    Raises:
+        ValueError: The folder is not a kit.
+    """
+    for role, name in SETTINGS.items():
+        if (kit / "startup" / name).is_file():
+            return role
+    raise ValueError(
+        f"{kit} is not a kit of a server, a site or an administrator; create kits with "
+        "firm network provision."
+    )
+
+
 def server_address(kit: Path) -> tuple[str, int]:
     """Returns the host and port of the server that a kit belongs to.
 
     Raises:
         ValueError: The folder is not a kit, or the kit does not require certificates.
     """
-    for name in ("fed_client.json", "fed_server.json", "fed_admin.json"):
-        path = kit / "startup" / name
-        if path.is_file():
-            break
-    else:
-        raise ValueError(
-            f"{kit} is not a kit of a server, a site or an administrator; create kits with "
-            "firm network provision."
-        )
+    role = role_of(kit)
+    path = kit / "startup" / SETTINGS[role]
     content = json.loads(path.read_text(encoding="utf-8"))
-    if name == "fed_admin.json":
+    if role == "admin":
         security = content["admin"]
         target = f"{security['host']}:{security['port']}"
     else:
         server = content["servers"][0]
         target = server["service"]["target"]
-        security = content["client"] if name == "fed_client.json" else server
+        security = content["client"] if role == "site" else server
     if security.get("connection_security") != "mtls":
         raise ValueError(
             f"connection_security in {path} must be 'mtls', since both sides need certificates, "

@@ -290,6 +290,24 @@ def test_a_folder_that_is_no_kit_is_told(tmp_path):
             command(config)
 
 
+@pytest.mark.parametrize(
+    ("command", "party", "line"),
+    [
+        (network.start_site, "admin", "the administrator, for firm network submit; .* of a site"),
+        (network.start_site, "server", "the server, for firm network start-server; .* of a site"),
+        (network.start_server, "bank", "a site, for firm network start-site; .* of the server"),
+        (network.submit, "bank", "a site, for firm network start-site; .* of the administrator"),
+        (network.status, "server", "the server, for .*start-server; .* of the administrator"),
+        (network.stop, "bank", "a site, for .*; this command needs the kit of the administrator"),
+    ],
+)
+def test_the_kit_of_another_party_is_told_what_it_is_for(kits, command, party, line):
+    config = {network.start_site: network.SiteConfig, network.start_server: network.ServerConfig}
+    with pytest.raises(UserError, match=f"{party} is the kit of {line}"):
+        command(config.get(command, network.AdminConfig)(kits / party))
+    assert not (kits / party / network.OUTPUT).exists()  # no process was started
+
+
 def test_a_sites_own_key_that_does_not_exist_is_told_at_its_start(kits):
     cfg = network.SiteConfig(kits / "hospital", overrides={"policy.pth": "x"})
     with pytest.raises(UserError, match=r"policy\.pth"):
