@@ -245,8 +245,8 @@ def protected(update: Update, start: Adapter, cfg: PrivacyConfig, round_number: 
     """Returns an update that may leave its client in this round.
 
     The adapter is clipped and, if clients add the noise, noised. The metrics are reduced to the
-    ones that ``cfg.statistics`` allows and the number of local steps, which is known from the
-    configuration. The size of the shard is withheld too: it is set to 1.
+    ones that ``cfg.statistics`` allows. The size of the shard is withheld too: it is set to 1. So
+    is the number of local steps, which tells the size if a client stops at the end of its shard.
 
     Raises:
         ValueError: The delta is not finite.
@@ -260,10 +260,10 @@ def protected(update: Update, start: Adapter, cfg: PrivacyConfig, round_number: 
     if cfg.statistics == "exact":
         metrics = {**update.metrics, "clipped": is_clipped, "update_norm": norm}
         return replace(update, adapter=adapter, metrics=metrics)
-    metrics = {"num_steps": update.metrics["num_steps"]}
+    metrics = {}
     if cfg.statistics == "noisy":
         source = noise_source(cfg.noise_seed, update.client, round_number, "statistics")
-        metrics |= _noisy_statistics(update.metrics, is_clipped, cfg.noise_multiplier, source)
+        metrics = _noisy_statistics(update.metrics, is_clipped, cfg.noise_multiplier, source)
     return Update(update.client, adapter, 1, metrics)
 
 

@@ -259,7 +259,7 @@ def test_neither_the_raw_delta_nor_an_exact_figure_is_in_what_travels(
         for number in value:
             assert number.numpy().tobytes() not in wire
         assert not torch.equal(sent.adapter[name], value)
-    told = {"none": {"num_steps"}, "noisy": {"num_steps", "weights", "cosines", "clipped"}}
+    told = {"none": set(), "noisy": {"weights", "cosines", "clipped"}}
     assert set(sent.metrics) == told[statistics]
     assert sent.num_examples == 1
     logged = json.dumps(rows)
@@ -269,6 +269,26 @@ def test_neither_the_raw_delta_nor_an_exact_figure_is_in_what_travels(
         assert number.encode() not in wire
         assert number not in logged
     assert ("drift" in rows["round"]) == (at == "client")  # the server's is of exact deltas
+
+
+@pytest.mark.parametrize("at", ["client", "server"])
+@pytest.mark.parametrize("statistics", ["none", "noisy"])
+def test_shards_of_other_sizes_send_and_log_as_much(at, statistics, new_client, start):
+    """Also if a client stops where its shard ends, after fewer steps than it was asked for."""
+
+    def row(num_examples):
+        client = new_client("a", num_examples=num_examples)
+        draw = client.batches
+        client.batches = lambda num_steps: draw(min(num_steps, num_examples))
+        privacy = replace(SEEDED, at=at, statistics=statistics)
+        engine = RecordingEngine([client])
+        cfg = FirmConfig(num_local_steps=5, privacy=privacy)
+        _, rows = firm_round(start, ["a"], engine, cfg)
+        (own,), (wire,) = rows["clients"], engine.wire
+        solves = {key: len(own[key]) for key in ("weights", "cosines") if key in own}
+        return len(wire), set(own), own["num_examples"], own.get("num_steps"), solves
+
+    assert row(2) == row(30)
 
 
 def test_exact_statistics_are_those_without_privacy_and_help_to_choose_the_limit(new_client, start):
@@ -316,7 +336,7 @@ def test_with_given_weights_and_one_pass_there_are_no_cosines_to_tell(new_plain_
     engine = RecordingEngine(clients)
     cfg = FedAvgConfig(privacy=replace(SEEDED, statistics="noisy"))
     fedavg(start, ["a", "b"], engine, cfg)
-    assert set(engine.contents[0].metrics) == {"num_steps", "weights", "clipped"}
+    assert set(engine.contents[0].metrics) == {"weights", "clipped"}
 
 
 def test_an_error_leaves_its_client_by_its_type_alone(new_client, start):
