@@ -134,11 +134,11 @@ def write_page(options: argparse.Namespace, device: torch.device) -> None:
 
 
 def cases(clients: Sequence[int]) -> list[Case]:
-    """Returns the cases by value: clients in turn and stacked, beside TRL, then other counts."""
+    """Returns the cases by value: most clients stacked, TRL, clients in turn, then fewer clients."""
     few, many = clients[0], clients[-1]
     peers = ["trl", VLLM]
-    chosen = [Case(e, engine, many) for e in reversed(ESTIMATORS) for engine in ENGINES]
-    chosen += [Case("critic_free", peer, many) for peer in peers]
+    chosen = [Case("critic_free", engine, many) for engine in ("stacked", *peers, "local")]
+    chosen += [Case("ppo", engine, many) for engine in ("stacked", "local")]
     chosen += [Case("critic_free", STATIC, many)]
     chosen += [Case(e, engine, c) for c in clients for e in ESTIMATORS for engine in ENGINES]
     chosen += [Case("critic_free", peer, few) for peer in peers]
