@@ -799,3 +799,17 @@ def test_the_tables_are_printed_whole_in_a_pipe():
 def test_numbers_that_all_work_follows_are_bounded(key, value, bound):
     with pytest.raises(ValueError, match=f"{key} must be at least . and {bound}, got {value}"):
         config(f"--{key}", value)
+
+
+def test_vllms_copy_of_the_policy_counts(shallow):
+    path = ("--policy.path", shallow, "--estimator.name", "critic_free")
+    engine = {"name": "vllm", "cache_gb": 0.5, "max_loras": 3}
+    own, separate = (
+        plan_of(config(*path, "--rollout.engine", json.dumps(each)))
+        for each in ({"name": "transformers"}, engine)
+    )
+    expected = own.policy.part_bytes + 2**29 + 3 * own.policy.adapter_bytes
+    assert separate.memory.engine == expected
+    by_device = [plan.memory_by_device()["cpu"] for plan in (own, separate)]
+    assert by_device[1] - by_device[0] == expected
+    assert "rollout engine's copy and cache" in dict(rows_of(separate, "Memory of a process"))

@@ -102,6 +102,15 @@ class RolloutEngineConfig(ABC):
         """Returns the engine for requests with adapters, given the policy's own joint passes."""
         return engine
 
+    def num_bytes(self, policy_bytes: int, adapter_bytes: int) -> int:
+        """Returns the memory that the engine takes for itself.
+
+        Args:
+            policy_bytes: Bytes of the frozen policy.
+            adapter_bytes: Bytes of an adapter.
+        """
+        return 0
+
     def importance_weights(self, log_ratios: torch.Tensor) -> torch.Tensor | None:
         """Returns weights that correct for samples from a copy of the policy; None for no weights.
 

@@ -65,9 +65,13 @@ class VLLMConfig(SeparateEngineConfig):
     """Largest number of adapters in a batch of vLLM, which reserves memory for each. An adapter at
     each of several preferences counts as several."""
     cache_gb: PositiveFloat = 1.0
-    """Memory of vLLM's key-value cache in GB."""
+    """Memory of vLLM's key-value cache in GiB."""
     options: dict[str, Any] = field(default_factory=dict)
     """Further arguments of `vllm.LLM`, such as {tensor_parallel_size: 2}."""
+
+    def num_bytes(self, policy_bytes: int, adapter_bytes: int) -> int:
+        """Returns the bytes of the copy, of the cache and of `max_loras` adapters."""
+        return policy_bytes + int(self.cache_gb * 2**30) + self.max_loras * adapter_bytes
 
     def engine(
         self, policy: Any, tokenizer: PreTrainedTokenizerBase, config: "RolloutConfig"

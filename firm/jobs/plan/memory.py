@@ -419,6 +419,10 @@ def process_memory(
         cache=cache,
         rollout=rollout,
         evaluation=evaluation,
+        engine=cfg.rollout.engine.num_bytes(
+            sum(size for kind, size in policy.bytes_by_dtype.items() if kind != "buffers"),
+            policy.adapter_bytes,
+        ),
     )
 
 

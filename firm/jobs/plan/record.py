@@ -69,6 +69,8 @@ class Memory:
     """Peak of a rollout in training, including the passes that compute log-probabilities."""
     evaluation: int
     """The same in evaluations and calibration."""
+    engine: int
+    """A rollout engine's own copy of the policy, with its cache and adapters; 0 without one."""
 
 
 @dataclass(frozen=True)
@@ -175,6 +177,7 @@ class RunPlan:
                 self.policy.gathered_bytes
                 + self.policy.bytes_by_dtype["buffers"]
                 + adapter
+                + memory.engine
                 + max(
                     learners + step,
                     len(place.clients) * memory.waiting + memory.evaluation,

@@ -162,6 +162,7 @@ def _pass_rows(plan: RunPlan) -> list[tuple[str, str]]:
         ("rollout, with log-probabilities", formats.size(memory.rollout)),
         ("  keys and values", formats.size(memory.cache)),
         ("rollout of an evaluation or calibration", formats.size(memory.evaluation)),
+        *([("rollout engine's copy and cache", formats.size(memory.engine))] * bool(memory.engine)),
     ]
 
 
