@@ -114,9 +114,9 @@ def figure_1(runs: Mapping[str, list[Record]], images: Mapping[str, str]) -> Sec
         findings,
         [images["figure_1"]],
         [
-            f"FIRM uploads {100 * share:.0f} % of what FedCMOO-A does, both measured. All runs "
-            "draw the same number of replies; *within* an upload, each algorithm's rounds end "
-            "when FIRM's whole upload is spent.",
+            f"FIRM uploads {100 * share:.0f} % of what FedCMOO-A does with whole "
+            "Jacobians, both measured. All runs draw the same number of replies; *within* an "
+            "upload, each algorithm's rounds end when FIRM's whole upload is spent.",
             "Total variation is Σ |λ_t - λ_{t-1}| over the rounds. *Mean*: of λ averaged over a "
             "round's clients and solves. The curves are means over the clients, too, as in the "
             "paper, but averaging alone makes FIRM's smoother than FedCMOO-A's single λ a round. "
