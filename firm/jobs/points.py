@@ -1,17 +1,24 @@
 """Composes, executes and resumes several runs, the points of one folder."""
 
-from collections.abc import Collection, Mapping
+import itertools
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import field, replace
 from pathlib import Path
 from typing import Any
 
 from firm.federation.outside import check_name, printable
 from firm.fields import NumWorkers, Seed, configuration
-from firm.jobs.alignment import align
+from firm.jobs.alignment import FREE_KEYS as RUN_FREE_KEYS
+from firm.jobs.alignment import RENEWED_KEYS, align
 from firm.jobs.alignment_config import AlignmentConfig
+from firm.jobs.threads import with_recorded_threads
 from firm.run.config import compose, to_dict, to_yaml
+from firm.run.differences import differences
+from firm.run.directory import Run
 from firm.run.errors import UserError
-from firm.run.files import replace_text
+from firm.run.files import make_private_folder, replace_text
+from firm.run.guard import drawing
+from firm.run.lock import check_not_held
 from firm.run.resuming import STUDY_NAME, Resume, check_out, continued_later
 from firm.run.sweep import Outcome, Sweep, summarise
 
@@ -89,6 +96,8 @@ def run_points(
     points: Mapping[str, Mapping[str, Any]],
     runs: Mapping[str, AlignmentConfig],
     *,
+    own_keys: Mapping[str, Sequence[str]],
+    on_failure: Callable[[Sweep], Any],
     free_keys: Collection[str] = (),
 ) -> Sweep | None:
     """Executes all unfinished runs and prints their outcomes.
@@ -99,6 +108,10 @@ def run_points(
         points: Distinguishing settings of each point, by name; also saved in the manifest.
         runs: Configurations of the points' runs; runs that start from adapters of other points are
             executed last.
+        own_keys: Path of the keys of each point, by its name. On resuming they may change unless
+            one of their points is finished; unfinished runs with other keys start again.
+        on_failure: Called with the folder if some runs failed but others are finished, to show
+            the latter.
         free_keys: Keys that may change on resuming, in addition to `FREE_KEYS`.
 
     Returns:
@@ -109,7 +122,15 @@ def run_points(
     """
     free = {*FREE_KEYS, *free_keys}
     settings = {key: value for key, value in to_dict(cfg).items() if key not in free}
-    sweep = Sweep.open(out, settings, points, resume=cfg.resume)
+
+    def change() -> None:
+        for name, run in runs.items():
+            _set_aside_changed(out, name, run)
+        replace_text(out / STUDY_NAME, to_yaml(cfg))
+
+    sweep = Sweep.open(
+        out, settings, points, resume=cfg.resume, own_keys=own_keys, on_change=change
+    )
     if not (out / STUDY_NAME).exists():
         replace_text(out / STUDY_NAME, to_yaml(cfg))  # the manifest lacks the free keys
     waves: tuple[dict, dict] = {}, {}
@@ -127,11 +148,33 @@ def run_points(
                 outcomes.append(outcome)
                 state = printable(outcome.problem or f"{outcome.seconds:.0f} s")
                 print(f"[{len(outcomes)}/{len(pending)}] {outcome.name}: {state}", flush=True)
-        summarise(outcomes)
+        if any(outcome.problem for outcome in outcomes) and set(sweep.pending()) < set(points):
+            with drawing("The page of the finished runs"):
+                on_failure(sweep)
+        summarise(outcomes, out)
     if left := sweep.pending():
         print(f"{len(left)} runs are executed by other processes; run `firm resume` afterwards")
         return None
     return sweep
+
+
+def _set_aside_changed(out: Path, name: str, run: AlignmentConfig) -> None:
+    """Moves an unfinished run that cannot continue with its new configuration.
+
+    Raises:
+        UserError: Another process is executing the run.
+    """
+    place = out / "points" / name
+    if not (place / "config.yaml").exists() or Run(place).record().get("status") == "finished":
+        return
+    check_not_held(place)
+    asked = to_dict(with_recorded_threads(replace(run, out=place, resume="auto")))
+    if differences(Run(place).settings(), asked, (*RUN_FREE_KEYS, *RENEWED_KEYS)):
+        numbers = itertools.count(1)
+        aside = next(p for n in numbers if not (p := out / "replaced" / f"{name}-{n}").exists())
+        make_private_folder(aside.parent)
+        place.rename(aside)
+        print(printable(f"{name} starts again; its unfinished run is now {aside}"), flush=True)
 
 
 def tracking_group(cfg: PointsConfig, sweep: Sweep) -> str:

@@ -100,10 +100,31 @@ def study(cfg: StudyConfig) -> StudyResult | None:
     """
     out = cfg.out or dated_folder(cfg.name)
     points, runs = _points(cfg), study_configs(cfg)
-    sweep = run_points(cfg, out, points, runs, free_keys=FREE_KEYS)
+    sweep = run_points(
+        cfg,
+        out,
+        points,
+        runs,
+        own_keys={name: ("settings", point["setting"]) for name, point in points.items()},
+        on_failure=lambda sweep: print(legible(f"report   {_write_results(cfg, sweep)[1]}")),
+        free_keys=FREE_KEYS,
+    )
     if sweep is None:
         return None
-    by_setting = study_records(sweep)
+    by_setting, page = _write_results(cfg, sweep)
+    settings = settings_of(by_setting)
+    header, rows = summary_table(settings, criteria_of(settings)[0], {}, has_spread=True)
+    differences = [
+        difference_table(group, criteria_of(group)[0])
+        for group in scales(settings)
+        if len(group) > 1
+    ]
+    return StudyResult(out, header, rows, differences, page)
+
+
+def _write_results(cfg: StudyConfig, sweep: Sweep) -> tuple[dict[str, list[Record]], Path]:
+    """Writes page, table and figures of the finished runs; returns the runs and the page's path."""
+    out, by_setting = sweep.path, study_records(sweep)
     page = write_settings_page(
         out / PAGE_NAME, by_setting, title=cfg.name, config=to_yaml(cfg), sets=cfg.figures
     )
@@ -113,14 +134,7 @@ def study(cfg: StudyConfig) -> StudyResult | None:
     for name, figure in figures.items():
         with drawing(f"The figure {name}"):
             save_figure(figure, out / "figures" / name)
-    settings = settings_of(by_setting)
-    header, rows = summary_table(settings, criteria_of(settings)[0], {}, has_spread=True)
-    differences = [
-        difference_table(group, criteria_of(group)[0])
-        for group in scales(settings)
-        if len(group) > 1
-    ]
-    return StudyResult(out, header, rows, differences, page)
+    return by_setting, page
 
 
 def final_rows(by_setting: Mapping[str, Sequence[Record]]) -> list[dict[str, Any]]:

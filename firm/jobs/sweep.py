@@ -1,7 +1,7 @@
 """Sweeps preferences to find the trade-offs that each method can reach."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -128,26 +128,49 @@ def sweep(cfg: SweepConfig) -> SweepResult | None:
     objectives = tuple(base.rewards)
     points = {name: vars(point) for name, point in _points(cfg, objectives).items()}
     runs = sweep_configs(cfg, out)
-    folder = run_points(cfg, out, points, runs, free_keys=["reference"])
+    folder = run_points(
+        cfg,
+        out,
+        points,
+        runs,
+        own_keys={name: ("methods", point["method"]) for name, point in points.items()},
+        on_failure=partial(_show_finished, cfg, objectives),
+        free_keys=["reference"],
+    )
     if folder is None:
         return None
-    fronts = {
-        method: replace(
-            front_of(folder, method, objectives, cfg.reference),
-            is_conditioned=config.kind == "front",
-        )
-        for method, config in cfg.methods.items()
-    }
-    _check_reference(fronts)
-    for method, front in fronts.items():
-        front.save(out / f"{slug(method)}.front.json")
-    page = _write_figures(cfg, folder, fronts)
+    fronts, page = _write_results(cfg, folder, objectives, cfg.methods)
     tracking = base.tracking.within(tracking_group(cfg, folder))
     with Tracker(
         tracking, out, folder.manifest["config"], objectives=objectives, job_type="front"
     ) as tracker:
         tracker.log_points("front", _rows(fronts), summary=_hypervolumes(fronts))
     return SweepResult(out, fronts, page)
+
+
+def _write_results(
+    cfg: SweepConfig, folder: Sweep, objectives: tuple[str, ...], methods: Iterable[str]
+) -> tuple[dict[str, Front], Path]:
+    """Writes the fronts of finished methods, page and figure; returns fronts and page."""
+    fronts = {
+        method: replace(
+            front_of(folder, method, objectives, cfg.reference),
+            is_conditioned=cfg.methods[method].kind == "front",
+        )
+        for method in methods
+    }
+    _check_reference(fronts)
+    for method, front in fronts.items():
+        front.save(folder.path / f"{slug(method)}.front.json")
+    return fronts, _write_figures(cfg, folder, fronts)
+
+
+def _show_finished(cfg: SweepConfig, objectives: tuple[str, ...], folder: Sweep) -> None:
+    """Writes the results of the methods whose runs are all finished, if there are any."""
+    pending = {folder.manifest["points"][name]["method"] for name in folder.pending()}
+    if finished := [method for method in cfg.methods if method not in pending]:
+        _, page = _write_results(cfg, folder, objectives, finished)
+        print(legible(f"report   {page}"))
 
 
 def _write_figures(cfg: SweepConfig, folder: Sweep, fronts: Mapping[str, Front]) -> Path:

@@ -2,6 +2,7 @@
 
     sweep.json       the configuration, and the settings of every point by name
     points/NAME/     the run directory of a point
+    replaced/NAME-1/ an unfinished run of the point, before its settings were corrected
     logs/NAME.txt    the output of the point's run
 
 Progress is determined from the runs themselves: a point is finished if its run is. Several
@@ -9,9 +10,11 @@ processes may work on a sweep concurrently, on one machine or on several that sh
 lock of each run ensures that only one process works on a point.
 """
 
+import copy
 import json
 import multiprocessing
 import os
+import shlex
 import threading
 import time
 import traceback
@@ -27,10 +30,16 @@ from firm.federation.outside import by_reason, check_name
 from firm.run.differences import differences
 from firm.run.directory import Row, Run
 from firm.run.errors import Terminated, UserError, interrupted_by_sigterm
-from firm.run.files import file_errors, make_private_folder, parse_object, read_text
+from firm.run.files import (
+    file_errors,
+    make_private_folder,
+    parse_object,
+    read_text,
+    replace_text,
+)
 from firm.run.lock import check_not_held
 from firm.run.names import check_folder_name
-from firm.run.resuming import Resume, is_resumed
+from firm.run.resuming import STUDY_NAME, Resume, is_resumed
 
 SWEEP_NAME = "sweep.json"
 START_METHOD = "spawn"
@@ -62,6 +71,8 @@ class Sweep:
         points: Mapping[str, Mapping[str, Any]],
         *,
         resume: Resume,
+        own_keys: Mapping[str, Sequence[str]] | None = None,
+        on_change: Callable[[], None] = lambda: None,
     ) -> Self:
         """Creates a sweep or, depending on `resume`, returns the one with this configuration.
 
@@ -70,6 +81,10 @@ class Sweep:
             config: Configuration, as plain data.
             points: Distinguishing settings of each point by name, as plain data.
             resume: Whether to continue an existing sweep; see ``Resume``.
+            own_keys: Path of the keys that concern a point alone, or it and others with the same
+                path, by the point's name. They may change unless one of these points is finished;
+                before any point is finished, all keys may. By default, no key may change.
+            on_change: Called before a changed configuration is stored.
 
         Raises:
             UserError: `path` contains something else or a sweep with another configuration or other
@@ -84,13 +99,22 @@ class Sweep:
                     f"there is already a sweep at {path}; continue it with --resume {path} or "
                     "choose another path."
                 )
-            if changed := differences({k: manifest[k] for k in asked}, asked):
+            sweep = cls(path)
+            fixed = [
+                {**each, "config": sweep._fixed(each["config"], own_keys)}
+                for each in (manifest, asked)
+            ]
+            if changed := differences({k: fixed[0][k] for k in asked}, fixed[1]):
                 more = f" and {len(changed) - 3} more" if len(changed) > 3 else ""
                 raise UserError(
                     f"the sweep at {path} has another configuration: {', '.join(changed[:3])}"
                     f"{more}; use its configuration or choose another path."
                 )
-            return cls(path)
+            if differences(manifest["config"], asked["config"]):
+                on_change()
+                sweep.manifest["config"] = asked["config"]
+                replace_text(path / SWEEP_NAME, json.dumps(sweep.manifest, indent=2))
+            return sweep
         is_resumed(path, resume, SWEEP_NAME)
         if path.exists() and (not path.is_dir() or any(path.iterdir())):
             raise UserError(f"{path} is not empty and contains no sweep; choose another path.")
@@ -103,6 +127,22 @@ class Sweep:
                 os.link(draft, path / SWEEP_NAME)
             draft.unlink()
         return cls.open(path, config, points, resume=True)
+
+    def _fixed(self, config: Any, own_keys: Mapping[str, Sequence[str]] | None) -> Any:
+        """Returns the part of a configuration that must not change; see `open`."""
+        if own_keys is None:
+            return config
+        paths = {name: tuple(path) for name, path in own_keys.items()}
+        finished = {path for name, path in paths.items() if self.is_done(name)}
+        if not finished:
+            return {}
+        fixed = copy.deepcopy(config)
+        for *parents, last in set(paths.values()) - finished:
+            place = fixed
+            for key in parents:
+                place = place.get(key, {})
+            place.pop(last, None)
+        return fixed
 
     @property
     def id(self) -> str:
@@ -178,15 +218,16 @@ def sweep_folder(run_path: Path) -> Path | None:
     return folder if is_point else None
 
 
-def summarise(outcomes: Sequence[Outcome]) -> None:
-    """Raises a `UserError` that lists the failed points, if there are any."""
+def summarise(outcomes: Sequence[Outcome], path: Path) -> None:
+    """Raises a `UserError` that lists the failed points of the sweep at `path`, if any."""
     failed = [outcome for outcome in outcomes if outcome.problem]
     if failed:
         causes = by_reason((outcome.name, outcome.problem or "") for outcome in failed)
         reasons = "\n".join(f"  {cause}" for cause in causes)
         raise UserError(
-            f"{len(failed)} of {len(outcomes)} points did not finish; the others are kept. Remove "
-            f"the cause and rerun with --resume:\n{reasons}"
+            f"{len(failed)} of {len(outcomes)} runs did not finish; the others are kept. Correct "
+            f"the settings in {path / STUDY_NAME}, or remove another cause, and continue with "
+            f"{shlex.join(['firm', 'resume', str(path)])}:\n{reasons}"
         )
 
 

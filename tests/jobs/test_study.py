@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from firm.cli.main import COMMANDS
+from firm.cli.main import main as firm
 from firm.jobs import study
 from firm.jobs.alignment_config import AlignmentConfig
 from firm.jobs.model_card import markdown_table
@@ -133,6 +134,56 @@ def test_a_study_runs_all_settings_and_draws_them_side_by_side(studied):
         assert name in page
     assert list(out.rglob("*.js")) == [out / "plotly.min.js"]
     assert {path.suffix for path in (out / "figures").iterdir()} == {".png", ".svg", ".csv"}
+
+
+def test_a_study_with_a_failed_setting_shows_the_others_and_continues_when_it_is_corrected(
+    arguments, studied, tmp_path, capsys, refusal
+):
+    out = tmp_path / "study"
+    given = [*arguments[:-2], "--out", out, "--settings.server.overrides.policy.path", "nosuch"]
+    with forked_workers(), pytest.raises(SystemExit) as ended:
+        cli(list(map(str, given)))
+    assert ended.value.code == 2
+    (line,) = [line for line in capsys.readouterr().err.splitlines() if "error: " in line]
+    assert f"1 of 2 runs did not finish; the others are kept. Correct the settings in {out}" in line
+    assert f"continue with firm resume {out}: server-seed_0" in line
+    page = (out / "report.html").read_text()
+    assert "firm-seed_0" in page
+    assert "server-seed_0" not in page
+    finals = (out / "finals.csv").read_text().splitlines()[1:]
+    assert {row.partition(",")[0] for row in finals} == {"FIRM"}
+    finished = (out / "points/firm-seed_0/metrics.jsonl").read_bytes()
+
+    file, policy = (
+        out / "study.yaml",
+        read_record(studied[0] / "points/server-seed_0").settings["policy"],
+    )
+    file.write_text(file.read_text().replace("nosuch", policy["path"]))
+    with forked_workers():
+        firm(["resume", str(out)])
+    assert "2 runs, 1 unfinished" in capsys.readouterr().out
+    assert "server-seed_0" in (out / "report.html").read_text()
+    assert (out / "points/firm-seed_0/metrics.jsonl").read_bytes() == finished
+    changed = ["resume", str(out), "--settings.server.overrides.strategy.num_local_steps", "2"]
+    assert "has another configuration: config.settings.server" in refusal(firm, changed)
+
+
+def test_a_run_that_stopped_midway_starts_again_with_its_corrected_setting(
+    arguments, studied, tmp_path, capsys
+):
+    out = tmp_path / "study"
+    shutil.copytree(studied[0], out)
+    record = out / "points/server-seed_0/run.json"
+    record.write_text(record.read_text().replace('"finished"', '"failed"'))
+    change = ["--settings.server.overrides.strategy.server_learning_rate", "0.5"]
+    with forked_workers():
+        firm(["resume", str(out), *change])
+    assert "server-seed_0 starts again; its unfinished run is now" in capsys.readouterr().out
+    (aside,) = (out / "replaced").iterdir()
+    assert (aside / "metrics.jsonl").exists()
+    new = read_record(out / "points/server-seed_0")
+    assert new.is_finished
+    assert new.settings["strategy"]["server_learning_rate"] == 0.5
 
 
 def test_a_study_keeps_the_figures_of_every_seed(studied):

@@ -103,12 +103,12 @@ def test_a_point_that_fails_leaves_the_others_to_go_on_and_is_named(eventful):
     assert not sweep.is_done("bad")
     assert sweep.is_done("good")
     assert "Traceback" in (sweep.path / "logs" / "bad.txt").read_text()
-    with pytest.raises(UserError, match=r"1 of 2 points.*\n  bad: ValueError: n must not be neg"):
-        summarise(outcomes)
-    summarise([Outcome("good", 1.0)])
+    with pytest.raises(UserError, match=r"1 of 2 runs.*\n  bad: ValueError: n must not be neg"):
+        summarise(outcomes, sweep.path)
+    summarise([Outcome("good", 1.0)], sweep.path)
     alike = [Outcome(f"point_{index}", 1.0, "no such model") for index in range(12)]
-    with pytest.raises(UserError, match=r"12 of 13 points") as failure:
-        summarise([*alike, Outcome("good", 1.0)])
+    with pytest.raises(UserError, match=r"12 of 13 runs") as failure:
+        summarise([*alike, Outcome("good", 1.0)], sweep.path)
     (line,) = str(failure.value).splitlines()[1:]
     assert line == "  point_0, point_1, point_2 and 9 more: no such model"
 
@@ -190,6 +190,40 @@ def test_a_sweep_is_not_mixed_with_another(tmp_path, config, points, resume, mes
     with pytest.raises(UserError, match=message):
         Sweep.open(tmp_path / "sweep", config, points, resume=resume)
     assert (tmp_path / "sweep/sweep.json").read_bytes() == before
+
+
+def test_only_keys_without_a_finished_point_change(tmp_path):
+    config = {"all": 1, "own": {"a": {"n": 1}, "a.b": {"n": 2}}}
+    keys = {"one": ("own", "a"), "two": ("own", "a.b")}
+    path, changes = tmp_path / "sweep", list[dict]()
+
+    def opened(own: dict, all: int = 1) -> Sweep:
+        before = json.loads((path / "sweep.json").read_text())["config"]
+        return Sweep.open(
+            path,
+            {"all": all, "own": own},
+            POINTS,
+            resume=True,
+            own_keys=keys,
+            on_change=lambda: changes.append(before),
+        )
+
+    first = Sweep.open(path, config, POINTS, resume=False)
+    assert opened({"a": {"n": 1}, "a.b": {"n": 2}}, all=2).id == first.id  # nothing is finished
+    opened(config["own"])
+    with Run.create(first.run_path("two"), {}):
+        pass
+    opened({"a": {"n": 5}, "a.b": {"n": 2}})
+    assert [each["all"] for each in changes] == [1, 2, 1]
+    before = (path / "sweep.json").read_bytes()
+    for own, all, message in (
+        ({"a": {"n": 5}, "a.b": {"n": 3}}, 1, r"config\.own\.a\.b\.n was 2, is 3"),
+        ({"a": {"n": 5}, "a.b": {"n": 2}}, 2, r"config\.all was 1, is 2"),
+    ):
+        with pytest.raises(UserError, match=message):
+            opened(own, all)
+    assert (path / "sweep.json").read_bytes() == before
+    assert json.loads(before)["config"]["own"]["a"] == {"n": 5}
 
 
 def test_a_folder_that_holds_something_else_is_left_as_it_is(tmp_path):
