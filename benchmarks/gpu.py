@@ -6,7 +6,7 @@
     python benchmarks/gpu.py --shape tinyllama-short --device cpu  # the true models, two clients
 
 Rounds of FIRM with random bfloat16 weights: PPO with value heads and the critic-free estimator,
-clients in turn (engine local), also with a static cache, and all at once (stacked), beside TRL's
+sequential clients (engine local), also with a static cache, and stacked ones, beside TRL's
 GRPOTrainer with one adapter and as many replies, epochs and minibatches, also with vLLM, whose row
 says so where it is not installed. The cases that say most come first; the page is written after
 each. Cases run in processes of their own: one that fails is a row with its error, and the next
@@ -134,7 +134,7 @@ def write_page(options: argparse.Namespace, device: torch.device) -> None:
 
 
 def cases(clients: Sequence[int]) -> list[Case]:
-    """Returns the cases by value: most clients stacked, TRL, clients in turn, then fewer clients."""
+    """Returns the cases by value: stacked clients, TRL, sequential ones, then fewer clients."""
     few, many = clients[0], clients[-1]
     peers = ["trl", VLLM]
     chosen = [Case("critic_free", engine, many) for engine in ("stacked", *peers, "local")]
