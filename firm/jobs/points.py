@@ -96,6 +96,7 @@ def run_points(
     points: Mapping[str, Mapping[str, Any]],
     runs: Mapping[str, AlignmentConfig],
     *,
+    kind: str,
     own_keys: Mapping[str, Sequence[str]],
     on_failure: Callable[[Sweep], Any],
     free_keys: Collection[str] = (),
@@ -108,6 +109,7 @@ def run_points(
         points: Distinguishing settings of each point, by name; also saved in the manifest.
         runs: Configurations of the points' runs; runs that start from adapters of other points are
             executed last.
+        kind: Name of such folders in messages.
         own_keys: Path of the keys of each point, by its name. On resuming they may change unless
             one of their points is finished; unfinished runs with other keys start again.
         on_failure: Called with the folder if some runs failed but others are finished, to show
@@ -129,7 +131,7 @@ def run_points(
         replace_text(out / STUDY_NAME, to_yaml(cfg))
 
     sweep = Sweep.open(
-        out, settings, points, resume=cfg.resume, own_keys=own_keys, on_change=change
+        out, settings, points, resume=cfg.resume, kind=kind, own_keys=own_keys, on_change=change
     )
     if not (out / STUDY_NAME).exists():
         replace_text(out / STUDY_NAME, to_yaml(cfg))  # the manifest lacks the free keys

@@ -105,6 +105,7 @@ def study(cfg: StudyConfig) -> StudyResult | None:
         out,
         points,
         runs,
+        kind="study",
         own_keys={name: ("settings", point["setting"]) for name, point in points.items()},
         on_failure=lambda sweep: print(legible(f"report   {_write_results(cfg, sweep)[1]}")),
         free_keys=FREE_KEYS,

@@ -133,6 +133,7 @@ def sweep(cfg: SweepConfig) -> SweepResult | None:
         out,
         points,
         runs,
+        kind="sweep",
         own_keys={name: ("methods", point["method"]) for name, point in points.items()},
         on_failure=partial(_show_finished, cfg, objectives),
         free_keys=["reference"],

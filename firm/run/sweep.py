@@ -71,6 +71,7 @@ class Sweep:
         points: Mapping[str, Mapping[str, Any]],
         *,
         resume: Resume,
+        kind: str = "sweep",
         own_keys: Mapping[str, Sequence[str]] | None = None,
         on_change: Callable[[], None] = lambda: None,
     ) -> Self:
@@ -81,6 +82,7 @@ class Sweep:
             config: Configuration, as plain data.
             points: Distinguishing settings of each point by name, as plain data.
             resume: Whether to continue an existing sweep; see ``Resume``.
+            kind: Name of such folders in messages.
             own_keys: Path of the keys that concern a point alone, or it and others with the same
                 path, by the point's name. They may change unless one of these points is finished;
                 before any point is finished, all keys may. By default, no key may change.
@@ -96,7 +98,7 @@ class Sweep:
             manifest = _read(path)
             if not resume:
                 raise UserError(
-                    f"there is already a sweep at {path}; continue it with --resume {path} or "
+                    f"there is already a {kind} at {path}; continue it with --resume {path} or "
                     "choose another path."
                 )
             sweep = cls(path)
@@ -107,7 +109,7 @@ class Sweep:
             if changed := differences({k: fixed[0][k] for k in asked}, fixed[1]):
                 more = f" and {len(changed) - 3} more" if len(changed) > 3 else ""
                 raise UserError(
-                    f"the sweep at {path} has another configuration: {', '.join(changed[:3])}"
+                    f"the {kind} at {path} has another configuration: {', '.join(changed[:3])}"
                     f"{more}; use its configuration or choose another path."
                 )
             if differences(manifest["config"], asked["config"]):
@@ -117,8 +119,8 @@ class Sweep:
             return sweep
         is_resumed(path, resume, SWEEP_NAME)
         if path.exists() and (not path.is_dir() or any(path.iterdir())):
-            raise UserError(f"{path} is not empty and contains no sweep; choose another path.")
-        with file_errors(f"the sweep {path}"):
+            raise UserError(f"{path} is not empty and contains no {kind}; choose another path.")
+        with file_errors(f"the {kind} {path}"):
             make_private_folder(path)
             draft = path / f".{SWEEP_NAME}.{uuid.uuid4().hex}"
             draft.write_text(json.dumps({"id": uuid.uuid4().hex[:8], **asked}, indent=2))
@@ -126,7 +128,7 @@ class Sweep:
             with suppress(FileExistsError):
                 os.link(draft, path / SWEEP_NAME)
             draft.unlink()
-        return cls.open(path, config, points, resume=True)
+        return cls.open(path, config, points, resume=True, kind=kind)
 
     def _fixed(self, config: Any, own_keys: Mapping[str, Sequence[str]] | None) -> Any:
         """Returns the part of a configuration that must not change; see `open`."""
@@ -288,7 +290,7 @@ def _read(path: Path) -> Row:
         text = read_text(manifest, remedy=remedy)
     except FileNotFoundError:
         raise UserError(
-            f"there is no sweep at {path}; pass the folder with {SWEEP_NAME}."
+            f"there is no study or sweep at {path}; pass the folder with {SWEEP_NAME}."
         ) from None
     content = parse_object(text, where=str(manifest), remedy=remedy)
     try:

@@ -168,6 +168,16 @@ def test_a_study_with_a_failed_setting_shows_the_others_and_continues_when_it_is
     assert "has another configuration: config.settings.server" in refusal(firm, changed)
 
 
+def test_a_study_is_called_a_study(arguments, studied, tmp_path, refusal):
+    (tmp_path / "notes.txt").write_text("mine")
+    for out, more, message in (
+        (studied[0], [], f"there is already a study at {studied[0]}; continue"),
+        (studied[0], ["--resume", "--rounds", "2"], f"the study at {studied[0]} has another conf"),
+        (tmp_path, [], f"{tmp_path} is not empty and contains no study"),
+    ):
+        assert message in refusal(cli, [*arguments[:-1], out, *more])
+
+
 def test_a_run_that_stopped_midway_starts_again_with_its_corrected_setting(
     arguments, studied, tmp_path, capsys
 ):

@@ -232,7 +232,7 @@ def test_a_folder_that_holds_something_else_is_left_as_it_is(tmp_path):
         with pytest.raises(UserError, match="contains no sweep"):
             Sweep.open(tmp_path, {}, POINTS, resume=resume)
     assert [path.name for path in tmp_path.iterdir()] == ["notes.txt"]
-    with pytest.raises(UserError, match="there is no sweep at"):
+    with pytest.raises(UserError, match="there is no study or sweep at"):
         Sweep(tmp_path)
 
 
