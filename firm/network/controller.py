@@ -33,6 +33,9 @@ RETURNED = "firm.returned"
 SAID = "firm.said"
 """Command with which an administrator reads the output of a running job."""
 
+FOLLOWING = 3.0
+"""Seconds between two questions of an administrator who follows a job, at most; they ask every
+second."""
 _LOOK, _PATIENCE = 2.0, 5.0
 """Seconds between two checks that the sites still to answer are connected, and the timeout of a
 check."""
@@ -59,8 +62,12 @@ class SitesController(ModelController):
 
     def run(self) -> None:
         """Runs the job; called by FLARE when the job starts."""
+        channel = FlareChannel(self)
         try:
-            self.work(FlareChannel(self))
+            try:
+                self.work(channel)
+            finally:
+                channel.transcript.wait_until_heard()
         except Stopped:
             logger.info("the job was stopped")
         except SitesReturned as error:
@@ -80,11 +87,26 @@ class Transcript(io.StringIO):
     def __init__(self, file: TextIO) -> None:
         super().__init__()
         self._file = file
+        self._num_heard, self._asked_at = 0, -math.inf
 
     @property
     def lines(self) -> list[str]:
         """The complete lines written so far."""
         return self.getvalue().split("\n")[:-1]
+
+    def since(self, num_heard: int) -> list[str]:
+        """Returns the complete lines after the first `num_heard`, for an administrator."""
+        lines = self.lines
+        self._num_heard, self._asked_at = len(lines), time.monotonic()
+        return lines[num_heard:]
+
+    def wait_until_heard(self) -> None:
+        """Waits until an administrator who follows the job has asked for its last lines.
+
+        FLARE answers no command of a job that has ended. Ends when nobody asks any more.
+        """
+        while self._num_heard < len(self.lines) and time.monotonic() < self._asked_at + FOLLOWING:
+            time.sleep(POLL)
 
     def write(self, text: str, /) -> int:
         """Writes the text and returns its number of characters."""
@@ -172,7 +194,7 @@ class FlareChannel:
         return {"returned": self._returned}  # FLARE treats an empty answer as missing
 
     def _lines_since(self, topic: str, asked: dict[str, int], fl_ctx: FLContext) -> dict[str, Any]:
-        return {"lines": self.transcript.lines[asked["num_heard"] :]}
+        return {"lines": self.transcript.since(asked["num_heard"])}
 
     def _missing(self, sites: list[str]) -> set[str]:
         """Returns the unreachable sites: their connection or their job has ended."""

@@ -1,6 +1,9 @@
 """The server's end of the wire: what a job says, and what it makes of what others say."""
 
 import io
+import threading
+import time
+from types import SimpleNamespace
 
 import pytest
 
@@ -15,6 +18,33 @@ from firm.network.sites import Lost, SitesReturned
 from firm.run import Progress
 
 HOSTILE = "gone\x1b[2J\n2026-11-22 20:32:18,194 - controller - INFO - " + RESTART + "forged"
+
+
+def test_a_job_ends_when_its_follower_has_heard_the_last_line(monkeypatch):
+    monkeypatch.setattr(controller, "FOLLOWING", 60.0)
+    transcript = Transcript(io.StringIO())
+    transcript.write("round 1\n")
+    assert transcript.since(0) == ["round 1"]
+    transcript.write("round 2\n")
+    waiting = threading.Thread(target=transcript.wait_until_heard)
+    waiting.start()
+    time.sleep(0.2)
+    assert waiting.is_alive()
+    assert transcript.since(1) == ["round 2"]
+    waiting.join(10)
+    assert not waiting.is_alive()
+
+
+def test_a_job_waits_for_nobody_who_does_not_follow(monkeypatch):
+    transcript = Transcript(io.StringIO())
+    transcript.write("round 1\n")
+    start = time.monotonic()
+    transcript.wait_until_heard()  # nobody has asked
+    transcript.since(1)
+    transcript.write("round 2\n")
+    monkeypatch.setattr(controller, "FOLLOWING", 0.1)
+    transcript.wait_until_heard()  # somebody has left
+    assert time.monotonic() - start < 10
 
 
 def test_a_transcript_passes_on_everything_and_keeps_whole_lines():
@@ -59,7 +89,8 @@ class _Fails(SitesController):
     [(ValueError(HOSTILE), REASON), (SitesReturned(HOSTILE), RESTART)],
 )
 def test_the_last_line_of_a_failed_jobs_log_is_the_controllers(monkeypatch, caplog, error, mark):
-    monkeypatch.setattr(controller, "FlareChannel", lambda _: None)
+    channel = SimpleNamespace(transcript=Transcript(io.StringIO()))
+    monkeypatch.setattr(controller, "FlareChannel", lambda _: channel)
     program = _Fails(error)
     with caplog.at_level("INFO"):
         program.run()
