@@ -3,6 +3,7 @@
 import contextlib
 import io
 import json
+import logging
 import re
 import tempfile
 from collections.abc import Iterator, Mapping
@@ -39,6 +40,8 @@ appears later in a line, cannot imitate one."""
 @contextmanager
 def session(kit: Path, *, timeout: float = 15.0) -> Iterator[Session]:
     """Opens a session with the server, as the administrator that owns the kit."""
+    # its connection warns, for example of answers that come too late
+    logging.getLogger("nvflare").setLevel(logging.ERROR)
     with contextlib.redirect_stdout(io.StringIO()):  # FLARE prints its connection attempts
         opened = new_secure_session(ADMIN, str(kit), timeout=timeout)
     opened.set_timeout(3.0)  # seconds that the server waits for a disconnected site

@@ -1,5 +1,6 @@
 """What a server tells an administrator is shown, and obeyed by no terminal."""
 
+import logging
 from types import SimpleNamespace
 
 import pytest
@@ -111,3 +112,14 @@ def test_a_job_is_called_by_no_path(name):
             heartbeat_interval=1.0,
             heartbeat_timeout=8.0,
         )
+
+
+def test_a_session_hides_warnings_of_the_connection(tmp_path, monkeypatch, caplog):
+    opened = SimpleNamespace(set_timeout=lambda seconds: None, close=lambda: None)
+    monkeypatch.setattr(console, "new_secure_session", lambda *_, **options: opened)
+    monkeypatch.setattr(logging.getLogger("nvflare"), "level", logging.NOTSET)
+    cell = logging.getLogger("nvflare.fuel.f3.cellnet.cell.Cell")
+    with console.session(tmp_path):
+        cell.warning("Receiving unknown req_id, discarded")
+        cell.error("broken")
+    assert [record.message for record in caplog.records] == ["broken"]
