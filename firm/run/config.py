@@ -396,7 +396,7 @@ def _forms_by_name(forms: Sequence[type]) -> dict[str, type]:
 
 def _form_named(forms: Sequence[type], name: Any, path: str) -> type:
     by_name = _forms_by_name(forms)
-    if name not in by_name:
+    if not isinstance(name, str) or name not in by_name:
         near = did_you_mean(name, by_name)
         raise UserError(f"{path} must be one of {', '.join(by_name)}, got {name!r}{near}")
     return by_name[name]

@@ -215,6 +215,10 @@ BAD_FILES = [
         "{file}: strategy.name must be one of firm, fedavg, fixed, got 'firmm'; did you mean "
         "'firm'?",
     ),
+    (
+        "strategy: {name: []}",
+        "{file}: strategy.name must be one of firm, fedavg, fixed, got [].",
+    ),
     ("rate: fast", "{file}: rate must be float, got 'fast'."),
     ("rate: null", "{file}: rate must be float, got null."),
     ("limit: 1.5", "{file}: limit must be int or null, got 1.5."),

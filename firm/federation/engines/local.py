@@ -220,7 +220,8 @@ class LocalEngine:
         self._states.forget(name, accepted_round)  # an older pending state was rejected
         bytes_down = size_of(name)
         try:
-            with self._limit(name):
+            # the grad mode is restored even if the limit interrupts an exit from no_grad
+            with torch.enable_grad(), self._limit(name):
                 _restore(client, accepted_state)
                 content = TASKS[request.task].function(client, request.of(name))
                 state = _state_of(client)

@@ -7,9 +7,11 @@ import threading
 import time
 
 import pytest
+import torch
 
 from firm.federation import LocalEngine
 from firm.federation.engines.time_limit import time_limit
+from firm.federation.errors import TimeLimitError
 
 STUCK = """
 import signal, time
@@ -102,6 +104,22 @@ def test_a_client_that_hangs_is_interrupted_and_named_and_leaves_no_trace(
         return adapters, engine.client_states({"a": 3, "b": 3})
 
     assert same(states(hangs=True), states(hangs=False))
+
+
+def test_a_client_that_is_interrupted_in_its_exit_from_no_grad_leaves_gradients_on(
+    new_client, request_of
+):
+    clients = [new_client(name) for name in "ab"]
+
+    def interrupted(*given):
+        torch.set_grad_enabled(False)  # as no_grad does; its exit did not come to restore the mode
+        raise TimeLimitError("it has not finished within 1 s")
+
+    clients[0].load = interrupted
+    replies, failures = LocalEngine(clients).map(request_of(1, {}), ["a", "b"])
+    assert [failure.client for failure in failures] == ["a"]
+    assert [reply.client for reply in replies] == ["b"]
+    assert torch.is_grad_enabled()
 
 
 def test_work_within_its_limit_is_left_alone_and_so_is_what_comes_after():
