@@ -575,16 +575,17 @@ def weights_table(folder: Path = PROTOCOL) -> str:
 def real_table(folder: Path = PROTOCOL) -> str:
     """Returns the models of SmolLM2 behind family C: means over the seeds, by model."""
     data = [parts(name, REAL_SEEDS, folder) for name in ("real_front", "real_baselines")]
-    by_model: dict[str, list[Mapping[str, float]]] = {}
-    for models in (each for own in data for each in own.values()):
-        for name, model in models.items():
-            by_model.setdefault(name, []).append(model["test"])
-    keys = list(dict.fromkeys(key for rows in by_model.values() for row in rows for key in row))
+    by_model: dict[str, dict[int, Mapping[str, float]]] = {}
+    for own in data:
+        for seed, models in own.items():
+            for name, model in models.items():
+                by_model.setdefault(name, {})[seed] = model["test"]  # both parts measure the base
+    keys = list(dict.fromkeys(k for own in by_model.values() for row in own.values() for k in row))
     rows = [
-        [name, str(len(own)), *(spread([row[key] for row in own]) for key in keys)]
+        [name, str(len(own)), *(spread([row[key] for row in own.values()]) for key in keys)]
         for name, own in by_model.items()
     ]
-    return markdown_table(["model", "files", *keys], rows)
+    return markdown_table(["model", "seeds", *keys], rows)
 
 
 def older_fronts() -> str:

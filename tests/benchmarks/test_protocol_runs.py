@@ -81,6 +81,11 @@ def test_every_claim_and_table_finds_its_models(data):
         assert "–" not in table(out)
 
 
+def test_the_base_model_counts_once_per_seed(data):
+    rows = [row.split(" | ") for row in findings.real_table(data[0]).splitlines()[2:]]
+    assert {seeds for _, seeds, *_ in rows} == {str(len(findings.REAL_SEEDS))}
+
+
 def test_every_run_of_the_protocol_has_a_valid_configuration(data):
     _, trained = data
     assert len(trained[MINIATURE.base]) > 30
