@@ -152,7 +152,8 @@ def _parts_of_a_step(trainer: MultiObjectiveTrainer) -> Iterator[Callable[[], No
                 policy(input_ids=ids[:num_rows, :1], use_cache=False)
         set_mode(policy, is_training=True)
         logits = policy(input_ids=ids[:minibatch, :length], use_cache=False).logits
-        torch.autograd.grad(logits.float().logsumexp(-1).sum(), parameters)
+        # without preferences, a conditioned adapter uses a part of its parameters
+        torch.autograd.grad(logits.float().logsumexp(-1).sum(), parameters, allow_unused=True)
         set_mode(policy, is_training=False)
 
     length = 4

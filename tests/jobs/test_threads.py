@@ -12,7 +12,7 @@ from firm.jobs.alignment_loading import load
 from firm.jobs.network import set_site_threads
 from firm.run import compose
 from tests.runs import read_adapter
-from tests.smoke import SMOKE, run
+from tests.smoke import FRONT, SMOKE, config, run
 
 SLOWER, FASTER = {1: 0.01, 2: 0.04}, {1: 0.04, 2: 0.01}
 """Seconds that a step takes by number of threads."""
@@ -144,3 +144,9 @@ def test_a_site_that_starts_again_has_the_same_number(loaded, tmp_path, monkeypa
     monkeypatch.setattr("firm.jobs.network.set_threads", faster)
     set_site_threads(cfg, models, record)
     assert torch.get_num_threads() == 1
+
+
+def test_the_step_of_a_conditioned_adapter_is_measured():
+    cfg = config(*FRONT, "--num_threads", "auto")
+    models = load(cfg, Processes(), measures=False)
+    assert threads.set_threads(cfg, models, clock=Clock(SLOWER)).num_threads == 1
