@@ -416,11 +416,10 @@ def _synchronized(device: str) -> Iterator[None]:
         synchronize(torch.device(device))
         return time.perf_counter()
 
-    clocks = (
+    with (
         mock.patch.object(lockstep, "time", SimpleNamespace(perf_counter=perf_counter)),
         mock.patch.object(MultiObjectiveTrainer, "_clock", staticmethod(perf_counter)),
-    )
-    with clocks[0], clocks[1]:
+    ):
         yield
 
 

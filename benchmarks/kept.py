@@ -1,6 +1,6 @@
 """How often a requirement with a 95 % bound is kept on fresh prompts, and by how much targets miss.
 
-    python benchmarks/kept.py --run runs/smollm2_front      # an hour of a core, then the table
+    python benchmarks/kept.py --run runs/smollm2_front      # half an hour and more, then the table
     python benchmarks/kept.py                               # the table, from the stored rewards
 
 RUN is the conditioned run of `firm demo --model smollm2_front`. Its adapter replies to each of the

@@ -103,7 +103,7 @@ class RolloutEngineConfig(ABC):
         return engine
 
     def num_bytes(self, policy_bytes: int, adapter_bytes: int) -> int:
-        """Returns the memory that the engine takes for itself.
+        """Returns the bytes that the engine takes for itself.
 
         Args:
             policy_bytes: Bytes of the frozen policy.
