@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from firm.gradients.messages import COMPRESSORS, message_from_dict, message_to_dict
-from tests.accelerator.device import second
+from tests.accelerator.device import IS_PRETEND, second
 
 
 @pytest.mark.parametrize("name", COMPRESSORS)
@@ -20,4 +20,5 @@ def test_every_compressor_works_as_on_the_cpu(name):
         received = message_from_dict(message_to_dict(message))
         assert torch.equal(received.reconstruct(), message.reconstruct())
         reconstructed.append(message.reconstruct().cpu())
-    torch.testing.assert_close(*reconstructed, atol=1e-4, rtol=1e-4)
+    rounding = 1e-5 if IS_PRETEND else 1e-4
+    torch.testing.assert_close(*reconstructed, atol=rounding, rtol=1e-4)
