@@ -339,6 +339,28 @@ def family_c(folder: Path = PROTOCOL) -> list[Claim]:
     return found
 
 
+def family_d(folder: Path = PROTOCOL) -> list[Claim]:
+    """Returns the claim of family D."""
+    data = parts("real_constraint", REAL_SEEDS, folder)
+    sides = ("a run under the constraint", "the conditioned run")
+    less = tuple(
+        models["constrained"]["test"]["reward rich"] - rich_of_folds(models)
+        for models in data.values()
+    )
+    text = "A run under a constraint differs from the conditioned run at equal reward of plain"
+    return [Claim("D1", text, sides, "reward of rich", 3, less, "real_constraint")]
+
+
+def rich_of_folds(models: Models) -> float:
+    """Returns the conditioned run's reward of rich at the constrained run's reward of plain."""
+    folds = sorted(
+        (own["test"]["reward plain"], own["test"]["reward rich"])
+        for own in of(models, "conditioned", REAL)
+    )
+    plain, rich = zip(*folds, strict=True)
+    return float(np.interp(models["constrained"]["test"]["reward plain"], plain, rich))
+
+
 # --- Older runs -----------------------------------------------------------------------------------
 
 

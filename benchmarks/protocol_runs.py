@@ -4,14 +4,14 @@
     python benchmarks/protocol_runs.py weights --seeds 100 101 102 103 104
 
 Parts: front (A1, A2), weights (family B), baselines (A3, A4), equal_kl, nine and warm, of the
-miniature world; real_front (C1 to C3) and real_baselines (C4 to C7), of SmolLM2. Each seed of a
-part is one file below --out, written when all its models are measured, and skipped when it is
-there; its runs below --runs continue from their last checkpoints. All runs share one process, whose
-start would take a fifth of the miniature's time.
+miniature world; real_front (C1 to C3), real_baselines (C4 to C7) and real_constraint (D1), of
+SmolLM2. Each seed of a part is one file below --out, written when all its models are measured, and
+skipped when it is there; its runs below --runs continue from their last checkpoints. All runs share
+one process, whose start would take a fifth of the miniature's time.
 
-A file has the base model's and every model's mean rewards in [0, 1], further scores and KL, by
-split.
-All models of a seed reply to the same prompts with the same random stream.
+A file has the base model's and every model's mean rewards in [0, 1] with their standard errors over
+the prompts, further scores and KL, by split. All models of a seed reply to the same prompts with
+the same random stream.
 """
 
 import argparse
@@ -27,9 +27,13 @@ from safetensors.torch import load_file, save_file
 from benchmarks.judges import grade, rarity
 from benchmarks.measure import quiet
 from firm.alignment import Calibration, Evaluation, RewardFn, evaluate, load_prompts
+from firm.alignment.adapter_files import read_adapter
+from firm.alignment.evaluation import summaries
 from firm.federation import RandomStream
 from firm.federation.aggregation import weighted_mean
-from firm.fronts import preference_folder
+from firm.fronts import Front, Point, preference_folder
+from firm.fronts.reach import mean_preference
+from firm.fronts.requirements import Requirement, best_meeting
 from firm.jobs.alignment import align
 from firm.jobs.alignment_config import AlignmentConfig
 from firm.jobs.speakers import Speakers, SpeakersConfig
@@ -94,6 +98,8 @@ SMOLLM2 = World(
 )
 REAL, SHORT = (0.1, 0.5, 0.9), 4
 """Preferences for plain on SmolLM2, and the rounds of three runs with the replies of one."""
+BOUND = 0.58
+"""Minimum reward of plain under the constraint."""
 FIRST, FURTHER = (0.5, 0.1, 0.9, 0.3, 0.7), (0.2, 0.8, 0.4, 0.6)
 """Preferences for helpful, in the order in which separate runs are counted."""
 SHRUNK = 0.8
@@ -183,6 +189,11 @@ class Lab:
         adapters = [load_file(folder / "adapter_model.safetensors") for folder in folders]
         return self._write(name, folders[0], weighted_mean(adapters, shares))
 
+    def folded(self, name: str, preference: Sequence[float]) -> Path:
+        """Returns the folder of the conditioned run's adapter at a preference."""
+        whole = self.folder / "conditioned" / "adapter"
+        return self._write(name, whole, read_adapter(whole, preference))
+
     def shrunk(self, name: str, folder: Path) -> Path:
         """Returns the folder of an adapter whose B is scaled by `SHRUNK`."""
         adapter = load_file(folder / "adapter_model.safetensors")
@@ -256,7 +267,10 @@ def _figures(own: Evaluation) -> dict[str, float]:
     values = {f"reward {name}": row for name, row in own.rewards.items()}
     values |= {name: row for name, row in own.scores.items() if name not in own.rewards}
     values["KL"] = own.kl
-    return {name: round(row.nanmean().item(), 6) for name, row in values.items()}
+    means = {name: row.nanmean().item() for name, row in values.items()}
+    rewards = summaries(own.rewards, own.prompt_of_row)
+    errors = {f"error {name}": row["se"] for name, row in rewards.items()}
+    return {name: round(value, 6) for name, value in (means | errors).items()}
 
 
 def front(lab: Lab) -> dict[str, Any]:
@@ -383,10 +397,60 @@ def real_baselines(lab: Lab) -> dict[str, Any]:
     return lab.measured(models, splits=["test"])
 
 
+def real_constraint(lab: Lab) -> dict[str, Any]:
+    """Measures D1: a run under a constraint, and what pick makes of the conditioned run."""
+    folds = lab.conditioned(REAL)
+    keys = {
+        "strategy.name": "constrained",
+        "strategy.min_rewards": {"plain": BOUND},
+        "strategy.multiplier_learning_rate": 10.0,
+    }
+    models = {f"conditioned {share:g}": folds[f"{share:g}"] for share in REAL}
+    models["constrained"] = lab.train("constrained", keys) / "adapter"
+    figures = lab.measured(models)
+    preference = _picked([figures[f"conditioned {share:g}"]["validation"] for share in REAL])
+    picked = lab.measured({"picked": lab.folded("picked", preference)}, splits=["test"])
+    return {**figures, "picked": picked["picked"]}
+
+
+def _picked(rows: Sequence[Mapping[str, float]]) -> list[float]:
+    """Returns the preference that pick mixes for the bound, from validation rewards at `REAL`."""
+    names = ("plain", "rich")
+    points = [
+        Point(
+            name=f"{share:g}",
+            preference=(share, round(1 - share, 3)),
+            seed=0,
+            rewards={name: row[f"reward {name}"] for name in names},
+            errors={name: row[f"error {name}"] for name in names},
+            scores={},
+            kl=row["KL"],
+            adapter=f"{share:g}",
+        )
+        for share, row in zip(REAL, rows, strict=True)
+    ]
+    measured = Front(
+        objectives=names,
+        points=tuple(points),
+        reference=(0.0, 0.0),
+        calibrations={name: {} for name in names},
+        base=dict.fromkeys(names, 0.0),
+        strategy="conditioned",
+        num_prompts=SMOLLM2.num_prompts["validation"],
+        is_conditioned=True,
+    )
+    requirement = Requirement("plain", is_minimum=True, bound=BOUND)
+    parts, _ = best_meeting(measured, [requirement], (0.0, 1.0), confidence=0.95, is_mixed=True)
+    return mean_preference(parts)
+
+
 PARTS = {
     part.__name__: part
-    for part in (front, weights, baselines, equal_kl, nine, warm, real_front, real_baselines)
-}
+    for part in (
+        front, weights, baselines, equal_kl, nine, warm, real_front, real_baselines,
+        real_constraint,
+    )
+}  # fmt: skip
 """Functions that measure the models of a part; names that begin with real_ are on SmolLM2."""
 
 

@@ -27,6 +27,7 @@ from benchmarks.findings import (
     holm,
     interval,
     older_differences,
+    rich_of_folds,
     verdicts,
     written,
 )
@@ -46,6 +47,19 @@ def claim(differences, *, planned=10, margin=MARGIN):
 def around(mean, width, count=10):
     """Differences with this mean, and spread evenly by ± width."""
     return mean + np.linspace(-width, width, count)
+
+
+def test_the_conditioned_run_is_compared_at_the_constrained_runs_reward():
+    def models(plain):
+        rewards = {"conditioned 0.1": (0.4, 0.7), "conditioned 0.5": (0.5, 0.6),
+                   "conditioned 0.9": (0.7, 0.2), "constrained": (plain, 0.0)}  # fmt: skip
+        return {
+            name: {"test": {"reward plain": p, "reward rich": r}}
+            for name, (p, r) in rewards.items()
+        }
+
+    assert rich_of_folds(models(0.6)) == pytest.approx(0.4)
+    assert rich_of_folds(models(0.9)) == pytest.approx(0.2)  # the nearer fold outside
 
 
 def test_a_wide_interval_around_zero_is_no_equality():

@@ -18,6 +18,7 @@ SEEDS = {
     "weights": findings.FIVE,
     "real_front": findings.REAL_SEEDS,
     "real_baselines": findings.REAL_SEEDS,
+    "real_constraint": findings.REAL_SEEDS,
 }
 
 
@@ -45,10 +46,15 @@ class PaperLab(Lab):
     def shrunk(self, name, folder):
         return self.folder / name
 
+    def folded(self, name, preference):
+        assert sum(preference) == pytest.approx(1.0)
+        return self.folder / name
+
     def measured(self, adapters, *, rewards=None, splits=("validation", "test")):
         random = np.random.default_rng(self.seed)
         names = self.world.calibrations or ("helpful", "harmless")
         keys = [f"reward {name}" for name in (*names, *(rewards or ()))]
+        keys += [f"error {name}" for name in names]
         keys += ["true_helpful", "true_harmless", "KL"]
         return {
             name: {split: {key: float(random.random()) for key in keys} for split in splits}
@@ -72,7 +78,8 @@ def data(tmp_path_factory):
 
 def test_every_claim_and_table_finds_its_models(data):
     out, _ = data
-    for family in (findings.family_a(out), findings.family_b(out), findings.family_c(out)):
+    for family in (findings.family_a(out), findings.family_b(out), findings.family_c(out),
+                   findings.family_d(out)):  # fmt: skip
         assert all(claim.is_complete for claim in family)
         assert not any(verdict.startswith("open:") for verdict in findings.verdicts(family))
     for table in (findings.front_table, findings.number_table, findings.kl_table,
@@ -89,7 +96,7 @@ def test_the_base_model_counts_once_per_seed(data):
 def test_every_run_of_the_protocol_has_a_valid_configuration(data):
     _, trained = data
     assert len(trained[MINIATURE.base]) > 30
-    assert len(trained[SMOLLM2.base]) == 11
+    assert len(trained[SMOLLM2.base]) == 12
     for world, replies in ((MINIATURE, 64), (SMOLLM2, 64)):
         for name, overrides in trained[world.base].items():
             keys = {**world.common, **overrides}
