@@ -62,7 +62,7 @@ lint: dev ## Check style and formatting.
 types: dev ## Check types.
 	$(BIN)/pyright
 
-contract: dev ## Check that imports only go down the floors.
+contract: dev ## Check that imports only go down the layers.
 	$(BIN)/lint-imports
 
 check: lint types contract test ## Everything that CI runs.

@@ -1,4 +1,4 @@
-"""Regenerates the `--help` pages after changes of keys, help texts or defaults.
+"""Regenerates `--help` pages and outlines after changes of keys, help texts or defaults.
 
 python -m firm.cli.help_pages
 """
@@ -7,6 +7,7 @@ import io
 from contextlib import redirect_stdout, suppress
 from pathlib import Path
 
+from firm.cli import outlining
 from firm.cli.main import COMMANDS, Command
 
 TITLE = "keys"
@@ -32,3 +33,4 @@ def commands_with_pages() -> list[Command]:
 if __name__ == "__main__":
     for command in commands_with_pages():
         command.page.write_text(made_page(command), encoding="utf-8")
+    outlining.FILE.write_text(outlining.outlines(), encoding="utf-8")

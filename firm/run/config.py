@@ -46,6 +46,10 @@ from firm.run.yaml_text import AmbiguousYaml, Dumper, read_yaml
 Config = TypeVar("Config")
 
 
+class PluginsMissing(UserError):
+    """Raised on keys or names that plugins may register, if plugins are not imported."""
+
+
 def compose(
     config_class: type[Config],
     files: Sequence[str | Path],
@@ -107,7 +111,7 @@ def lay_out(
     except UserError as error:
         if has_plugins or not plugins:
             raise
-        raise UserError(
+        raise PluginsMissing(
             f"{error} --help imports no plugins, so components registered by "
             f"{', '.join(plugins)} are unknown."
         ) from error

@@ -108,7 +108,7 @@ def test_help_loads_none_of_the_libraries_that_take_seconds():
 def test_a_command_whose_extra_is_not_installed_names_it_in_one_line():
     code = "import sys; sys.modules['nvflare'] = None; from firm.cli.main import main; main()"
     ended = subprocess.run(
-        [sys.executable, "-c", code, "network", "status"],
+        [sys.executable, "-c", code, "network", "status", "--kit", "kit"],
         capture_output=True,
         text=True,
         timeout=60,

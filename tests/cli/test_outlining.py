@@ -1,0 +1,108 @@
+"""Outlines of configurations, which report typos without importing the job."""
+
+import subprocess
+import sys
+from dataclasses import MISSING
+
+import pytest
+
+from firm.cli import outlines, outlining
+from firm.cli.main import COMMANDS, load
+from firm.run.command_line import check
+from firm.run.config import init_fields
+from firm.run.errors import UserError
+from firm.run.shipped import CONFIGS
+
+HEAVY = {"torch", "transformers", "trl", "peft", "datasets", "accelerate", "cvxpy", "scipy"}
+CONFIG_CLASSES = {command.config: load(command.config) for command in COMMANDS.values()}
+
+
+def outline_of(place):
+    return getattr(outlines, place.partition(":")[2])
+
+
+def test_the_outlines_are_those_of_the_configurations():
+    text = outlining.FILE.read_text(encoding="utf-8")
+    assert text == outlining.outlines(), "run: python -m firm.cli.help_pages"
+
+
+@pytest.mark.parametrize("place", CONFIG_CLASSES)
+def test_an_outline_has_the_keys_of_its_configuration_in_order(place):
+    own, outlined = (init_fields(kind) for kind in (CONFIG_CLASSES[place], outline_of(place)))
+    assert [f.name for f in own] == [f.name for f in outlined]
+    required = [
+        [f.name for f in fields if f.default is MISSING and f.default_factory is MISSING]
+        for fields in (own, outlined)
+    ]
+    assert required[0] == required[1]
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["--roundz", "3"],
+        ["--strategy.bta", "3"],
+        ["--rounds", "many"],
+        ["--rounds", "-1"],
+        ["--strategy.name", "frim"],
+        ["--estimator.name", "dpo", "--estimator.clip_range", "0.2"],
+        ["--engine", "lokal"],
+        ["--policy.lora.dropout", "1.5"],
+        ["--rewards.helpful.paht", "x"],
+        ["--evaluation.num_test_prompts", "1"],
+        ["--data.train.reader", "no"],
+        ["--rounds"],
+        ["--config", "no_such_file"],
+        ["words"],
+        ["--allow_code"],
+    ],
+    ids=" ".join,
+)
+def test_a_typo_is_reported_as_by_the_configuration_itself(words):
+    words = words if "--config" in words else ["--config", "smoke", *words]
+    if words[-1] == "words":
+        words = words[-1:]
+    with pytest.raises(UserError) as told:
+        COMMANDS["align"].parse(words)
+    with pytest.raises(UserError) as checked:
+        check(outline_of(COMMANDS["align"].config), words, can_resume=True)
+    assert str(checked.value) == str(told.value)
+
+
+@pytest.mark.parametrize(
+    "name", sorted(path.stem for path in CONFIGS.glob("*.yaml") if "\npolicy:" in path.read_text())
+)
+def test_the_outline_accepts_every_shipped_configuration(name):
+    words = ["--config", "smoke", "--config", name]  # some add to another one
+    check(outline_of(COMMANDS["align"].config), words, can_resume=True)
+
+
+def test_keys_of_plugins_are_left_to_the_configuration(tmp_path):
+    plugin = tmp_path / "plugin.py"
+    words = ["--config", "smoke", "--plugins", f"[{plugin}]", "--strategy.name", "mine"]
+    check(outline_of(COMMANDS["align"].config), words)
+
+
+def test_settings_of_a_folder_may_be_missing_on_the_command_line():
+    check(outline_of(COMMANDS["align"].config), ["--resume", "run"], can_resume=True)
+    check(outline_of(COMMANDS["chat"].config), ["--run", "run"], is_whole=False)
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["aling"],
+        ["align", "--config", "miniature", "--roundz", "3"],
+        ["align", "--strategy.name", "frim"],
+        ["sweep", "--rounds", "3", "--roundz", "3"],
+        ["evaluate", "run", "--num_prompts", "many"],
+        ["classic", "--roundz", "3"],
+    ],
+    ids=" ".join,
+)
+def test_a_typo_is_reported_before_the_libraries_that_take_seconds_are_imported(words):
+    code = f"import sys; from firm.cli.main import main\ntry: main({words})\n"
+    code += f"except SystemExit as end: print(end.code, sorted({HEAVY} & sys.modules.keys()))"
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert ended.stdout.splitlines()[-1] == "2 []", ended.stderr
+    assert "did you mean" in ended.stderr or "must be" in ended.stderr
