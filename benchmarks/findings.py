@@ -33,6 +33,9 @@ ALPHA = 0.05
 MARGIN = 0.010
 TARGETS = np.linspace(0, 1, 21)
 OBJECTIVES = ("helpful", "harmless")
+ALL = (*FIRST, *FURTHER)
+KL_SHARES = (0.5, 0.1, 0.9)
+"""Preferences at which models with a smaller B were measured."""
 TEN, FIVE, REAL_SEEDS = range(100, 110), range(100, 105), range(300, 303)
 
 Model = Mapping[str, Mapping[str, float]]
@@ -179,9 +182,14 @@ def gained_volume(models: Sequence[Model], base: Model) -> float:
     Of the models that are non-dominated on validation prompts; those that are not above the base
     model in both rewards add nothing.
     """
+    return volume_of(models, rewards(base, "test"))
+
+
+def volume_of(models: Sequence[Model], corner: np.ndarray) -> float:
+    """Returns the hypervolume from a corner, on test prompts, of the non-dominated models."""
     kept = non_dominated(np.stack([rewards(model, "validation") for model in models]))
     points = np.stack([rewards(model, "test") for model in models])[kept]
-    return volume_above(points, rewards(base, "test"))
+    return volume_above(points, corner)
 
 
 def coverage(models: Sequence[Model], others: Sequence[Model]) -> float:
@@ -213,10 +221,14 @@ def of(models: Models, method: str, shares: Sequence[float] = FIRST) -> list[Mod
 
 
 def soups(models: Models, count: int) -> list[Model]:
-    """Returns the soups of two or three runs at the five preferences, their ends among them."""
-    trained = {2: (0.1, 0.9), 3: (0.1, 0.5, 0.9)}[count]
+    """Returns the soups of two or three runs at the five preferences, or of five at the nine.
+
+    The runs themselves are among them.
+    """
+    trained = {2: (0.1, 0.9), 3: (0.1, 0.5, 0.9), 5: FIRST}[count]
     return [
-        models[f"{'separate' if share in trained else f'soup{count}'} {share:g}"] for share in FIRST
+        models[f"{'separate' if share in trained else f'soup{count}'} {share:g}"]
+        for share in (ALL if count == len(FIRST) else FIRST)
     ]
 
 
@@ -520,44 +532,145 @@ def front_table(folder: Path = PROTOCOL) -> str:
 
 
 def number_table(folder: Path = PROTOCOL) -> str:
-    """Returns the expected utility of the conditioned run less that of k separate runs."""
-    first, further = parts("front", TEN, folder), parts("nine", TEN, folder)
-    rows = []
+    """Returns what k separate runs, soups and a warm-started sweep reach, and the conditioned run.
+
+    At the five preferences up to five separate runs, and for soups of two and three; at all nine
+    otherwise.
+    """
+    sides: list[tuple[str, int, Sequence[str], Callable[[Models], list[Model]]]] = []
     for count in range(1, 10):
-        shares, by_seed = (*FIRST, *FURTHER)[:count], []
-        seeds = first if count <= len(FIRST) else [seed for seed in first if seed in further]
-        for seed in seeds:
-            models = {**first[seed], **further.get(seed, {})}
-            folds = FIRST if count <= len(FIRST) else (*FIRST, *FURTHER)
-            by_seed.append(
-                expected_utility(of(models, "conditioned", folds))
-                - expected_utility(of(models, "separate", shares))
-            )
-        rows.append([str(count), str(len(by_seed)), interval(by_seed)])
-    header = ["separate runs", "n", "expected utility, the conditioned run less theirs"]
-    return markdown_table(header, rows)
+        shares, needs = ALL[:count], ("front", "nine")[: 1 + (count > len(FIRST))]
+        name = "1 separate run" if count == 1 else f"{count} separate runs"
+        sides.append((name, count, needs, lambda models, own=shares: of(models, "separate", own)))
+    for count, needs in ((2, ["front"]), (3, ["front"]), (5, ["front", "nine"])):
+        name = f"soup of {count} runs"
+        sides.append((name, count, needs, lambda models, count=count: soups(models, count)))
+    sides.append(("warm-started sweep", 3, ("front", "nine", "warm"), warm_sweep))
+    data = {name: parts(name, TEN, folder) for name in ("front", "nine", "warm")}
+    quantities: tuple[tuple[Callable[[list[Model], Model], float], bool], ...] = (
+        # quantity, whether the conditioned run is compared
+        (lambda own, _: expected_utility(own), True),
+        (gained_volume, True),
+        (lambda own, _: volume_of(own, np.zeros(2)), False),
+        (lambda own, _: fmean(model["test"]["KL"] for model in own), False),
+    )
+    rows = []
+    for name, runs, needs, side in sides:
+        seeds = [seed for seed in TEN if all(seed in data[part] for part in needs)]
+        models = [{k: v for part in needs for k, v in data[part][seed].items()} for seed in seeds]
+        shares, cells = (FIRST if tuple(needs) == ("front",) else ALL), []
+        for read, is_compared in quantities:
+            own = [read(side(each), each["base"]) for each in models]
+            cells.append(spread(own))
+            if is_compared:
+                folds = [read(of(each, "conditioned", shares), each["base"]) for each in models]
+                cells.append(interval(a - b for a, b in zip(folds, own, strict=True)))
+        rows.append([name, f"{runs * 1024:,}", str(len(seeds)), *cells])
+    less = "the conditioned run less theirs"
+    header = ["replies", "n", "expected utility", less, "hypervolume from the base", less]
+    return markdown_table(["", *header, "hypervolume from zero", "mean KL"], rows)
+
+
+def warm_sweep(models: Models) -> list[Model]:
+    """Returns the run at equal shares and the eight short runs that start from it."""
+    return [*of(models, "separate", (0.5,)), *of(models, "warm", [p for p in ALL if p != 0.5])]
 
 
 def kl_table(folder: Path = PROTOCOL) -> str:
     """Returns the utility p·r of the conditioned run less a separate run's, at equal KL."""
-    whole, shrunk = parts("front", TEN, folder), parts("equal_kl", TEN, folder)
     rows = []
-    for share in (0.1, 0.5, 0.9):
+    for share in sorted(KL_SHARES):
         plain, equal = [], []
-        for seed in (seed for seed in whole if seed in shrunk):
+        for whole, at_equal in equal_kl_data(folder):
             weights = np.array([share, 1 - share])
-            curves, ends = {}, {}
-            for method in ("conditioned", "separate"):
-                key = f"{method} {share:g}"
-                models = (shrunk[seed]["base"], shrunk[seed][key], whole[seed][key])
-                curves[method] = [(m["test"]["KL"], rewards(m, "test") @ weights) for m in models]
-                ends[method] = curves[method][-1]
-            kl = min(end[0] for end in ends.values())
-            plain.append(ends["conditioned"][1] - ends["separate"][1])
-            equal.append(at_kl(curves["conditioned"], kl) - at_kl(curves["separate"], kl))
+            for less, models in ((plain, whole), (equal, at_equal)):
+                folds, others = (
+                    rewards(models[f"{method} {share:g}"], "test") @ weights
+                    for method in ("conditioned", "separate")
+                )
+                less.append(folds - others)
         p = f"({share:g}, {1 - share:.1g})"
         rows.append([p, str(len(equal)), interval(plain), interval(equal)])
     return markdown_table(["p", "n", "utility, as they end", "at equal KL"], rows)
+
+
+def kl_number_table(folder: Path = PROTOCOL) -> str:
+    """Returns the conditioned run less k separate runs, with pairs of models at equal KL."""
+    rows = []
+    for count in range(1, len(KL_SHARES) + 1):
+        cells: list[list[float]] = [[], [], [], []]
+        for whole, at_equal in equal_kl_data(folder):
+            values = []
+            for models in (whole, at_equal):
+                folds = of(models, "conditioned", KL_SHARES)
+                others = of(models, "separate", FIRST[:count])
+                values.append(expected_utility(folds) - expected_utility(others))
+                base = whole["base"]
+                values.append(gained_volume(folds, base) - gained_volume(others, base))
+            for cell, value in zip(cells, values, strict=True):
+                cell.append(value)
+        rows.append([str(count), str(len(cells[0])), *(interval(cell, 4) for cell in cells)])
+    header = ["expected utility, as they end", "hypervolume from the base, as they end"]
+    equal = ["expected utility, at equal KL", "hypervolume, at equal KL"]
+    return markdown_table(["separate runs", "n", *header, *equal], rows)
+
+
+def equal_kl_data(folder: Path = PROTOCOL) -> list[tuple[Models, Models]]:
+    """Returns the models as they end, and at equal KL, of each seed that has both."""
+    whole, shrunk = parts("front", TEN, folder), parts("equal_kl", TEN, folder)
+    return [
+        (whole[seed], at_equal_kl(whole[seed], shrunk[seed])) for seed in whole if seed in shrunk
+    ]
+
+
+def at_equal_kl(whole: Models, shrunk: Models) -> Models:
+    """Returns a fold and a separate run at each preference, at the smaller of their two KLs.
+
+    Figures on test prompts are interpolated through the base model and the shrunk one; those on
+    validation prompts, which choose models, are the whole one's.
+    """
+    models = {}
+    for share in KL_SHARES:
+        keys = [f"{method} {share:g}" for method in ("conditioned", "separate")]
+        kl = min(whole[key]["test"]["KL"] for key in keys)
+        for key in keys:
+            curve = [model["test"] for model in (shrunk["base"], shrunk[key], whole[key])]
+            test = {name: at_kl([(row["KL"], row[name]) for row in curve], kl) for name in curve[0]}
+            models[key] = {"validation": whole[key]["validation"], "test": test}
+    return models
+
+
+def power_table(folder: Path = PROTOCOL) -> str:
+    """Returns the seeds that equality within the margin needs, by the differences' deviations."""
+    claims = [claim for claim in family_a(folder) if claim.margin is not None]
+    tests = len(claims) + len(family_a(folder))
+    rows = []
+    for claim in claims:
+        deviation = float(np.std(claim.differences, ddof=1))
+        cells = [
+            str(seeds_for_equality(deviation, MARGIN, power=power, alpha=alpha))
+            for alpha in (ALPHA, ALPHA / tests)
+            for power in (0.5, 0.8)
+        ]
+        found = [str(len(claim.differences)), interval(claim.differences), f"{deviation:.3f}"]
+        rows.append([claim.name, *found, *cells])
+    header = ["claim", "n", "95 % interval", "standard deviation of a seed's difference"]
+    ways = [f"seeds, {alone}, power {p}" for alone in ("alone", "after Holm") for p in ("½", "0.8")]
+    return markdown_table([*header, *ways], rows)
+
+
+def seeds_for_equality(deviation: float, margin: float, *, power: float, alpha: float) -> int:
+    """Returns the seeds with which two one-sided t-tests show the equality of equal sides.
+
+    >>> seeds_for_equality(0.01, 0.01, power=0.8, alpha=0.05)
+    11
+    """
+    for count in range(2, 10_000):
+        bound = stats.t.ppf(1 - alpha, count - 1)
+        beyond = stats.nct.sf(bound, count - 1, margin * count**0.5 / deviation)
+        if 2 * beyond - 1 >= power:
+            return count
+    raise ValueError(f"a deviation of {deviation:g} is too large for a margin of {margin:g}.")
 
 
 def baseline_table(folder: Path = PROTOCOL) -> str:
@@ -695,6 +808,8 @@ TABLES: dict[str, Callable[[], str]] = {
     "front": front_table,
     "number of runs": number_table,
     "equal KL": kl_table,
+    "number of runs at equal KL": kl_number_table,
+    "power": power_table,
     "baselines": baseline_table,
     "weights": weights_table,
     "real model": real_table,

@@ -13,6 +13,7 @@ from benchmarks.findings import (
     PROTOCOL,
     TABLES,
     Claim,
+    at_equal_kl,
     at_kl,
     chosen,
     coverage,
@@ -28,7 +29,11 @@ from benchmarks.findings import (
     interval,
     older_differences,
     rich_of_folds,
+    seeds_for_equality,
+    soups,
     verdicts,
+    volume_of,
+    warm_sweep,
     written,
 )
 from firm.report.seeds import mean_difference
@@ -146,6 +151,52 @@ def test_utility_at_equal_kl_lies_on_the_line():
     curve = [(2.0, 0.6), (0.0, 0.4), (1.0, 0.55)]
     assert at_kl(curve, 0.5) == pytest.approx(0.475)
     assert at_kl(curve, 2.0) == 0.6
+
+
+def test_pairs_are_compared_at_the_smaller_of_their_two_kls():
+    def at(kl, reward):
+        return {"test": {"reward helpful": reward, "KL": kl}, "validation": {"reward helpful": 0.9}}
+
+    shares = ("0.1", "0.5", "0.9")
+    whole = {f"conditioned {p}": at(4.0, 0.8) for p in shares}
+    whole |= {f"separate {p}": at(2.0, 0.7) for p in shares}
+    shrunk = {f"conditioned {p}": at(1.0, 0.6) for p in shares}
+    shrunk |= {"base": at(0.0, 0.4)} | {f"separate {p}": at(1.0, 0.5) for p in shares}
+    models = at_equal_kl(whole, shrunk)
+    for p in shares:
+        fold, run = models[f"conditioned {p}"], models[f"separate {p}"]
+        assert fold["test"]["KL"] == run["test"]["KL"] == 2.0
+        assert fold["test"]["reward helpful"] == pytest.approx(0.6 + 0.2 / 3)
+        assert run["test"]["reward helpful"] == 0.7
+        assert fold["validation"] == {"reward helpful": 0.9}  # of the whole model: it chooses
+
+
+def test_hypervolume_is_of_the_models_that_validation_prompts_keep():
+    lucky = model(validation=(0.4, 0.4), test=(0.9, 0.9))
+    assert volume_of([lucky, model((0.5, 0.5), (0.5, 0.6))], np.zeros(2)) == pytest.approx(0.3)
+
+
+def test_soups_and_sweeps_have_one_model_for_each_preference():
+    front, nine = (json.loads((PROTOCOL / f"{part}_100.json").read_text())
+                   for part in ("front", "nine"))  # fmt: skip
+    models = {name: name for name in (*front, *nine)}
+    models |= {f"warm {share:g}": f"warm {share:g}" for share in np.arange(1, 10) / 10}
+    for count, number in ((2, 5), (3, 5), (5, 9)):
+        own = soups(models, count)
+        assert len(set(own)) == number
+        assert sum(name.startswith("separate") for name in own) == count
+    assert len(set(warm_sweep(models))) == 9
+
+
+@pytest.mark.parametrize("deviation", [0.01, 0.0232])
+def test_equality_is_shown_in_four_of_five_simulations_with_these_seeds_and_no_fewer(deviation):
+    def power(count):
+        samples = deviation * np.random.default_rng(0).standard_normal((20_000, count))
+        bounds = stats.t.ppf(0.95, count - 1) * samples.std(1, ddof=1) / count**0.5
+        return np.mean(abs(samples.mean(1)) + bounds < 0.01)
+
+    count = seeds_for_equality(deviation, 0.01, power=0.8, alpha=0.05)
+    assert power(count - 1) - 0.01 < 0.8 < power(count) + 0.01
 
 
 def test_seeds_of_a_family_are_read_from_its_files(tmp_path):
