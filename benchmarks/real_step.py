@@ -5,7 +5,8 @@
     python benchmarks/real_step.py --vocabulary 128000             # random weights
 
 PPO with value heads and the critic-free estimator on M objectives, as a client's step and as a
-round of several stacked clients with as many replies in all; TRL's GRPOTrainer, which has one
+round of several stacked clients with as many replies in all; the critic-free one also with an
+adapter that is conditioned on the preference of M = 2; TRL's GRPOTrainer, which has one
 objective; and plain `generate` of the same prompts. All have the same numbers of prompts, replies,
 tokens and minibatches, and rewards that take no time. Steps are interleaved; every figure is a
 median, and the first step of each is left out. On the CPU, seconds are CPU seconds of one thread,
@@ -58,6 +59,7 @@ from firm.alignment import (
     load_policy,
     load_tokenizer,
 )
+from firm.alignment.adapters.conditioned import ConditioningConfig
 from firm.alignment.estimators.critic_free import CriticFreeConfig
 from firm.alignment.policy import move_, without_needless_warnings
 from firm.alignment.stacked.trainer import stacked_trainers
@@ -125,6 +127,11 @@ def variants(options: Namespace) -> dict[str, Callable[[], Callable[[], Stages]]
         for count in options.objectives:
             key = f"{name}, M = {count}, {options.clients} stacked"
             found[key] = partial(stacked_round, options, name, count)
+    if 2 in options.objectives:
+        name, end = "critic-free", ", conditioned"
+        found[f"{name}, M = 2{end}"] = partial(local_step, options, name, 2, is_conditioned=True)
+        key = f"{name}, M = 2, {options.clients} stacked{end}"
+        found[key] = partial(stacked_round, options, name, 2, is_conditioned=True)
     found["TRL GRPO"] = partial(trl_step, options)
     found["sampling"] = partial(sampling, options)
     found["plain generate"] = partial(plain_generate, options)
@@ -176,6 +183,10 @@ def compare(options: Namespace) -> None:
         for name in ESTIMATORS:
             own = [rows[f"{name}, {count}{end}"]["whole"] for count in (most, least)]
             print(f"{name}{end}: {most} / {least} is {own[0] / own[1]:.2f}")
+    for name in rows:
+        plain = name.removesuffix(", conditioned")
+        if plain != name:
+            print(f"{name}: {rows[name]['whole'] / rows[plain]['whole']:.2f} of {plain}")
 
 
 def peak(options: Namespace, name: str) -> float:
@@ -215,19 +226,42 @@ def prompts_of(options: Namespace) -> list[Prompt]:
 
 
 @cache
-def policy_of(path: str, dtype: str, device: str, engine: str) -> Any:
+def policy_of(path: str, dtype: str, device: str, engine: str, is_conditioned: bool) -> Any:
     """Returns the policy of an engine; joint passes replace the forward of its layers."""
-    policy = load_policy(_policy_config(path, dtype), stream=RandomStream(0, "adapter"))
+    config = _policy_config(path, dtype, is_conditioned=is_conditioned)
+    policy = load_policy(config, stream=RandomStream(0, "adapter"), num_objectives=2)
     move_(policy, torch.device(device))
     return policy
 
 
-def _policy_config(path: str, dtype: Any) -> PolicyConfig:
-    return PolicyConfig(path, dtype=dtype, lora=LoraSettings(dropout=0.0))
+def _policy_config(path: str, dtype: Any, *, is_conditioned: bool = False) -> PolicyConfig:
+    conditioning = _conditioning(is_conditioned)
+    return PolicyConfig(
+        path, dtype=dtype, lora=LoraSettings(dropout=0.0), conditioning=conditioning
+    )
+
+
+def _conditioning(is_conditioned: bool) -> ConditioningConfig:
+    return ConditioningConfig("preference" if is_conditioned else "none")
+
+
+def client_of(
+    name: str, prompts: list[Prompt], trainer: Any, seed: int, *, is_conditioned: bool
+) -> AlignmentClient:
+    """Returns a client, which draws preferences for a conditioned policy."""
+    stream = RandomStream(seed, name, "preferences")
+    preferences = _conditioning(is_conditioned).preferences(stream, 2)
+    return AlignmentClient(name, prompts, trainer, seed=seed, preferences=preferences)
 
 
 def trainer_of(
-    options: Namespace, estimator: str, num_objectives: int, replies: int, engine: str = "local"
+    options: Namespace,
+    estimator: str,
+    num_objectives: int,
+    replies: int,
+    engine: str = "local",
+    *,
+    is_conditioned: bool = False,
 ) -> MultiObjectiveTrainer:
     """Returns a trainer with rewards that take no time."""
     config = ESTIMATORS[estimator](
@@ -237,7 +271,7 @@ def trainer_of(
         kl=KLConfig(controller="fixed"),
     )
     source = options.model, options.dtype
-    policy = policy_of(*source, options.device, engine)
+    policy = policy_of(*source, options.device, engine, is_conditioned)
     return build_trainer(
         config,
         rollout_config=RolloutConfig(
@@ -259,11 +293,15 @@ def reward(prompts: Any, completions: Sequence[str], *, number: int, **_: Any) -
     return [text.count("etaoinsh"[number]) / (1 + len(text)) for text in completions]
 
 
-def local_step(options: Namespace, estimator: str, num_objectives: int) -> Callable[[], Stages]:
+def local_step(
+    options: Namespace, estimator: str, num_objectives: int, *, is_conditioned: bool = False
+) -> Callable[[], Stages]:
     """Returns a client's local step, always the same one."""
-    trainer = trainer_of(options, estimator, num_objectives, options.replies)
+    trainer = trainer_of(
+        options, estimator, num_objectives, options.replies, is_conditioned=is_conditioned
+    )
     trainer._clock = clock = clock_of(options)
-    client = AlignmentClient("client_0", prompts_of(options), trainer, seed=0)
+    client = client_of("client_0", prompts_of(options), trainer, 0, is_conditioned=is_conditioned)
     start = client.state()
     request = LocalTraining(
         round=2,  # the first measures the mismatch of log-probabilities, too
@@ -284,13 +322,16 @@ def local_step(options: Namespace, estimator: str, num_objectives: int) -> Calla
     return step
 
 
-def stacked_round(options: Namespace, estimator: str, num_objectives: int) -> Callable[[], Stages]:
+def stacked_round(
+    options: Namespace, estimator: str, num_objectives: int, *, is_conditioned: bool = False
+) -> Callable[[], Stages]:
     """Returns a round of stacked clients, always from the same adapter, without its stages."""
     replies = options.replies // options.clients
-    trainer = trainer_of(options, estimator, num_objectives, replies, "stacked")
+    own = {"is_conditioned": is_conditioned}
+    trainer = trainer_of(options, estimator, num_objectives, replies, "stacked", **own)
     new_trainer, prompts = stacked_trainers(trainer), prompts_of(options)
     names = [f"client_{at}" for at in range(options.clients)]
-    clients = [AlignmentClient(n, prompts[i:], new_trainer(), seed=i) for i, n in enumerate(names)]
+    clients = [client_of(n, prompts[i:], new_trainer(), i, **own) for i, n in enumerate(names)]
     engine = StackedEngine(clients, max_rows=options.replies)
     start = copy_adapter(trainer.adapter_parameters)
     state = ServerState(start, objectives=trainer.objectives, seed=0)
