@@ -9,8 +9,8 @@
 A method that several folders have is one method: seeds may have been run apart. `docs/fronts` keeps
 the fronts of studies whose runs are gone.
 
-Two reference points: zeros, where about half is the base model's own, and, for two objectives, a
-stricter one. Models that have collapsed are left out (`firm.fronts.collapse_reason`), and what is
+Two reference points: zeros, where about half is the base model's own, and the base model's rewards,
+which only models above them in all rewards exceed. Models that have collapsed are left out (`firm.fronts.collapse_reason`), and what is
 below the reference counts nothing. With --true the volume is that of other scores, too, from -1.5
 each. Differences have 95 % intervals over the seeds by Student's t. How far parse rates fall is
 compared at equal preferences, as means over the seeds.
@@ -32,7 +32,6 @@ from firm.run import print_table
 
 Values = Mapping[str, Mapping[int, list[list[float]]]]
 """Of each point, by method and seed."""
-STRICT = (0.3, 0.4)
 LEAST_TRUE = -1.5
 
 
@@ -74,8 +73,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     print(f"{len(common)} preferences and {len(seeds)} seeds that all methods have.")
     rewards = _values(sound, lambda p: [p.rewards[name] for name in objectives])
     _show("rewards from zero", rewards, (0.0,) * len(objectives), options.against)
-    if len(objectives) == len(STRICT):
-        _show(f"rewards from {STRICT}", rewards, STRICT, options.against)
+    base = tuple(next(iter(fronts.values())).base[name] for name in objectives)
+    _show("rewards from the base model's", rewards, base, options.against)
     if names := options.true:
         scores = _values(sound, lambda p: [p.scores[name] for name in names])
         _show(", ".join(names), scores, (LEAST_TRUE,) * len(names), options.against)
