@@ -5,22 +5,21 @@
     python benchmarks/adapter_runs.py privacy --seeds 200 201 202
     python benchmarks/private.py docs/results/data/protocol --kept 0.5 --bisect   # levels to add
 
-Each seed of a part is one file, as in benchmarks/protocol_runs.py. The part rates measures
+Each seed of a part is one file, to which models that it lacks are added. The part rates measures
 validation prompts alone, so that nothing else can choose `CHOSEN`; the other two measure test
-prompts. A file of the part privacy is written anew when `LEVELS` has new levels; the runs that are
-finished are kept.
+prompts.
 """
 
 import argparse
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from math import inf
 from pathlib import Path
 from typing import Any
 
 from benchmarks.measure import quiet
 from benchmarks.privacy_budget import noise_for
-from benchmarks.protocol_runs import COMMON, MINIATURE, Adapters, Lab, World
+from benchmarks.protocol_runs import COMMON, MINIATURE, Lab, World
 from firm.run.files import replace_text
 
 CLIENTS = 8
@@ -29,6 +28,7 @@ ADAPTERS: dict[str, dict[str, Any]] = {
     "LoRA r = 16": {"policy.lora.r": 16},
     "LoRA-XS r = 8": {"policy.adapter": "lora_xs", "policy.lora.r": 8},
 }
+RATE = "estimator.actor_learning_rate"
 RATES = (0.001, 0.0025, 0.006)
 CHOSEN: dict[str, float] = {}
 """Learning rates that the part rates has chosen."""
@@ -44,69 +44,51 @@ WHOLE, SMALL = "float32", "2 bits"
 """Uploads of the part uploads."""
 
 
+Jobs = dict[str, dict[str, Any]]
+"""Keys of runs, by the name of the model."""
+
+
+def rates(adapter: str, seed: int) -> Jobs:
+    """Returns the runs of an adapter at each learning rate."""
+    return {f"{adapter}, rate {rate:g}": {RATE: rate} for rate in RATES}
+
+
+def uploads(adapter: str, seed: int) -> Jobs:
+    """Returns the runs of E1: whole uploads and uploads of two bits."""
+    keys = {RATE: CHOSEN[adapter]}
+    small = {**keys, "strategy.upload.bits": 2}
+    return {f"{adapter}, {WHOLE}": keys, f"{adapter}, {SMALL}": small}
+
+
+def privacy(adapter: str, seed: int) -> Jobs:
+    """Returns the runs of an adapter under the noise of each level."""
+    noise, jobs = noise_for(EPSILON, COMMON["rounds"], DELTA), Jobs()
+    for clients in LEVELS[adapter]:
+        level = "no noise" if clients == inf else f"{clients:g} clients"
+        jobs[f"{adapter}, {level}"] = {
+            RATE: CHOSEN[adapter],
+            "strategy.privacy.clip_norm": CLIP[adapter],
+            "strategy.privacy.noise_multiplier": CLIENTS * noise / clients,
+            "strategy.privacy.noise_seed": seed,
+        }
+    return jobs
+
+
+PARTS = {"rates": (rates, "validation"), "uploads": (uploads, "test"), "privacy": (privacy, "test")}
+"""Runs of each part, and the prompts that they are measured on."""
+
+
 def lab_of(adapter: str, seed: int, runs: Path) -> Lab:
     """Returns the lab of one kind of adapter."""
     keys = {"num_clients": CLIENTS, "strategy.name": "firm", **ADAPTERS[adapter]}
     return Lab(seed, runs, World(MINIATURE.base, {**COMMON, **keys}, MINIATURE.num_prompts))
 
 
-def rates(seed: int, runs: Path, make: Callable[[str, int, Path], Lab] = lab_of) -> dict[str, Any]:
-    """Measures each adapter at each learning rate on validation prompts."""
-    found = {}
-    for adapter in ADAPTERS:
-        lab = make(adapter, seed, runs)
-        models = {
-            f"{adapter}, rate {rate:g}": _train(lab, f"{adapter} rate {rate:g}", rate)
-            for rate in RATES
-        }
-        found |= lab.measured(models, splits=["validation"])
-    return found
-
-
-def uploads(
-    seed: int, runs: Path, make: Callable[[str, int, Path], Lab] = lab_of
-) -> dict[str, Any]:
-    """Measures E1: whole uploads and uploads of two bits."""
-    adapter = "LoRA r = 16"
-    lab = make(adapter, seed, runs)
-    keys: dict[str, dict[str, Any]] = {WHOLE: {}, SMALL: {"strategy.upload.bits": 2}}
-    models = {
-        f"{adapter}, {name}": _train(lab, f"{adapter} {name}", CHOSEN[adapter], own)
-        for name, own in keys.items()
-    }
-    return lab.measured(models, splits=["test"])
-
-
-def privacy(
-    seed: int, runs: Path, make: Callable[[str, int, Path], Lab] = lab_of
-) -> dict[str, Any]:
-    """Measures E2: each adapter under the noise of each level."""
-    found, noise = {}, noise_for(EPSILON, COMMON["rounds"], DELTA)
-    for adapter, levels in LEVELS.items():
-        lab, models = make(adapter, seed, runs), Adapters()
-        for clients in levels:
-            keys = {
-                "strategy.privacy.clip_norm": CLIP[adapter],
-                "strategy.privacy.noise_multiplier": CLIENTS * noise / clients,
-                "strategy.privacy.noise_seed": seed,
-            }
-            name = level_name(adapter, clients)
-            models[name] = _train(lab, name, CHOSEN[adapter], keys)
-        found |= lab.measured(models, splits=["test"])
-    return found
-
-
-def level_name(adapter: str, clients: float) -> str:
-    """Returns the name of a model under the noise of so many clients."""
-    return f"{adapter}, " + ("no noise" if clients == inf else f"{clients:g} clients")
-
-
-def _train(lab: Lab, name: str, rate: float, keys: Mapping[str, Any] | None = None) -> Path:
-    folder = name.replace(" ", "_").replace(",", "")
-    return lab.train(folder, {"estimator.actor_learning_rate": rate, **(keys or {})}) / "adapter"
-
-
-PARTS = {part.__name__: part for part in (rates, uploads, privacy)}
+def measured(jobs: Jobs, lab: Lab, split: str) -> dict[str, Any]:
+    """Returns the figures of the base model and of each run, after training what is left."""
+    folders = {name: name.replace(" ", "_").replace(",", "") for name in jobs}
+    models = {name: lab.train(folders[name], keys) / "adapter" for name, keys in jobs.items()}
+    return lab.measured(models, splits=[split])
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -115,14 +97,20 @@ def main(arguments: Sequence[str] | None = None) -> None:
     )
     parser.add_argument("part", choices=PARTS)
     parser.add_argument("--seeds", type=int, nargs="+", required=True)
+    parser.add_argument("--adapters", nargs="+", choices=ADAPTERS, default=["LoRA r = 16"])
     parser.add_argument("--runs", type=Path, default=Path("runs/adapters"))
     parser.add_argument("--out", type=Path, default=Path("docs/results/data/protocol"))
     options = parser.parse_args(arguments)
     quiet()
+    jobs_of, split = PARTS[options.part]
     for seed in options.seeds:
         path = options.out / f"{options.part}_{seed}.json"
-        figures = PARTS[options.part](seed, options.runs)
-        replace_text(path, json.dumps(figures, indent=1) + "\n")
+        for adapter in options.adapters:
+            known = json.loads(path.read_text()) if path.exists() else {}
+            left = {k: v for k, v in jobs_of(adapter, seed).items() if k not in known}
+            if left:
+                figures = measured(left, lab_of(adapter, seed, options.runs), split)
+                replace_text(path, json.dumps({**known, **figures}, indent=1) + "\n")
         print(path, flush=True)
 
 
