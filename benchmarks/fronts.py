@@ -10,10 +10,10 @@ A method that several folders have is one method: seeds may have been run apart.
 the fronts of studies whose runs are gone.
 
 Two reference points: zeros, where about half is the base model's own, and the base model's rewards,
-which only models above them in all rewards exceed. Models that have collapsed are left out (`firm.fronts.collapse_reason`), and what is
-below the reference counts nothing. With --true the volume is that of other scores, too, from -1.5
-each. Differences have 95 % intervals over the seeds by Student's t. How far parse rates fall is
-compared at equal preferences, as means over the seeds.
+which only models above them in all rewards exceed. Models that have collapsed are left out
+(`firm.fronts.collapse_reason`), and what is below the reference counts nothing. With --true the
+volume is that of other scores, too, from -1.5 each. Differences have 95 % intervals over the seeds
+by Student's t. How far parse rates fall is compared at equal preferences, as means over the seeds.
 """
 
 import argparse
