@@ -8,24 +8,13 @@ engines, strategies), then ``alignment`` (local training of language models), ``
 embedded world), ``run`` (configuration, directories, checkpoints) and ``report``.
 """
 
-import warnings
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from firm.lazy import lazy
 
 if TYPE_CHECKING:
     from firm.jobs.interface import align
 
 __version__ = "0.1.0"
 __all__ = ["align"]
-
-
-def __getattr__(name: str) -> Any:
-    """Imports `align` lazily, since it imports torch and transformers."""
-    if name == "align":
-        with warnings.catch_warnings():  # about notebook progress bars, which no run uses
-            warnings.filterwarnings("ignore", message="IProgress not found")
-            import tqdm.auto  # noqa: F401
-
-        from firm.jobs.interface import align
-
-        return align
-    raise AttributeError(f"module 'firm' has no attribute {name!r}")
+__getattr__, __dir__ = lazy(__name__)

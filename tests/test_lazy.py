@@ -30,3 +30,17 @@ from firm.federation import Client
 assert "firm.federation.strategies" not in sys.modules
 """
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_the_python_interface_imports_its_libraries_when_it_is_called():
+    code = """
+import sys
+from firm import align
+assert not {"torch", "transformers", "datasets", "pydantic"} & set(sys.modules)
+try:
+    align("policy", rewards={"brief": len})
+except ValueError as error:
+    assert "rewards and prompts must be given" in str(error)
+assert "torch" not in sys.modules
+"""
+    subprocess.run([sys.executable, "-c", code], check=True)

@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, RwkvConfig
 
 import firm
 from firm.cli.main import COMMANDS
-from firm.jobs.interface import GIVEN
+from firm.jobs.alignment_config import GIVEN
 from firm.run import Run, UserError
 from reward_models import RewardModelConfig
 from tests.plugins import plugins_forgotten

@@ -1,0 +1,195 @@
+"""Runs on models, rewards and prompts that a program passes as objects."""
+
+import random
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import datasets
+import transformers
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from firm.alignment.policy import borrowed, is_stored_at, read_tokenizer
+from firm.alignment.prompt_data import loose_text, read_prompts
+from firm.alignment.prompts import Prompt
+from firm.jobs.alignment import Result, run_folder
+from firm.jobs.alignment import align as run_alignment
+from firm.jobs.alignment_config import DEFAULT_SPLITS, GIVEN, AlignmentConfig
+from firm.jobs.alignment_loading import Given
+from firm.jobs.fetch import fetch_policy
+from firm.jobs.finished_runs import keep_test_prompts
+from firm.run.config import compose, to_dict
+from firm.run.errors import UserError
+from firm.run.resuming import Resume
+from firm.run.shipped import with_shipped_paths
+from reward_models.registry import RewardModelConfig, as_reward, reward_settings
+
+Reward = Callable[..., Any] | str | Mapping[str, Any] | RewardModelConfig
+"""A reward function, a text as in `reward_settings`, or the settings of a reward model."""
+Prompts = str | Path | datasets.Dataset | datasets.DatasetDict | Sequence[str | Mapping[str, Any]]
+"""Texts or rows, a dataset, or its path (a file, a folder or a name on the hub)."""
+
+HELD_OUT = 10
+"""One in `HELD_OUT` prompts is held out for validation, and another one for testing."""
+
+
+def align_objects(
+    model: str | Path | PreTrainedModel,
+    rewards: Mapping[str, Reward] | None,
+    prompts: Prompts | None,
+    *,
+    pairs: Mapping[str, Prompts] | None,
+    tokenizer: PreTrainedTokenizerBase | None,
+    validation_prompts: Prompts | None,
+    test_prompts: Prompts | None,
+    config: str | Path | Sequence[str | Path],
+    settings: Mapping[str, Any] | None,
+    out: str | Path | None,
+    resume: Resume,
+) -> Result | None:
+    """Returns the result of `firm.align`, whose arguments are the same."""
+    is_object = isinstance(model, PreTrainedModel)
+    path = str(model.name_or_path or "") if is_object else str(model)
+    if not is_object:
+        fetch_policy(path)
+    path = with_shipped_paths(path)
+    if is_object and not path and tokenizer is None:
+        raise UserError(
+            "tokenizer must be given, since the model does not know the path it was loaded from; "
+            "pass the model's tokenizer."
+        )
+    transformers.utils.logging.disable_progress_bar()
+    is_stored = not is_object or (bool(path) and is_stored_at(path, model))
+    overrides = {
+        "policy.path": path if is_stored else "base",
+        **({"policy.dtype": str(model.dtype).removeprefix("torch.")} if is_object else {}),
+        **_objectives(rewards, pairs),
+        **(settings or {}),
+        **({f"data.{split}.source": GIVEN for split in DEFAULT_SPLITS} if pairs is None else {}),
+        **{
+            f"data.{split}.source": str(own)
+            for split, own in (("validation", validation_prompts), ("test", test_prompts))
+            if isinstance(own, str | Path)
+        },
+        "resume": resume,
+        **({"out": str(out)} if out else {}),
+    }
+    files = [config] if isinstance(config, str | Path) else config
+    cfg = compose(AlignmentConfig, files, list(overrides.items()), source="settings")
+    out = run_folder(cfg)
+    cfg = replace(cfg, out=out)
+    if not is_stored:
+        cfg = replace(cfg, policy=replace(cfg.policy, path=str(out.resolve() / "base")))
+    tokenizer = tokenizer or read_tokenizer(path)
+    given = Given(
+        model=model if is_object else None,
+        tokenizer=tokenizer,
+        reward_fns={n: as_reward(n, r) for n, r in (rewards or {}).items() if callable(r)},
+        rows=_pair_rows(pairs, cfg)
+        if prompts is None
+        else _splits(prompts, validation_prompts, test_prompts, cfg),
+    )
+    with borrowed(given.model):
+        result = run_alignment(cfg, given)
+    if is_object and not is_stored and result:
+        model.save_pretrained(result.path / "base")
+        tokenizer.save_pretrained(result.path / "base")
+    if (
+        result
+        and "test" in given.rows
+        and cfg.data.test.source == GIVEN
+        and cfg.evaluation.num_shown_samples
+    ):
+        keep_test_prompts(result.path, given.rows["test"])
+    return result
+
+
+def _objectives(
+    rewards: Mapping[str, Reward] | None, pairs: Mapping[str, Prompts] | None
+) -> dict[str, Any]:
+    """Returns the settings of the objectives, by key."""
+    if rewards is not None:
+        return {"rewards": {name: _reward_settings(name, own) for name, own in rewards.items()}}
+    sources = {
+        name: {"source": str(own) if isinstance(own, str | Path) else GIVEN}
+        for name, own in (pairs or {}).items()
+    }
+    return {"estimator.name": "dpo", "pairs": sources}
+
+
+def _pair_rows(
+    pairs: Mapping[str, Prompts] | None, cfg: AlignmentConfig
+) -> dict[str, list[Prompt]]:
+    """Returns the rows of pairs that were passed as objects; see `Given`."""
+    rows = {}
+    for name, source in (pairs or {}).items():
+        if isinstance(source, str | Path):
+            continue
+        config = cfg.pairs[name]
+        splits = {name: config.split}
+        splits |= {f"{name}/{use}": getattr(config, use) for use in ("validation", "test")}
+        for key, split in splits.items():
+            if split is not None or key == name:
+                rows[key] = read_prompts(
+                    source, split, reader=config.reader, name=f"the pairs of {name}"
+                )
+    return rows
+
+
+def _reward_settings(name: str, reward: Reward) -> dict[str, Any]:
+    """Returns the settings of a reward model."""
+    if isinstance(reward, RewardModelConfig):
+        return to_dict(reward)
+    if isinstance(reward, str):
+        return reward_settings(reward)
+    if isinstance(reward, Mapping):
+        return dict(reward)
+    if callable(reward):
+        kind: Any = reward if hasattr(reward, "__qualname__") else type(reward)
+        return {"name": f"{kind.__module__}.{kind.__qualname__}"}
+    raise UserError(
+        f"rewards: {name!r} must be a function, a name, a path or settings of a reward model, got "
+        f"{type(reward).__name__}."
+    )
+
+
+def _splits(
+    train: Prompts, validation: Prompts | None, test: Prompts | None, cfg: AlignmentConfig
+) -> dict[str, list[Prompt]]:
+    """Returns the prompts by split; missing splits are held out from the training prompts.
+
+    Rows with the same prompt, up to white space, are held out together.
+    """
+    groups: dict[str, list[Prompt]] = {}
+    for prompt in _rows(train, "train", "prompts", cfg):
+        groups.setdefault(loose_text(prompt.transcript), []).append(prompt)
+    prompts = list(groups.values())
+    asked = {"validation": validation, "test": test}
+    missing = [split for split, given in asked.items() if given is None]
+    size = max(2, len(prompts) // HELD_OUT)
+    if len(prompts) <= size * len(missing):
+        raise UserError(
+            f"prompts must have more than {size * len(missing)} distinct prompts, which are held "
+            f"out, got {len(prompts)}; pass more, or validation_prompts and test_prompts."
+        )
+    if missing:
+        random.Random(cfg.seed).shuffle(prompts)
+    splits = {split: list(chain(*(prompts.pop() for _ in range(size)))) for split in missing}
+    for split, given in asked.items():
+        if given is not None:
+            splits[split] = _rows(given, split, f"{split}_prompts", cfg)
+    return {"train": list(chain(*prompts)), **splits}
+
+
+def _rows(given: Prompts, use: str, argument: str, cfg: AlignmentConfig) -> list[Prompt]:
+    source = with_shipped_paths(given) if isinstance(given, str | Path) else given
+    config = getattr(cfg.data, use)
+    return read_prompts(
+        source,
+        config.split,
+        reader=config.reader,
+        default_split=DEFAULT_SPLITS[use],
+        name=argument,
+    )
