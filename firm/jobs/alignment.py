@@ -67,6 +67,7 @@ from firm.run.directory import Run
 from firm.run.errors import UserError
 from firm.run.guard import drawing
 from firm.run.names import dated_folder
+from firm.run.pace import Paced
 from firm.run.progress import Progress, print_table
 from firm.run.resuming import continued_later
 from firm.run.rows import Row
@@ -237,6 +238,7 @@ def open_wing(
     """Opens the run's folder, tracker and progress display, and closes the engines on exit."""
     settings = to_dict(cfg)
     with (
+        Paced(partial(update_report, out)) as page,  # first, so that it shows how the run ended
         Run.open(out, settings, resume=cfg.resume, ignore=FREE_KEYS, renew=RENEWED_KEYS) as run,
         Tracker(
             cfg.tracking,
@@ -252,7 +254,7 @@ def open_wing(
     ):
         progress.event("started", alarms=[*alarms_at_start(cfg), *loaded.notes])
         yield WINGS[cfg.estimator.learns_from](
-            Logbook(run, tracker), loaded, cfg, calibrations, progress
+            Logbook(run, tracker), loaded, cfg, calibrations, progress, page
         )
 
 
@@ -380,9 +382,10 @@ class _LanguageWing(Wing):
         cfg: AlignmentConfig,
         calibrations: Mapping[str, Calibration],
         progress: Progress,
+        page: Paced,
     ) -> None:
         super().__init__(book, keep_last=cfg.checkpoints.keep_last)
-        self._loaded, self._cfg, self._progress = loaded, cfg, progress
+        self._loaded, self._cfg, self._progress, self._page = loaded, cfg, progress, page
         self._calibrations = calibrations
         self._base: dict[str, Any] = {}
         self.preferences = measured_preferences(cfg)
@@ -432,7 +435,7 @@ class _LanguageWing(Wing):
         return RoundResult(rows, quality=self._quality(measured))
 
     def show(self, state: ServerState, rows: Sequence[Row]) -> None:
-        update_report(self.book.run.path)
+        self._page()
         if not rows:
             self._progress.event("resumed", round=state.round)
             return

@@ -37,6 +37,7 @@ from firm.run.errors import UserError
 from firm.run.files import file_errors, make_private_folder, replace_text
 from firm.run.guard import drawing
 from firm.run.names import dated_folder
+from firm.run.pace import Paced
 from firm.run.progress import print_table
 from firm.run.resuming import STUDY_NAME, continued_later, is_resumed
 from firm.run.rows import Row
@@ -114,7 +115,7 @@ class ClassicResult:
 
 
 def run_classic(cfg: ClassicConfig) -> ClassicResult:
-    """Runs the unfinished runs of a study, and writes the comparison after every algorithm.
+    """Runs the unfinished runs of a study, and writes the comparison as algorithms finish.
 
     Raises:
         UserError: The data do not match the configuration, the study's directory is in use, a run
@@ -136,15 +137,19 @@ def run_classic(cfg: ClassicConfig) -> ClassicResult:
         raise ValueError(
             f"{cfg.data.name} has no {cfg.split} samples to evaluate on; choose another split."
         )
-    runs = []
-    with continued_later(out):
+    runs: list[Setting] = []
+
+    def compare() -> None:
+        write_comparison(cfg, runs, splits, out)
+
+    with continued_later(out), Paced(compare) as page:
         for color, name in enumerate(cfg.algorithms):
             folders = {seed: out / name / f"seed_{seed}" for seed in cfg.seeds}
             for seed, folder in folders.items():
                 run_seed(cfg, name, splits, folder, seed)
             records = [read_record(folder) for folder in folders.values()]
             runs.append(Setting.of(name, color, records))
-            write_comparison(cfg, runs, splits, out)
+            page() if len(runs) < len(cfg.algorithms) else compare()
 
     def new_model(seed: int) -> nn.Module:
         return build_model(cfg.model, splits.train, seed=seed)

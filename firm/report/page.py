@@ -28,7 +28,7 @@ from firm.run.rows import Row
 PAGE_NAME = "report.html"
 PLOTLY_NAME = "plotly.min.js"
 ALONE = "One file, no network needed."
-UNFINISHED = "Rewritten after every round: reload to see the latest."
+UNFINISHED = "Rewritten during the run: reload to see the latest."
 SHARED = (
     "No network needed. The figures need {}; to share the page as a single file, embed it with "
     "python -m firm.report FOLDER."
@@ -261,7 +261,7 @@ def write_page(path: Path, page: Page, *, final: bool = True, shared: Path | Non
     if folder is None:
         replace_file(path, render(page))
     else:
-        # several MB, which would otherwise be written again after every round
+        # several MB, which would otherwise be written again with every page
         if not (folder / PLOTLY_NAME).exists():
             replace_file(folder / PLOTLY_NAME, plotly.offline.get_plotlyjs())
         script = Path(os.path.relpath(folder / PLOTLY_NAME, path.parent)).as_posix()

@@ -1,4 +1,4 @@
-"""The page of one run: `report.html`, rewritten after every round."""
+"""The page of one run: `report.html`, rewritten as rounds end."""
 
 import json
 from collections import Counter

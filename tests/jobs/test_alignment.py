@@ -10,6 +10,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -21,16 +22,17 @@ from transformers import AutoModelForCausalLM
 
 from firm.alignment import AlignmentClient, comparison_table
 from firm.federation import Processes, RoundFailed
+from firm.jobs import alignment
 from firm.jobs.alarms import alarms_at_start, alarms_of_rounds
 from firm.jobs.alignment import Result, align, main
 from firm.jobs.alignment_config import AlignmentConfig
 from firm.jobs.alignment_loading import load
 from firm.report.tables import COLUMNS
-from firm.run import parse
+from firm.run import pace, parse
 from firm.run.checkpoint import load_state
 from tests.plugins import plugins_forgotten
 from tests.runs import read_adapter, read_rows
-from tests.smoke import POLICY, ROOT, SMOKE, config, run
+from tests.smoke import POLICY, ROOT, SMOKE, config, run, run_stopped_in_round_2
 from tests.wandb_files import started
 
 MORTAL_REWARD = """
@@ -366,6 +368,37 @@ def test_a_calibration_that_was_fixed_beforehand_is_the_one_that_counts(tmp_path
 def test_clients_that_need_longer_than_they_have_are_left_out(tmp_path):
     with pytest.raises(RoundFailed, match=r"TimeLimitError: it has not finished within 0\.001 s"):
         run("--out", tmp_path / "run", "--client_timeout", "0.001")
+
+
+def status_on_page(out: Path) -> str:
+    (status,) = re.findall(r'<span class="status">(.*?)</span>', (out / "report.html").read_text())
+    return status
+
+
+def test_the_page_of_a_run_that_fails_says_so(tmp_path):
+    with pytest.raises(RoundFailed):
+        run("--out", tmp_path / "run", "--client_timeout", "0.001")
+    assert status_on_page(tmp_path / "run") == "failed"
+
+
+def test_the_page_of_an_interrupted_run_says_so_and_shows_its_last_round(tmp_path, monkeypatch):
+    monkeypatch.setattr(pace, "SHARE", 1e-6)  # only the first page is due
+    run_stopped_in_round_2("--out", tmp_path / "run", *SHORT, "--rounds", 2)
+    assert status_on_page(tmp_path / "run") == "interrupted"
+    assert "1 of 2" in (tmp_path / "run/report.html").read_text()
+
+
+def test_short_rounds_do_not_wait_for_a_page_that_takes_long(tmp_path, monkeypatch):
+    drawn = []
+
+    def draw(run_path, *, final=False):
+        drawn.append(final)
+        time.sleep(1.0)
+        return run_path / "report.html"
+
+    monkeypatch.setattr(alignment, "update_report", draw)
+    run("--out", tmp_path / "run", *SHORT, "--rounds", 5)
+    assert drawn == [False, True]  # at the start and at the end
 
 
 def test_the_papers_run_states_every_hyperparameter_of_appendix_a1():

@@ -24,7 +24,7 @@ from firm.jobs.fmoo import main
 from firm.jobs.fmoo_config import ClassicConfig, attack_on
 from firm.report import read_record
 from firm.report.tables import Setting
-from firm.run import Run, UserError, parse
+from firm.run import Run, UserError, pace, parse
 from firm.run.shipped import CONFIGS
 from tests.runs import edit_rows, read_rows, write_classic_run
 from tests.wandb_files import started
@@ -68,6 +68,21 @@ def test_every_algorithm_and_seed_has_a_run_and_the_study_a_page_and_a_table(stu
         fmean(row["accuracies"]["left"] for row in last), abs=6e-4
     )
     assert "FedCMOO".lower() in (study / "comparison.html").read_text()
+
+
+def test_an_interrupted_study_has_a_page_of_the_algorithms_that_are_finished(tmp_path, monkeypatch):
+    def interrupts(state, *others):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(pace, "SHARE", 1e-6)  # only the first page is due
+    monkeypatch.setitem(STRATEGIES, "fedavg", interrupts)
+    third = "{strategy: {name: fedavg, num_local_steps: 2}, local: {lr: 0.3, batch_size: 16}}"
+    arguments = ["--rounds", "1", "--seeds", "[0]"]
+    with pytest.raises(KeyboardInterrupt):
+        main(_config(tmp_path / "study", *arguments, **SMALL, third=third))
+    with (tmp_path / "study/summary.csv").open() as file:
+        assert [line[0] for line in csv.reader(file)][1:] == list(SMALL)
+    assert "firm" in (tmp_path / "study/comparison.html").read_text()
 
 
 def test_the_seeds_of_an_algorithm_are_one_job_type_in_wandb(tmp_path):
