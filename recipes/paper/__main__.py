@@ -131,6 +131,7 @@ def _opening(runs: Mapping[str, list[Record]], sweep: Sweep, num_missing: int) -
         "95 % interval of Student's t; a claim *holds* when the interval leaves out zero, and one "
         "of equality when it lies within the tolerance, with ten seeds or more. The intervals are "
         "not corrected for their number: by the [protocol](../protocol.md) they are exploratory. "
+        "Seeds vary the runs, not the worlds, so intervals do not show how worlds differ. "
         "Curves are smoothed by an exponential average of half-life 20 local solves, as in the "
         "paper; bands are one standard error over the seeds.",
     ]
