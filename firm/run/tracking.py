@@ -46,6 +46,9 @@ _LABEL_LENGTH = 64
 """Maximum length of tags and job types in W&B."""
 _SINGULAR = {"rewards": "reward", "weights": "weight", "scores": "score", "cosines": "cosine"}
 """Singular of fields that have one number per objective, for names of single series."""
+_GROWTH = 1.05
+"""Factor by which the evaluations must have increased to be drawn again, since W&B stores every
+chart with all of its points."""
 SENT = ("bytes_up", "bytes_down")
 """Fields of a round that are summed over the rounds."""
 
@@ -123,6 +126,7 @@ class Tracker:
         self._objectives = tuple(objectives)
         self._run = None
         self._evaluations: list[Mapping[str, Any]] = []
+        self._num_drawn = 0  # evaluations in the latest charts
         self._samples: list[Mapping[str, Any]] = []
         self._trainings: dict[str, Mapping[str, Any]] = {}
         self._sent: Counter[str] = Counter()
@@ -152,8 +156,8 @@ class Tracker:
         Numbers become series over the rounds, and the row of kind "run" is added to the
         configuration. The row of a round follows the rows of its clients, and adds the means over
         the clients and the total of bytes sent so far. Evaluations with scores are also drawn in
-        the trade-off plane, and the last one on the test split is compared with the base model in a
-        table and in the summary.
+        the trade-off plane, at intervals that grow with their number and at the end, and the last
+        one on the test split is compared with the base model in a table and in the summary.
         """
         if not self._run:
             return
@@ -205,6 +209,8 @@ class Tracker:
         run, self._run = self._run, None
         with self._drawing("the end of the run"):
             if run:
+                if self._num_drawn < len(self._evaluations):
+                    run.log({"round": self._evaluations[-1]["round"], **self._planes()})
                 run.finish(exit_code=0 if succeeded else 1)
 
     @contextmanager
@@ -232,13 +238,18 @@ class Tracker:
         if not self._run or row["kind"] != "evaluation" or "scores" not in row:
             return {}
         self._evaluations.append(row)
-        planes = _planes(self._evaluations, self._objectives)
+        is_due = len(self._evaluations) >= _GROWTH * self._num_drawn
+        planes = self._planes() if is_due else {}
         if row["split"] != "test" or not row.get("change"):
             return planes
         bases = [e for e in self._evaluations if e["split"] == "test" and "change" not in e]
         table, summary = _comparison(bases[-1] if bases else {}, row)
         self._run.summary.update(summary)
         return {**planes, "test": table}
+
+    def _planes(self) -> dict[str, Any]:
+        self._num_drawn = len(self._evaluations)
+        return _planes(self._evaluations, self._objectives)
 
 
 def flatten(row: Mapping[str, Any], objectives: Sequence[str]) -> dict[str, float]:

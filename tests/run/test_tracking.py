@@ -12,6 +12,7 @@ import torch
 import wandb
 
 from firm.run import Tracker, TrackingConfig, tracking
+from firm.run.rows import load_quantities
 from firm.run.tracking import flatten
 from tests.wandb_files import items, merged, on_a_terminal, records_of, started, table
 
@@ -32,6 +33,11 @@ ROW = {
     "note": "text",
     "is_odd": True,
 }
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _quantities() -> None:
+    load_quantities({"policy": {}})  # a run registers them before it logs
 
 
 def test_a_row_becomes_flat_series_with_lists_averaged_over_solves() -> None:
@@ -162,6 +168,18 @@ def test_evaluations_are_drawn_in_the_trade_off_plane_of_each_pair(tmp_path: Pat
     assert any("trade-off/helpful-harmless_table" in chart for chart in charts)
 
 
+def test_the_charts_of_a_long_run_have_points_in_proportion_to_its_rounds(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sizes: list[int] = []
+    monkeypatch.setattr(tracking, "_planes", lambda rows, _: {"points": sizes.append(len(rows))})
+    rows = [evaluation(number, "validation", helpful=0.5) for number in range(1, 200)]
+    track(tmp_path, *rows)
+    assert sizes[:20] == list(range(1, 21))
+    assert sizes[-1] == 199  # the last one is drawn at the end
+    assert sum(sizes) < 25 * 199  # all 199 charts have 100 points on average
+
+
 def test_a_single_objective_is_drawn_against_the_kl(tmp_path: Path) -> None:
     records = track(tmp_path, evaluation(3, "validation", helpful=0.5), objectives=["helpful"])
     [history] = items(records, "history")
@@ -247,6 +265,7 @@ def test_a_disabled_tracker_writes_nothing(tmp_path: Path) -> None:
 ONLINE = """
 import os, sys
 from firm.run import Tracker, TrackingConfig, tracking
+from firm.run.rows import load_quantities
 config = TrackingConfig(mode="online", timeout_s=2)
 for key in (None, "k" * 40):
     if key:
