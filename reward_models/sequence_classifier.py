@@ -9,6 +9,7 @@ import inspect
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from hashlib import sha256
+from math import prod
 from pathlib import Path
 from typing import Any, cast
 from weakref import WeakValueDictionary
@@ -17,7 +18,7 @@ import torch
 from huggingface_hub.errors import StrictDataclassError
 from peft import PeftConfig, PeftModel
 from peft.utils import SAFETENSORS_WEIGHTS_NAME
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
 from transformers import (
     AutoConfig,
     AutoModelForSequenceClassification,
@@ -339,6 +340,20 @@ def load_sequence_classifier(
 def adapter_name(path: str | Path) -> str:
     """Returns the name that the adapter in a folder has in its model: a hash of the path."""
     return sha256(str(Path(path).expanduser().resolve()).encode()).hexdigest()[:16]
+
+
+def adapter_base(path: str | Path) -> str | None:
+    """Returns the path or name of the base model of the adapter in a folder; None without one."""
+    folder = Path(path).expanduser()
+    if not (folder / ADAPTER_NAME).is_file():
+        return None
+    return str(PeftConfig.from_pretrained(str(folder)).base_model_name_or_path)
+
+
+def adapter_sizes(path: str | Path) -> list[int]:
+    """Returns the number of values of each tensor of the adapter in a folder."""
+    with safe_open(Path(path).expanduser() / SAFETENSORS_WEIGHTS_NAME, "pt") as file:
+        return [prod(file.get_slice(name).get_shape()) for name in file.keys()]  # noqa: SIM118
 
 
 def _load_adapter(folder: str, dtype: str, device: torch.device) -> PeftModel:

@@ -4,7 +4,7 @@ import inspect
 import io
 import json
 import shutil
-from dataclasses import field
+from dataclasses import field, replace
 from functools import partial
 from pathlib import Path
 from typing import Annotated
@@ -12,8 +12,15 @@ from typing import Annotated
 import numpy as np
 import pytest
 import torch
+from peft import LoraConfig, get_peft_model
 from rich.console import Console
-from transformers import GPT2Config, MambaConfig
+from safetensors.torch import load_file
+from transformers import (
+    AutoModelForSequenceClassification,
+    GPT2Config,
+    LlamaForSequenceClassification,
+    MambaConfig,
+)
 
 from firm.alignment import (
     AlignmentClient,
@@ -26,7 +33,7 @@ from firm.alignment import (
 )
 from firm.alignment.adapters.conditioned import ConditioningConfig
 from firm.alignment.hyperparameters import departures, hyperparameters
-from firm.alignment.policy import adapter_parameters
+from firm.alignment.policy import adapter_parameters, without_needless_warnings
 from firm.alignment.prompts import prompt_of
 from firm.alignment.stacked.trainer import stacked_trainers
 from firm.federation import Processes, RandomStream
@@ -545,6 +552,37 @@ def test_an_accelerator_named_by_its_type_is_one_device_with_its_index(shallow):
     rewards = ("--rewards.helpful.device", "cuda", "--rewards.harmless.device", "cuda:0")
     (place,) = plan_of(config(*options, *rewards, file="miniature")).places
     assert place.policy == place.rewards["helpful"] == place.rewards["harmless"] == "cuda:0"
+
+
+def test_trained_reward_adapters_share_their_base(tmp_path, make_model):
+    (tmp_path / "base").mkdir()
+    base = LlamaForSequenceClassification(make_model(num_hidden_layers=1, num_labels=1).config)
+    base.save_pretrained(tmp_path / "base")
+    options: list[object] = [*FEW_REPLIES, *LARGE]
+    for name in ("helpful", "harmless"):
+        model = AutoModelForSequenceClassification.from_pretrained(tmp_path / "base", num_labels=1)
+        settings = LoraConfig("SEQ_CLS", r=4, target_modules=["q_proj"])
+        with without_needless_warnings():
+            get_peft_model(model, settings).save_pretrained(tmp_path / name)
+        options += [
+            f"--rewards.{name}.path",
+            str(tmp_path / name),
+            f"--rewards.{name}.format",
+            "plain",
+        ]
+    plan = plan_without_memory(config(*options))
+    assert plan.notes == plan_without_memory(config(*FEW_REPLIES, *LARGE)).notes
+
+    loaded = sum(t.nbytes for t in (*base.parameters(), *base.buffers()))
+    file = load_file(tmp_path / "helpful" / "adapter_model.safetensors")
+    own = sum(values.nbytes for values in file.values())
+    for name in ("helpful", "harmless"):
+        reward = plan.rewards[name]
+        assert (reward.base_bytes, reward.num_bytes) == (loaded, own)
+        assert f"an adapter of {tmp_path / 'base'}" in reward.source
+    policy_only = replace(plan, places=[replace(p, rewards={}) for p in plan.places])
+    total = plan.memory_by_device()["cpu"] - policy_only.memory_by_device().get("cpu", 0)
+    assert total == loaded + 2 * own
 
 
 def test_a_model_that_cannot_be_had_leaves_the_other_figures_and_a_remedy():

@@ -27,6 +27,7 @@ from firm.jobs.plan.passes import rollouts, updates
 from firm.jobs.plan.record import Placement, PolicyFigures, RewardFigures, RunPlan, Work
 from firm.jobs.plan.traffic import Traffic, num_passes, round_traffic
 from reward_models.registry import RewardModelConfig
+from reward_models.sequence_classifier import adapter_base, adapter_sizes
 
 LEFT_OUT = (
     "Memory is an estimate, for prompts and replies of maximum length. It excludes the reward "
@@ -249,7 +250,8 @@ def _work(
 def _reward_figures(reward: RewardModelConfig, key: str, notes: list[str]) -> RewardFigures:
     if reward.name != "sequence_classifier":
         return RewardFigures(f"the function {reward.name}", None, 0, "")
-    architecture = _architecture(reward.path, key, notes)
+    base = adapter_base(reward.path)
+    architecture = _architecture(base or reward.path, key, notes)
     if architecture is None:
         return RewardFigures(reward.path, None, 0, reward.device)
     if reward.output is None:
@@ -258,11 +260,18 @@ def _reward_figures(reward: RewardModelConfig, key: str, notes: list[str]) -> Re
         model = AutoModelForSequenceClassification.from_config(
             architecture, dtype=getattr(torch, reward.dtype)
         )
+    count = sum(p.numel() for p in model.parameters())
+    size = sum(t.nbytes for t in (*model.parameters(), *model.buffers()))
+    if base is None:
+        return RewardFigures(reward.path, count, size, reward.device)
+    own = adapter_sizes(reward.path)
     return RewardFigures(
-        reward.path,
-        num_parameters=sum(p.numel() for p in model.parameters()),
-        num_bytes=sum(t.nbytes for t in (*model.parameters(), *model.buffers())),
+        f"{reward.path}, an adapter of {base}",
+        num_parameters=count + sum(own),
+        num_bytes=4 * sum(own),  # adapters are in float32
         device=reward.device,
+        base=f"{base}, {reward.dtype}",
+        base_bytes=size,
     )
 
 

@@ -83,6 +83,10 @@ class RewardFigures:
     num_bytes: int
     device: str
     """Device as configured."""
+    base: str = ""
+    """Base model and dtype of an adapter; adapters of one base share its weights on a device."""
+    base_bytes: int = 0
+    """Bytes of that base, which are not in `num_bytes`."""
 
 
 @dataclass(frozen=True)
@@ -159,8 +163,13 @@ class RunPlan:
         """Returns the peak bytes by device, summed over its processes."""
         total: dict[str, int] = defaultdict(int)
         for place in self.places:
+            bases: dict[tuple[str, str], int] = {}
             for name, device in place.rewards.items():
-                total[device] += self.rewards[name].num_bytes
+                reward = self.rewards[name]
+                total[device] += reward.num_bytes
+                bases[reward.base, device] = reward.base_bytes
+            for (_, device), size in bases.items():
+                total[device] += size
         if self.policy is None or self.memory is None:
             return {device: size for device, size in total.items() if size}
         memory, adapter = self.memory, self.policy.adapter_bytes

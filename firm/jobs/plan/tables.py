@@ -34,6 +34,8 @@ def _model_table(plan: RunPlan) -> PlanTable:
     for name, reward in plan.rewards.items():
         count = reward.num_parameters
         size = "" if count is None else f", {count:,} parameters, {formats.size(reward.num_bytes)}"
+        if reward.base:
+            size += f" and its base's {formats.size(reward.base_bytes)}"
         rows.append((f"reward {name}", reward.source + size))
     return PlanTable("Models", ("", ""), rows)
 
