@@ -184,9 +184,7 @@ class Sweep:
         """
         queue = [name for name in settings if not self.is_done(name)]
         context = multiprocessing.get_context(START_METHOD)
-        with ProcessPoolExecutor(
-            num_workers, context, initializer=_end_with, initargs=(os.getpid(),)
-        ) as pool:
+        with ProcessPoolExecutor(num_workers, context, initializer=_end_with_parent) as pool:
             running: set[Future[Outcome | None]] = set()
             try:
                 while queue or running:
@@ -272,15 +270,16 @@ def _printed_to(log: str) -> Iterator[None]:
         yield
 
 
-def _end_with(parent: int) -> None:
+def _end_with_parent() -> None:
     """Exits this process when its parent has ended for any reason, to release its lock."""
+    parent = multiprocessing.parent_process()
+    assert parent is not None  # a worker has one
 
     def watch() -> None:
-        while os.getppid() == parent:
-            time.sleep(0.5)
+        parent.join()  # waits for the end of a pipe that the parent holds open
         os._exit(1)
 
-    threading.Thread(target=watch, daemon=True).start()
+    threading.Thread(target=watch, name="end with parent", daemon=True).start()
 
 
 def _read(path: Path) -> Row:

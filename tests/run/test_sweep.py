@@ -144,6 +144,39 @@ def test_a_sweep_that_is_terminated_ends_its_workers_and_their_runs_say_so(tmp_p
     assert Run(sweep.run_path("endless")).record()["status"] == "interrupted"
 
 
+WATCHED = """
+import os, threading, time
+from pathlib import Path
+
+def work(place, settings):
+    watcher = next(each for each in threading.enumerate() if each.name == "end with parent")
+    status = Path(f"/proc/self/task/{watcher.native_id}/status")
+
+    def num_switches():
+        lines = status.read_text().splitlines()
+        return sum(int(line.split()[1]) for line in lines if "ctxt_switches" in line)
+
+    before = num_switches()
+    time.sleep(1.5)
+    Path(settings["out"]).write_text(str(num_switches() - before))
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="counts switches between threads in /proc")
+def test_a_worker_notices_the_end_of_its_parent_without_checking_at_intervals(tmp_path):
+    out = tmp_path / "switches.txt"
+    (tmp_path / "sweep_watched.py").write_text(WATCHED)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(tmp_path)
+        import sweep_watched  # pyright: ignore[reportMissingImports]
+
+        points = {"one": {"out": str(out)}}
+        sweep = Sweep.open(tmp_path / "sweep", {}, points, resume=False)
+        (outcome,) = sweep.work(sweep_watched.work, points)
+    assert outcome.problem is None
+    assert out.read_text() == "0"
+
+
 @pytest.mark.slow
 def test_a_sweep_that_is_killed_leaves_no_process_behind_and_goes_on_where_it_was(tmp_path):
     (tmp_path / "sweep_work.py").write_text(WORK)
