@@ -256,6 +256,11 @@ def save_state(policy: Any, folder: Path, state: Mapping[str, torch.Tensor]) -> 
         file.write_text(json.dumps(settings, indent=2, sort_keys=True), encoding="utf-8")
 
 
+def has_preferences(folder: Path) -> bool:
+    """Returns whether the adapter in a PEFT folder is conditioned, with every trade-off in it."""
+    return (folder / _CONDITIONED).is_file()
+
+
 def read_adapter(folder: Path, preference: Sequence[float] | None = None) -> Adapter:
     """Returns the adapter in a PEFT folder; a conditioned one is folded at the preference.
 
@@ -266,7 +271,7 @@ def read_adapter(folder: Path, preference: Sequence[float] | None = None) -> Ada
     """
     with _reading(folder):
         adapter = load_peft_weights(str(folder), device="cpu")
-        if preference is not None and (folder / _CONDITIONED).is_file():
+        if preference is not None and has_preferences(folder):
             adapter |= load_file(folder / _CONDITIONED)
     if preference is None:
         return adapter

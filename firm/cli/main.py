@@ -201,7 +201,7 @@ COMMANDS = {
         positional="front",
     ),
     "export": Command(
-        "Exports the front of a conditioned run for PEFT, llama.cpp or vLLM.",
+        "Exports a run, or a whole front, for PEFT, llama.cpp or vLLM.",
         "export:main",
         "export:ExportConfig",
         over="run",

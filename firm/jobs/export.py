@@ -1,4 +1,4 @@
-"""Exports a conditioned run for serving: its whole front, or its adapter at one preference."""
+"""Exports a run for serving: the whole front of a conditioned one, or one adapter."""
 
 import shlex
 import shutil
@@ -9,9 +9,8 @@ from typing import Annotated, Any, Literal
 
 import transformers
 from annotated_types import Gt, Lt
-from huggingface_hub import ModelCard
 
-from firm.alignment.adapter_files import read_adapter, read_settings
+from firm.alignment.adapter_files import has_preferences, read_adapter, read_settings
 from firm.alignment.generation import RolloutConfig
 from firm.alignment.policy import (
     PolicyConfig,
@@ -37,6 +36,9 @@ from firm.serving.front import TRADE_OFFS, ServedFront
 from firm.serving.gguf_adapters import write_adapter
 from firm.serving.gguf_base import HH_TEMPLATE, plain_template, write_base
 
+CARD_NAME = "README.md"
+"""Model card of an adapter."""
+
 BASE_NAME = "base.gguf"
 """GGUF file of the base model in an export."""
 
@@ -46,13 +48,15 @@ class ExportConfig:
     """An export; settings of `run` are the defaults, followed by the defaults below."""
 
     run: Path | None = None
-    """Finished conditioned run with a front.json; provides adapter, policy and rollout."""
+    """Finished run, which provides adapter, policy and rollout; a conditioned one must have a
+    front.json."""
     to: Literal["peft", "gguf", "vllm"] = "peft"
     """Engine: peft for PEFT folders whose scaled sum is the front, gguf for the same as files of
     llama.cpp with the base model, or vllm, which does not scale adapters, for a folder per measured
     point."""
     preference: list[float] | None = None
-    """Export only the adapter at this preference: shares of the objectives, in order."""
+    """Export only a conditioned run's adapter at this preference: shares of the objectives, in
+    order."""
     target: str = ""
     """Export only the adapter at this target; see `firm pick`."""
     require: str = ""
@@ -71,7 +75,7 @@ class ExportConfig:
 
     def __post_init__(self) -> None:
         if self.run is None:
-            raise ValueError("export needs a conditioned run with a front: firm export runs/mine.")
+            raise ValueError("export needs a finished run: firm export runs/mine.")
         given = [key for key in TRADE_OFFS if getattr(self, key)]
         if len(given) > 1:
             raise ValueError(f"pass one of preference, target and require, got {', '.join(given)}.")
@@ -88,18 +92,19 @@ class Exported:
 
     folder: Path
     base_model: str
-    preferences: dict[str, list[float]]
-    """Preference of each adapter, by its folder or file in the export; "" is the folder itself."""
+    preferences: dict[str, list[float] | None]
+    """Preference of each adapter, by its folder or file in the export; "" is the folder itself.
+    None for the adapter of an ordinary run."""
     rank: int
     """Rank of the adapters."""
 
 
 def export(cfg: ExportConfig) -> Exported:
-    """Exports a run's front, or its adapter at a preference.
+    """Exports the front of a conditioned run, its adapter at a preference, or a run's only adapter.
 
     Raises:
-        UserError: The run has no front, the preference cannot be served, the base model cannot be
-            written, or the folder exists.
+        UserError: A conditioned run has no front, an ordinary one is asked for a preference, the
+            preference cannot be served, the base model cannot be written, or the folder exists.
         ModuleNotFoundError: The package gguf is needed and not installed.
     """
     run = cfg.run or Path()
@@ -107,14 +112,19 @@ def export(cfg: ExportConfig) -> Exported:
     if out.exists():
         raise UserError(f"out: {out} exists; choose another --out.")
     fetch_policy(cfg.policy.path)
-    front, adapter = conditioned_front(run, "export"), adapter_folder(run)
+    adapter = adapter_folder(run)
+    front = conditioned_front(run, "export") if has_preferences(adapter) else None
+    if front is None and cfg.is_folded:
+        raise UserError(
+            f"{run} has one trade-off, not one for each preference: omit preference, target and "
+            "require."
+        )
     try:
         settings = read_settings(adapter)
-        served = _record(cfg, front, adapter)
+        served = front and _record(cfg, front, adapter)
         preferences = _preferences(cfg, served)
         with whole_folder(out) as draft:
-            if cfg.to == "gguf":
-                served = _add_base(cfg, served, adapter, draft)
+            base_file = _write_base(cfg, adapter, draft)
             for place, preference in preferences.items():
                 values = read_adapter(adapter, preference)
                 if cfg.to == "gguf":
@@ -122,30 +132,38 @@ def export(cfg: ExportConfig) -> Exported:
                     write_adapter(draft / place, values, settings, config, name=place)
                 else:
                     save_like(adapter, draft / place, values)
-                    _card(cfg, front, preference, adapter).save(draft / place / "README.md")
-            if cfg.to == "vllm" and not cfg.is_folded:
-                points = zip(front.points, preferences, strict=True)
-                points = tuple(replace(point, adapter=place) for point, place in points)
-                replace(front, points=points).save(draft / FRONT_NAME)
-            elif not cfg.is_folded:
-                served.save(draft)
+                    _write_card(cfg, front, preference, adapter, draft / place)
+            if served is not None and not cfg.is_folded:
+                _save_front(cfg, replace(served, base_file=base_file), list(preferences), draft)
     except ValueError as error:
         raise UserError(str(error)) from error
     return Exported(out, cfg.policy.path, preferences, settings.r)
 
 
-def _preferences(cfg: ExportConfig, served: ServedFront) -> dict[str, list[float]]:
+def _preferences(cfg: ExportConfig, served: ServedFront | None) -> dict[str, list[float] | None]:
     """Returns the preference of each adapter to write, by its folder or file."""
+    alone = "adapter.gguf" if cfg.to == "gguf" else ""
+    if served is None:
+        return {alone: None}
     front = served.front
     if cfg.is_folded:
         request = {key: getattr(cfg, key) or None for key in TRADE_OFFS}
-        chosen = served.preference(**request, confidence=cfg.confidence)
-        return {"adapter.gguf" if cfg.to == "gguf" else "": chosen}
+        return {alone: served.preference(**request, confidence=cfg.confidence)}
     if cfg.to == "vllm":
         rows = front.preferences().tolist()
         return {preference_folder(row): row for row in rows}
-    alone = [[float(one == name) for one in front.objectives] for name in front.objectives]
-    return dict(zip(served.adapters.values(), alone, strict=True))
+    corners = [[float(one == name) for one in front.objectives] for name in front.objectives]
+    return dict(zip(served.adapters.values(), corners, strict=True))
+
+
+def _save_front(cfg: ExportConfig, served: ServedFront, places: list[str], draft: Path) -> None:
+    """Writes the front's record: its scales, or for vLLM its points with their adapters."""
+    if cfg.to != "vllm":
+        served.save(draft)
+        return
+    front = served.front
+    points = [replace(p, adapter=place) for p, place in zip(front.points, places, strict=True)]
+    replace(front, points=tuple(points)).save(draft / FRONT_NAME)
 
 
 def _record(cfg: ExportConfig, front: Front, adapter: Path) -> ServedFront:
@@ -188,10 +206,10 @@ def _architecture(cfg: ExportConfig) -> Any:
         return read_architecture(path)
 
 
-def _add_base(cfg: ExportConfig, served: ServedFront, adapter: Path, draft: Path) -> ServedFront:
-    """Writes the base model as a GGUF file, if needed; returns the record with its name."""
-    if not cfg.has_base:
-        return served
+def _write_base(cfg: ExportConfig, adapter: Path, draft: Path) -> str:
+    """Writes the base model as a GGUF file, if needed; returns the file's name, or an empty one."""
+    if cfg.to != "gguf" or not cfg.has_base:
+        return ""
     policy = with_shipped_paths(cfg.policy)
     if is_gguf(policy.path):
         shutil.copyfile(Path(policy.path).expanduser(), draft / BASE_NAME)
@@ -199,25 +217,40 @@ def _add_base(cfg: ExportConfig, served: ServedFront, adapter: Path, draft: Path
         transformers.utils.logging.disable_progress_bar()
         tokenizer = load_tokenizer(policy, adapter if tokenizer_files(adapter) else None)
         write_base(draft / BASE_NAME, load_base_model(policy), tokenizer)
-    return replace(served, base_file=BASE_NAME)
+    return BASE_NAME
 
 
-def _card(cfg: ExportConfig, front: Front, preference: Sequence[float], adapter: Path) -> ModelCard:
+def _write_card(
+    cfg: ExportConfig,
+    front: Front | None,
+    preference: Sequence[float] | None,
+    adapter: Path,
+    folder: Path,
+) -> None:
+    """Writes the model card of a folded adapter, or copies that of a run's only adapter."""
+    if front is None or preference is None:
+        if (card := adapter / CARD_NAME).is_file():
+            shutil.copyfile(card, folder / CARD_NAME)
+        return
     aim = in_words(front.objectives, preference)
     strategy = markdown_text(front.strategy)
     text = (
         f"A LoRA adapter: the conditioned adapter of {strategy}, folded at the preference\n{aim}."
     )
     has_tokenizer = bool(tokenizer_files(adapter))
-    return model_card(cfg.policy.path, aim, text, "front", has_tokenizer=has_tokenizer)
+    card = model_card(cfg.policy.path, aim, text, "front", has_tokenizer=has_tokenizer)
+    card.save(folder / CARD_NAME)
 
 
 def main(cfg: ExportConfig) -> Path:
     """Exports, and prints the adapters with their preferences and a command to serve them."""
     done = export(cfg)
-    objectives = conditioned_front(cfg.run or Path(), "export").objectives
     for place, preference in done.preferences.items():
-        print(legible(f"adapter   {done.folder / place}, at {in_words(objectives, preference)}"))
+        at = ""
+        if preference is not None:
+            objectives = conditioned_front(cfg.run or Path(), "export").objectives
+            at = f", at {in_words(objectives, preference)}"
+        print(legible(f"adapter   {done.folder / place}{at}"))
     if command := _command(cfg, done):
         print(legible(f"serve     {shlex.join(command)}"))
     return done.folder
@@ -226,8 +259,12 @@ def main(cfg: ExportConfig) -> Path:
 def _command(cfg: ExportConfig, done: Exported) -> list[str]:
     """Returns the command that serves an export; [] if there is none."""
     folder = done.folder.resolve()
-    if cfg.to == "gguf" and not cfg.is_folded:
+    is_front = None not in done.preferences.values() and not cfg.is_folded
+    if cfg.to == "gguf" and is_front:
         return ["firm", "serve", "--export", str(done.folder)]
+    if cfg.to == "gguf" and cfg.has_base:
+        files = ("--model", str(folder / BASE_NAME), "--lora", str(folder / "adapter.gguf"))
+        return ["llama-server", *files]
     if cfg.to != "vllm":
         return []
     rank = max(8, 1 << (done.rank - 1).bit_length())  # vLLM takes powers of two from 8

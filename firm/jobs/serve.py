@@ -13,6 +13,7 @@ from firm.alignment.generation import RolloutConfig
 from firm.alignment.policy import PolicyConfig
 from firm.fields import Hint, NumTokens, NumWorkers, Port, configuration
 from firm.jobs.export import ExportConfig, export
+from firm.jobs.pick import conditioned_front
 from firm.run.errors import UserError
 from firm.run.files import read_text
 from firm.serving.endpoint import Endpoint, check_host, family_of, model_at
@@ -83,6 +84,7 @@ def endpoint(cfg: ServeConfig) -> Iterator[Endpoint]:
 
 
 def _exported(cfg: ServeConfig, out: Path) -> Path:
+    conditioned_front(cfg.run or Path(), "serve")
     given = {"policy": cfg.policy, "rollout": cfg.rollout, "has_base": cfg.base is None}
     return export(ExportConfig(run=cfg.run, to="gguf", out=out, **given)).folder
 

@@ -7,6 +7,7 @@ import socket
 import sys
 from contextlib import closing
 from http.client import HTTPConnection
+from pathlib import Path
 from threading import Thread
 
 import pytest
@@ -197,11 +198,53 @@ def test_what_cannot_be_exported_is_refused(strong, tmp_path, arguments, message
     assert not (tmp_path / "out").exists()
 
 
-def test_a_run_without_a_front_and_a_folder_that_exists_are_refused(run, strong, tmp_path):
-    with pytest.raises(UserError, match=r"has no front\.json"):
-        exported(run, tmp_path / "out")
+def test_a_conditioned_run_without_a_front_and_a_folder_that_exists_are_refused(strong, tmp_path):
+    bare = Path(shutil.copytree(strong, tmp_path / "bare"))
+    (bare / "front.json").unlink()
+    with pytest.raises(UserError, match=r"has no front\.json: export needs"):
+        exported(bare, tmp_path / "out")
     with pytest.raises(UserError, match="exists; choose another --out"):
         exported(strong, tmp_path)
+
+
+@pytest.mark.parametrize("to", ["peft", "gguf", "vllm"])
+def test_an_ordinary_run_has_one_adapter(strong, tmp_path, to):
+    ordinary = Path(shutil.copytree(strong, tmp_path / "ordinary"))
+    (ordinary / "adapter/conditioned.safetensors").unlink()
+    (ordinary / "front.json").unlink()
+    done = exported(ordinary, tmp_path / "one", "--to", to)
+    folded = exported(strong, tmp_path / "folded", "--to", to, "--preference", "[0.5, 0.5]")
+    (place,) = done.preferences
+    assert done.preferences == {place: None}
+    weights = "adapter.gguf" if to == "gguf" else "adapter_model.safetensors"
+    assert (done.folder / weights).read_bytes() == (folded.folder / weights).read_bytes()
+    ours, theirs = ({file.name for file in each.folder.iterdir()} for each in (done, folded))
+    assert ours == theirs  # the card and the tokenizer, or the base model, too
+    if to != "gguf":
+        card = (ordinary / "adapter/README.md").read_text()
+        assert (done.folder / "README.md").read_text() == card
+
+
+def test_the_commands_serve_an_ordinary_run_with_programs_of_the_engines(run, tmp_path, capsys):
+    for to, program in (("gguf", "llama-server"), ("vllm", "vllm serve")):
+        COMMANDS["export"].run(["--run", str(run), "--to", to, "--out", str(tmp_path / to)])
+        lines = capsys.readouterr().out.splitlines()
+        assert lines[-1].startswith(f"serve     {program}")
+        paths = [word for word in shlex.split(lines[-1]) if str(tmp_path) in word]
+        assert paths
+        assert all(Path(word.rpartition("=")[2]).exists() for word in paths)
+
+
+def test_an_ordinary_run_is_not_asked_for_a_preference(run, tmp_path):
+    with pytest.raises(UserError, match="has one trade-off, not one for each preference"):
+        exported(run, tmp_path / "out", "--preference", "[0.5, 0.5]")
+    options = ["--run", str(run), "--port", str(free_port())]
+    with (
+        pytest.raises(UserError, match="serve needs a finished run with"),
+        endpoint(COMMANDS["serve"].parse(options)),
+    ):
+        pass
+    assert not (tmp_path / "out").exists()
 
 
 def test_a_run_is_served_with_openai_s_requests(strong):
