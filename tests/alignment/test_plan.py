@@ -851,3 +851,10 @@ def test_vllms_copy_of_the_policy_counts(shallow):
     by_device = [plan.memory_by_device()["cpu"] for plan in (own, separate)]
     assert by_device[1] - by_device[0] == expected
     assert "rollout engine's copy and cache" in dict(rows_of(separate, "Memory of a process"))
+
+    elsewhere = plan_of(
+        config(*path, "--rollout.engine", json.dumps({**engine, "devices": [1, 2]}))
+    )
+    by_device = elsewhere.memory_by_device()
+    assert (by_device["cuda:1"], by_device["cuda:2"]) == (expected // 2, expected // 2)
+    assert by_device["cpu"] == own.memory_by_device()["cpu"]

@@ -102,6 +102,11 @@ class RolloutEngineConfig(ABC):
         """Returns the engine for requests with adapters, given the policy's own joint passes."""
         return engine
 
+    @property
+    def own_devices(self) -> tuple[str, ...]:
+        """Names of the devices of the engine's copy; empty if it shares the policy's."""
+        return ()
+
     def num_bytes(self, policy_bytes: int, adapter_bytes: int) -> int:
         """Returns the bytes that the engine takes for itself.
 

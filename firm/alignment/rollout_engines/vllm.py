@@ -14,7 +14,8 @@ import os
 import shutil
 import tempfile
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import field
 from importlib import import_module
 from importlib.util import find_spec
@@ -54,6 +55,9 @@ ENVIRONMENT = {
 """Environment variables of vLLM that are set unless the user has set them."""
 
 
+_VISIBLE = "CUDA_VISIBLE_DEVICES"
+
+
 @register_rollout_engine
 @configuration(source=NOT_IN_PAPER)
 class VLLMConfig(SeparateEngineConfig):
@@ -66,8 +70,25 @@ class VLLMConfig(SeparateEngineConfig):
     each of several preferences counts as several."""
     cache_gb: PositiveFloat = 1.0
     """Memory of vLLM's key-value cache in GiB."""
+    devices: list[int] | None = None
+    """GPUs on which vLLM samples, by index, with each layer divided among several; null: the
+    policy's. Others than the policy's keep its memory free for training."""
     options: dict[str, Any] = field(default_factory=dict)
-    """Further arguments of `vllm.LLM`, such as {tensor_parallel_size: 2}."""
+    """Further arguments of `vllm.LLM`, such as {gpu_memory_utilization: 0.5}."""
+
+    def __post_init__(self) -> None:
+        devices = self.devices
+        if devices is not None and (
+            not devices or len({*devices}) < len(devices) or min(devices) < 0
+        ):
+            raise ValueError(
+                f"rollout.engine.devices must be distinct indices of GPUs, or null, got {devices}."
+            )
+
+    @property
+    def own_devices(self) -> tuple[str, ...]:
+        """Names of the GPUs on which vLLM samples; see `RolloutEngineConfig`."""
+        return tuple(f"cuda:{index}" for index in self.devices or ())
 
     def num_bytes(self, policy_bytes: int, adapter_bytes: int) -> int:
         """Returns the bytes of the copy, of the cache and of `max_loras` adapters."""
@@ -175,7 +196,13 @@ class VLLMEngine:
             "kv_cache_memory_bytes": int(self.config.cache_gb * 2**30),
             "enforce_eager": self._policy.device.type == "cpu",  # compiling takes minutes there
         }
-        self._llm = vllm.LLM(**{**arguments, **self.config.options})
+        devices = self.config.devices
+        if devices is None and self._policy.device.type == "cuda":
+            devices = [self._policy.device.index or 0]
+        if devices is not None:
+            arguments["tensor_parallel_size"] = len(devices)
+        with _visible(devices):
+            self._llm = vllm.LLM(**{**arguments, **self.config.options})
         parent = SHARED_MEMORY if os.access(SHARED_MEMORY, os.W_OK) else None
         self._folder = Path(tempfile.mkdtemp(prefix="firm-vllm-", dir=parent))
         self._stop = weakref.finalize(self, _close, self._llm, self._folder)
@@ -262,6 +289,33 @@ class VLLMEngine:
     def _request(self, version: str, number: int) -> Any:
         lora: Any = import_module("vllm.lora.request")
         return lora.LoRARequest(version, number, str(self._folder / version))
+
+
+@contextmanager
+def _visible(devices: Sequence[int] | None) -> Iterator[None]:
+    """Shows only these GPUs to new processes; None: all that this process sees.
+
+    Raises:
+        ValueError: This process does not see one of them.
+    """
+    shown = os.environ.get(_VISIBLE)
+    if devices is None:
+        yield
+        return
+    names = shown.split(",") if shown is not None else [*map(str, range(max(devices) + 1))]
+    if max(devices) >= len(names):
+        raise ValueError(
+            f"rollout.engine.devices has the index {max(devices)}, but {_VISIBLE} shows "
+            f"{len(names)} GPUs: {shown}."
+        )
+    os.environ[_VISIBLE] = ",".join(names[index] for index in devices)
+    try:
+        yield
+    finally:
+        if shown is None:
+            del os.environ[_VISIBLE]
+        else:
+            os.environ[_VISIBLE] = shown
 
 
 def _sampling(request: SampleRequest) -> list[Any]:

@@ -423,6 +423,7 @@ def process_memory(
             sum(size for kind, size in policy.bytes_by_dtype.items() if kind != "buffers"),
             policy.adapter_bytes,
         ),
+        engine_devices=cfg.rollout.engine.own_devices,
     )
 
 

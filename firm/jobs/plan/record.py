@@ -71,6 +71,8 @@ class Memory:
     """The same in evaluations and calibration."""
     engine: int
     """A rollout engine's own copy of the policy, with its cache and adapters; 0 without one."""
+    engine_devices: tuple[str, ...] = ()
+    """Devices of that copy, if they are not the policy's; each has an equal part."""
 
 
 @dataclass(frozen=True)
@@ -186,11 +188,12 @@ class RunPlan:
                 self.policy.gathered_bytes
                 + self.policy.bytes_by_dtype["buffers"]
                 + adapter
-                + memory.engine
                 + max(
                     learners + step,
                     len(place.clients) * memory.waiting + memory.evaluation,
                 )
             )
+            for device in memory.engine_devices or (place.policy,):
+                total[device] += memory.engine // max(1, len(memory.engine_devices))
         total["cpu"] += self.policy.uploads + adapter  # on the server
         return dict(total)

@@ -1,9 +1,12 @@
 """Rollout engines of other packages, and samples from a copy of the policy."""
 
 import math
+import os
+import sys
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,7 +15,8 @@ from firm.alignment.estimators.critic_free import CriticFreeConfig, reply_losses
 from firm.alignment.estimators.ppo import policy_losses
 from firm.alignment.generation import RolloutConfig, find_ends
 from firm.alignment.rollout import Sampler, rollout
-from firm.alignment.rollout_engines import ROLLOUT_ENGINES, TransformersConfig
+from firm.alignment.rollout_engines import ROLLOUT_ENGINES, TransformersConfig, VLLMConfig
+from firm.alignment.rollout_engines.vllm import VLLMEngine
 from firm.run.plugins import import_plugin
 from tests.plugins import plugins_forgotten
 from tests.tokens import queries
@@ -35,6 +39,57 @@ def rollouts_of(make_model, tokenizer, engine, **changes):
     own = engine.engine(model, tokenizer, config)
     torch.manual_seed(3)
     return rollout(Sampler(model, tokenizer, config, nullcontext, engine=own), queries(PROMPTS))
+
+
+@pytest.mark.parametrize(
+    ("device", "devices", "shown", "expected"),
+    [
+        ("cuda:1", None, None, "1"),  # the policy's own
+        ("cuda:0", [2, 3], None, "2,3"),
+        ("cuda:0", [1], "4,7", "7"),
+        ("cpu", None, None, None),
+    ],
+)
+def test_vllm_sees_its_own_gpus_alone(monkeypatch, device, devices, shown, expected):
+    started = {}
+
+    def start(**arguments):
+        started.update(arguments, visible=os.environ.get("CUDA_VISIBLE_DEVICES"))
+        engine_core = SimpleNamespace(shutdown=lambda: None)
+        return SimpleNamespace(llm_engine=SimpleNamespace(engine_core=engine_core))
+
+    monkeypatch.setitem(sys.modules, "vllm", SimpleNamespace(LLM=start))
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if shown is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", shown)
+    engine = VLLMEngine(VLLMConfig(devices=devices), policy_on(device), RolloutConfig())
+    engine._start()
+    engine.close()
+    assert started["visible"] == expected
+    assert started.get("tensor_parallel_size") == (expected and len(expected.split(",")))
+    assert os.environ.get("CUDA_VISIBLE_DEVICES") == shown
+
+
+def policy_on(device):
+    """Returns what `VLLMEngine` reads of a policy when it starts."""
+    settings = SimpleNamespace(base_model_name_or_path="base", r=8)
+    embeddings = SimpleNamespace(weight=torch.zeros(1, dtype=torch.bfloat16))
+    return SimpleNamespace(
+        peft_config={"default": settings},
+        get_input_embeddings=lambda: embeddings,
+        device=torch.device(device),
+    )
+
+
+def test_gpus_that_are_hidden_or_repeated_are_refused(monkeypatch):
+    monkeypatch.setitem(sys.modules, "vllm", SimpleNamespace(LLM=None))
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
+    engine = VLLMEngine(VLLMConfig(devices=[1]), policy_on("cuda:0"), RolloutConfig())
+    with pytest.raises(ValueError, match="has the index 1, but CUDA_VISIBLE_DEVICES shows 1 GPU"):
+        engine._start()
+    for devices in ([], [0, 0], [-1]):
+        with pytest.raises(ValueError, match="must be distinct indices of GPUs, or null"):
+            VLLMConfig(devices=devices)
 
 
 def test_training_takes_the_policys_own_log_probabilities(make_model, tokenizer, shifted):
