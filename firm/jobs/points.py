@@ -6,7 +6,7 @@ from dataclasses import field, replace
 from pathlib import Path
 from typing import Any
 
-from firm.federation.outside import check_name, printable
+from firm.federation.outside import by_reason, check_name, printable
 from firm.fields import NumWorkers, Seed, configuration
 from firm.jobs.alignment import FREE_KEYS as RUN_FREE_KEYS
 from firm.jobs.alignment import RENEWED_KEYS, align
@@ -98,7 +98,7 @@ def run_points(
     *,
     kind: str,
     own_keys: Mapping[str, Sequence[str]],
-    on_failure: Callable[[Sweep], Any],
+    show_finished: Callable[[Sweep, str], Any],
     free_keys: Collection[str] = (),
 ) -> Sweep | None:
     """Executes all unfinished runs and prints their outcomes.
@@ -112,8 +112,8 @@ def run_points(
         kind: Name of such folders in messages.
         own_keys: Path of the keys of each point, by its name. On resuming they may change unless
             one of their points is finished; unfinished runs with other keys start again.
-        on_failure: Called with the folder if some runs failed but others are finished, to show
-            the latter.
+        show_finished: Called if some runs failed, or on interruption, but others are finished, with
+            the folder and a sentence that names the others; writes the page of the finished runs.
         free_keys: Keys that may change on resuming, in addition to `FREE_KEYS`.
 
     Returns:
@@ -144,20 +144,36 @@ def run_points(
     pending, outcomes = sweep.pending(), list[Outcome]()
     work = f"{len(points)} runs, {len(pending)} unfinished, {cfg.num_workers} at a time"
     print(printable(f"{out}: {work}"), flush=True)
+
+    def show() -> None:
+        if set(sweep.pending()) < set(points):
+            with drawing("The page of the finished runs"):
+                show_finished(sweep, _unfinished(sweep, outcomes))
+
     for wave in waves:
         with continued_later(out):
-            for outcome in sweep.work(_run_point, wave, num_workers=cfg.num_workers):
-                outcomes.append(outcome)
-                state = printable(outcome.problem or f"{outcome.seconds:.0f} s")
-                print(f"[{len(outcomes)}/{len(pending)}] {outcome.name}: {state}", flush=True)
-        if any(outcome.problem for outcome in outcomes) and set(sweep.pending()) < set(points):
-            with drawing("The page of the finished runs"):
-                on_failure(sweep)
+            try:
+                for outcome in sweep.work(_run_point, wave, num_workers=cfg.num_workers):
+                    outcomes.append(outcome)
+                    state = printable(outcome.problem or f"{outcome.seconds:.0f} s")
+                    print(f"[{len(outcomes)}/{len(pending)}] {outcome.name}: {state}", flush=True)
+            except KeyboardInterrupt:
+                show()
+                raise
+        if any(outcome.problem for outcome in outcomes):
+            show()
         summarise(outcomes, out)
     if left := sweep.pending():
         print(f"{len(left)} runs are executed by other processes; run `firm resume` afterwards")
         return None
     return sweep
+
+
+def _unfinished(sweep: Sweep, outcomes: Sequence[Outcome]) -> str:
+    """Returns a sentence that names the unfinished runs and, if they failed, the reasons."""
+    problems = {each.name: printable(each.problem, max_length=500) for each in outcomes}
+    reasons = [(name, problems.get(name, "it has not ended")) for name in sweep.pending()]
+    return f"Runs that are not finished, and not shown: {'; '.join(by_reason(reasons))}"
 
 
 def _set_aside_changed(out: Path, name: str, run: AlignmentConfig) -> None:

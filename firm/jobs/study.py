@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -107,7 +108,7 @@ def study(cfg: StudyConfig) -> StudyResult | None:
         runs,
         kind="study",
         own_keys={name: ("settings", point["setting"]) for name, point in points.items()},
-        on_failure=lambda sweep: print(legible(f"report   {_write_results(cfg, sweep)[1]}")),
+        show_finished=partial(_show_finished, cfg),
         free_keys=FREE_KEYS,
     )
     if sweep is None:
@@ -123,11 +124,23 @@ def study(cfg: StudyConfig) -> StudyResult | None:
     return StudyResult(out, header, rows, differences, page)
 
 
-def _write_results(cfg: StudyConfig, sweep: Sweep) -> tuple[dict[str, list[Record]], Path]:
+def _show_finished(cfg: StudyConfig, sweep: Sweep, note: str) -> None:
+    _, page = _write_results(cfg, sweep, [note])
+    print(legible(f"report   {page}"))
+
+
+def _write_results(
+    cfg: StudyConfig, sweep: Sweep, notes: Sequence[str] = ()
+) -> tuple[dict[str, list[Record]], Path]:
     """Writes page, table and figures of the finished runs; returns the runs and the page's path."""
     out, by_setting = sweep.path, study_records(sweep)
     page = write_settings_page(
-        out / PAGE_NAME, by_setting, title=cfg.name, config=to_yaml(cfg), sets=cfg.figures
+        out / PAGE_NAME,
+        by_setting,
+        title=cfg.name,
+        config=to_yaml(cfg),
+        sets=cfg.figures,
+        notes=notes,
     )
     write_csv(out / FINALS_NAME, final_rows(by_setting))
     sets = {slug(name): labels for name, labels in cfg.figures.items()}

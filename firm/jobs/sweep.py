@@ -1,7 +1,7 @@
 """Sweeps preferences to find the trade-offs that each method can reach."""
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -135,7 +135,7 @@ def sweep(cfg: SweepConfig) -> SweepResult | None:
         runs,
         kind="sweep",
         own_keys={name: ("methods", point["method"]) for name, point in points.items()},
-        on_failure=partial(_show_finished, cfg, objectives),
+        show_finished=partial(_show_finished, cfg, objectives),
         free_keys=["reference"],
     )
     if folder is None:
@@ -150,9 +150,13 @@ def sweep(cfg: SweepConfig) -> SweepResult | None:
 
 
 def _write_results(
-    cfg: SweepConfig, folder: Sweep, objectives: tuple[str, ...], methods: Iterable[str]
+    cfg: SweepConfig,
+    folder: Sweep,
+    objectives: tuple[str, ...],
+    methods: Iterable[str],
+    notes: Sequence[str] = (),
 ) -> tuple[dict[str, Front], Path]:
-    """Writes the fronts of finished methods, page and figure; returns fronts and page."""
+    """Writes the methods' fronts of finished runs, page and figure; returns fronts and page."""
     fronts = {
         method: replace(
             front_of(folder, method, objectives, cfg.reference),
@@ -163,18 +167,21 @@ def _write_results(
     _check_reference(fronts)
     for method, front in fronts.items():
         front.save(folder.path / f"{slug(method)}.front.json")
-    return fronts, _write_figures(cfg, folder, fronts)
+    return fronts, _write_figures(cfg, folder, fronts, notes)
 
 
-def _show_finished(cfg: SweepConfig, objectives: tuple[str, ...], folder: Sweep) -> None:
-    """Writes the results of the methods whose runs are all finished, if there are any."""
-    pending = {folder.manifest["points"][name]["method"] for name in folder.pending()}
-    if finished := [method for method in cfg.methods if method not in pending]:
-        _, page = _write_results(cfg, folder, objectives, finished)
-        print(legible(f"report   {page}"))
+def _show_finished(cfg: SweepConfig, objectives: tuple[str, ...], folder: Sweep, note: str) -> None:
+    """Writes the results of the methods that have finished runs, and prints the page's path."""
+    pending, points = folder.pending(), folder.manifest["points"]
+    begun = {point["method"] for name, point in points.items() if name not in pending}
+    methods = [method for method in cfg.methods if method in begun]
+    _, page = _write_results(cfg, folder, objectives, methods, [note])
+    print(legible(f"report   {page}"))
 
 
-def _write_figures(cfg: SweepConfig, folder: Sweep, fronts: Mapping[str, Front]) -> Path:
+def _write_figures(
+    cfg: SweepConfig, folder: Sweep, fronts: Mapping[str, Front], notes: Sequence[str]
+) -> Path:
     """Writes the page and the publication figure; returns the page's path."""
     page = write_front_page(
         folder.path / PAGE_NAME,
@@ -186,6 +193,7 @@ def _write_figures(cfg: SweepConfig, folder: Sweep, fronts: Mapping[str, Front])
         row_rewards={method: row_rewards(folder, front) for method, front in fronts.items()},
         config=to_yaml(cfg),
         title=cfg.name,
+        notes=notes,
     )
     with drawing("The figure front"):
         save_figure(front_figure(fronts), folder.path / "figures" / "front")
@@ -200,13 +208,13 @@ def _base(cfg: SweepConfig) -> AlignmentConfig:
 def front_of(
     sweep: Sweep, method: str, objectives: tuple[str, ...], reference: list[float] | None
 ) -> Front:
-    """Returns the front of a method, after all its points have finished.
+    """Returns the front of a method over its finished points.
 
     Excludes points without a valid final evaluation in the log, with a warning.
     """
     points, records, validation = [], [], {}
     for name, point in sweep.manifest["points"].items():
-        if point["method"] != method:
+        if point["method"] != method or not sweep.is_done(name):
             continue
         path = sweep.run_path(name)
         record = read_record(path)

@@ -75,6 +75,7 @@ def front_page(
     row_rewards: Mapping[str, tuple[ArrayLike, ArrayLike | None]] | None = None,
     config: str = "",
     title: str = "A sweep over preferences",
+    notes: Sequence[str] = (),
 ) -> Page:
     """Returns the page of a sweep.
 
@@ -86,10 +87,11 @@ def front_page(
             them, the hypervolume's interval is omitted.
         config: The sweep's configuration as YAML.
         title: Heading.
+        notes: Sentences on what the page does not show.
     """
     _check(fronts)
-    notices: list[str] = []
-    notes: list[str] = []
+    notices = list(notes)
+    remarks: list[str] = []
     part = partial(drawn_part, notices)
     rewards = row_rewards or {}
     objectives = next(iter(fronts.values())).objectives
@@ -98,7 +100,7 @@ def front_page(
         "trade-off": lambda: plane_section(fronts),
         "hypervolume": lambda: _hypervolume_section(fronts, runs),
         "preference": lambda: preference_section(fronts),
-        "volumes": lambda: tables.hypervolumes(fronts, rewards, notes),
+        "volumes": lambda: tables.hypervolumes(fronts, rewards, remarks),
         "steering": lambda: tables.steering(fronts),
         "models": lambda: tables.models(fronts),
         "costs": lambda: tables.costs(fronts, runs),
@@ -117,7 +119,7 @@ def front_page(
     return Page(
         product="FIRM · sweep over preferences",
         title=title,
-        summary=[*part("The summary", lambda: _summary(fronts), []), *notes],
+        summary=[*part("The summary", lambda: _summary(fronts), []), *remarks],
         facts=_page_facts(fronts),
         notices=[*notices, *left_out_notes(records.values())],
         blocks=[*blocks, Provenance(METHOD, {formats.CONFIG: config})],

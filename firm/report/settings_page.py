@@ -91,6 +91,7 @@ def settings_page(
     method: str = METHOD,
     facts: Mapping[str, str] | None = None,
     sets: Mapping[str, Sequence[str]] | None = None,
+    notes: Sequence[str] = (),
 ) -> Page:
     """Returns the page that compares settings.
 
@@ -102,11 +103,12 @@ def settings_page(
         method: Sentences on how the runs were made.
         facts: Facts that the runs do not log; they replace facts with the same label.
         sets: Settings shown together, by the name of their button. The first set is shown at first.
+        notes: Sentences on what the page does not show.
 
     Raises:
         UserError: No run can be compared.
     """
-    notices = left_out_notes([record for s in settings for record in s.records])
+    notices = [*notes, *left_out_notes([record for s in settings for record in s.records])]
     settings, left_out = comparable(settings)
     notices += left_out
     groups = scales(settings)

@@ -2,6 +2,7 @@
 
 import contextlib
 import csv
+import html
 import json
 import re
 import shutil
@@ -147,9 +148,13 @@ def test_a_study_with_a_failed_setting_shows_the_others_and_continues_when_it_is
     (line,) = [line for line in capsys.readouterr().err.splitlines() if "error: " in line]
     assert f"1 of 2 runs did not finish; the others are kept. Correct the settings in {out}" in line
     assert f"continue with firm resume {out}: server-seed_0" in line
-    page = (out / "report.html").read_text()
+    page = html.unescape((out / "report.html").read_text())
     assert "firm-seed_0" in page
-    assert "server-seed_0" not in page
+    reason = line.partition("server-seed_0: ")[2]
+    assert "nosuch" in reason
+    assert f"Runs that are not finished, and not shown: server-seed_0: {reason}" in page
+    assert page.count("server-seed_0") == 1
+    assert "sweep" not in page.lower()
     finals = (out / "finals.csv").read_text().splitlines()[1:]
     assert {row.partition(",")[0] for row in finals} == {"FIRM"}
     finished = (out / "points/firm-seed_0/metrics.jsonl").read_bytes()
@@ -162,10 +167,33 @@ def test_a_study_with_a_failed_setting_shows_the_others_and_continues_when_it_is
     with forked_workers():
         firm(["resume", str(out)])
     assert "2 runs, 1 unfinished" in capsys.readouterr().out
-    assert "server-seed_0" in (out / "report.html").read_text()
+    page = (out / "report.html").read_text()
+    assert "server-seed_0" in page
+    assert "Runs that are not finished" not in page
     assert (out / "points/firm-seed_0/metrics.jsonl").read_bytes() == finished
     changed = ["resume", str(out), "--settings.server.overrides.strategy.num_local_steps", "2"]
     assert "has another configuration: config.settings.server" in refusal(firm, changed)
+
+
+def test_an_interrupted_study_shows_the_runs_that_are_finished(
+    arguments, studied, tmp_path, monkeypatch, capsys
+):
+    out = tmp_path / "study"
+    shutil.copytree(studied[0], out)
+    (out / "report.html").unlink()
+    record = out / "points/server-seed_0/run.json"
+    record.write_text(record.read_text().replace('"finished"', '"interrupted"'))
+    monkeypatch.setattr(Sweep, "work", interrupted)
+    with pytest.raises(SystemExit):
+        firm(["resume", str(out)])
+    assert f"report   {out / 'report.html'}" in capsys.readouterr().out
+    page = (out / "report.html").read_text()
+    assert "firm-seed_0" in page
+    assert "not shown: server-seed_0: it has not ended" in page
+
+
+def interrupted(*_, **__):
+    raise KeyboardInterrupt
 
 
 def test_a_study_is_called_a_study(arguments, studied, tmp_path, refusal):

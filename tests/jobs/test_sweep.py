@@ -1,6 +1,7 @@
 """A sweep over preferences: ordinary runs, a front from each method, and soups between corners."""
 
 import contextlib
+import html
 import json
 import os
 import re
@@ -330,3 +331,23 @@ def test_a_point_with_a_poisoned_log_is_left_out_and_the_others_are_drawn(swept,
     names = {point.name for point in Front.load(out / "firm.front.json").points}
     assert names == {"firm-100_0-seed_0", "firm-0_100-seed_0"}
     assert len(Front.load(out / "soups.front.json").points) == 3
+
+
+def test_a_sweep_with_a_failed_point_shows_the_others_and_names_it(swept, tmp_path, capsys):
+    out = tmp_path / "sweep"
+    shutil.copytree(swept, out)
+    point = out / "points/firm-50_50-seed_0"
+    record = (point / "run.json").read_text()
+    (point / "run.json").write_text(record.replace('"finished"', '"failed"'))
+    (point / "metrics.jsonl").write_text("")  # it cannot continue
+    for name in ("report.html", "firm.front.json"):
+        (out / name).unlink()
+    with forked_workers(), pytest.raises(UserError, match="1 of 1 runs did not finish"):
+        main(replace(CONFIG, out=out, resume=True))
+    assert f"report   {out / 'report.html'}" in capsys.readouterr().out
+    page = html.unescape((out / "report.html").read_text())
+    named = f"not shown: firm-50_50-seed_0: {point / 'metrics.jsonl'} must have at least"
+    assert f"Runs that are not finished, and {named}" in page
+    names = {point.name for point in Front.load(out / "firm.front.json").points}
+    assert names == {"firm-100_0-seed_0", "firm-0_100-seed_0"}
+    assert all(name in page for name in names)
