@@ -421,6 +421,7 @@ class CheckpointConfig:
 
 @configuration
 class TrackingConfig:
+    name: Literal['wandb', 'tensorboard', 'mlflow'] = 'wandb'
     mode: Literal['disabled', 'offline', 'online'] = 'disabled'
     project: str = 'firm'
     entity: str | None = None

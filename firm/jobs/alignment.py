@@ -55,6 +55,7 @@ from firm.jobs.model_card import markdown_table, model_card, model_name
 from firm.jobs.plan.printing import print_plan
 from firm.jobs.sources import check_sources
 from firm.jobs.threads import set_threads, with_recorded_threads
+from firm.jobs.workspace import show_layout
 from firm.report import formats
 from firm.report.page import alarms
 from firm.report.record import read_record
@@ -72,7 +73,7 @@ from firm.run.progress import Progress, print_table
 from firm.run.resuming import continued_later
 from firm.run.rows import Row
 from firm.run.shipped import with_shipped_paths
-from firm.run.tracking import Tracker
+from firm.run.trackers import check_installed, open_tracker
 
 SCORES_NAME = "test_scores.safetensors"
 """Scores and rewards of the final model by row of the test data, in the run's directory."""
@@ -240,7 +241,7 @@ def open_wing(
     with (
         Paced(partial(update_report, out)) as page,  # first, so that it shows how the run ended
         Run.open(out, settings, resume=cfg.resume, ignore=FREE_KEYS, renew=RENEWED_KEYS) as run,
-        Tracker(
+        open_tracker(
             cfg.tracking,
             run.path,
             settings,
@@ -326,6 +327,7 @@ def claim_folder(cfg: AlignmentConfig, processes: Processes) -> Path:
     """
     out = run_folder(cfg)
     if processes.is_server:  # fail before loading, which takes minutes
+        check_installed(cfg.tracking)
         Run.check(out, to_dict(cfg), resume=cfg.resume, ignore=(*FREE_KEYS, *RENEWED_KEYS))
         _check_rounds(out, cfg)
     return out
@@ -443,6 +445,8 @@ class _LanguageWing(Wing):
         scores = by_kind.get("evaluation", {}).get(self.shown, {})
         means = {name: score["mean"] for name, score in scores.items()}
         self._progress.event("round_finished", row=by_kind["round"], scores=means)
+        if state.round == 1 and self._cfg.tracking.group is None:
+            show_layout(self.book.run.path)
 
     def finish(self, state: ServerState) -> tuple[AnyEvaluation, AnyEvaluation]:
         """Returns the evaluations of base and final model on the held-out data.

@@ -231,7 +231,7 @@ class AlignmentConfig:
     checkpoints: CheckpointConfig = field(default_factory=CheckpointConfig)
     """Checkpoints to keep."""
     tracking: TrackingConfig = field(default_factory=TrackingConfig)
-    """Tracking with Weights & Biases."""
+    """Tracking with W&B, TensorBoard or MLflow."""
     hub: HubConfig = field(default_factory=HubConfig)
     """Upload to the Hugging Face hub."""
 

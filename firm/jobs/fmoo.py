@@ -41,7 +41,7 @@ from firm.run.pace import Paced
 from firm.run.progress import print_table
 from firm.run.resuming import STUDY_NAME, continued_later, is_resumed
 from firm.run.rows import Row
-from firm.run.tracking import Tracker
+from firm.run.trackers import open_tracker
 
 PAGE_NAME, TABLE_NAME = "comparison.html", "summary.csv"
 METHOD = (
@@ -180,7 +180,7 @@ def run_seed(cfg: ClassicConfig, name: str, splits: Splits, path: Path, seed: in
         make_private_folder(study)
     with (
         Run.open(path, settings, resume=is_there, ignore=FREE_KEYS, renew=["rounds"]) as run,
-        Tracker(
+        open_tracker(
             cfg.tracking,
             run.path,
             settings,

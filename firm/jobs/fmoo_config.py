@@ -137,7 +137,7 @@ class ClassicConfig:
     """Threads of torch in each worker; null: torch's default. Equal results need equal numbers of
     threads."""
     tracking: TrackingConfig = field(default_factory=TrackingConfig)
-    """Tracking with Weights & Biases, with a separate run for every algorithm and seed."""
+    """Tracking with W&B, TensorBoard or MLflow, with a run for every algorithm and seed."""
     plugins: tuple[str, ...] = ()
     """Modules or Python files that register components, such as strategies. They are run before
     other keys are read, except by --help."""

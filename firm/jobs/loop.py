@@ -13,7 +13,7 @@ from firm.federation.strategies import STRATEGIES, StrategyConfig
 from firm.federation.user_code import user_code
 from firm.run.directory import Run
 from firm.run.rows import Row, valid_rows
-from firm.run.tracking import Tracker
+from firm.run.trackers import AnyTracker
 
 
 class Logbook:
@@ -24,7 +24,7 @@ class Logbook:
         tracker: Also receives the rows.
     """
 
-    def __init__(self, run: Run, tracker: Tracker) -> None:
+    def __init__(self, run: Run, tracker: AnyTracker) -> None:
         self.run = run
         self.rows: list[Row] = run.rows()
         """Rows so far, including earlier sessions."""
@@ -43,7 +43,7 @@ class Logbook:
         self._tracker.log_samples(rows)
 
     def repeat_to_tracker(self) -> None:
-        """Logs the rows of earlier sessions to the tracker, since each session is a new W&B run."""
+        """Logs the rows of earlier sessions to the tracker, where each session is a run."""
         for row in self.rows:
             self._tracker.log(row)
         self._tracker.log_samples(self.run.samples())

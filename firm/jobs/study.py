@@ -11,6 +11,7 @@ from firm.fields import PositiveFloat, Seed, configuration
 from firm.jobs.alignment_config import AlignmentConfig
 from firm.jobs.plan.printing import print_plans
 from firm.jobs.points import PointsConfig, point_config, run_points
+from firm.jobs.workspace import show_layout
 from firm.report.criteria import criteria_of
 from firm.report.ledger import total_bytes
 from firm.report.page import PAGE_NAME, Table
@@ -114,6 +115,7 @@ def study(cfg: StudyConfig) -> StudyResult | None:
     if sweep is None:
         return None
     by_setting, page = _write_results(cfg, sweep)
+    show_layout(out)
     settings = settings_of(by_setting)
     header, rows = summary_table(settings, criteria_of(settings)[0], {}, has_spread=True)
     differences = [

@@ -22,6 +22,7 @@ from firm.jobs.alignment import SCORES_NAME
 from firm.jobs.alignment_config import AlignmentConfig
 from firm.jobs.plan.printing import print_plans
 from firm.jobs.points import PointsConfig, point_config, run_points, tracking_group
+from firm.jobs.workspace import show_layout
 from firm.report.front_page import front_figure, write_front_page
 from firm.report.page import PAGE_NAME
 from firm.report.record import read_record
@@ -33,7 +34,7 @@ from firm.run.guard import drawing
 from firm.run.names import check_slugs, dated_folder, slug
 from firm.run.progress import print_table
 from firm.run.sweep import Sweep
-from firm.run.tracking import Tracker
+from firm.run.trackers import open_tracker
 
 
 @dataclass(frozen=True)
@@ -142,10 +143,11 @@ def sweep(cfg: SweepConfig) -> SweepResult | None:
         return None
     fronts, page = _write_results(cfg, folder, objectives, cfg.methods)
     tracking = base.tracking.within(tracking_group(cfg, folder))
-    with Tracker(
+    with open_tracker(
         tracking, out, folder.manifest["config"], objectives=objectives, job_type="front"
     ) as tracker:
         tracker.log_points("front", _rows(fronts), summary=_hypervolumes(fronts))
+    show_layout(out)
     return SweepResult(out, fronts, page)
 
 

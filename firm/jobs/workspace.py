@@ -6,10 +6,12 @@ sent, the table of results and the samples. For a study or sweep, lines are mean
 a setting, ± one standard error.
 """
 
+import logging
+import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib import import_module
-from itertools import combinations
+from itertools import chain, combinations
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +26,8 @@ from firm.report.tables import drawn_objectives
 from firm.run.errors import UserError
 from firm.run.sweep import SWEEP_NAME, Sweep
 from firm.run.tracking import SENT, TrackingConfig, flatten, mean_name, means
+
+logger = logging.getLogger(__name__)
 
 REWARDS = Quantity("rewards", "{}", "mean reward in [0, 1]", by="objective", evaluated="rewards")
 MEAN_AND_ERROR = {"groupby_aggfunc": "mean", "groupby_rangefunc": "stderr"}
@@ -90,15 +94,33 @@ def save_workspace(cfg: WorkspaceConfig) -> str:
         raise UserError(f"W&B could not save the workspace: {printable(error)}") from error
 
 
+def show_layout(path: Path) -> None:
+    """Saves the workspace of a run, study or sweep that W&B has received, and logs its URL.
+
+    Does nothing for runs without W&B or offline. A failure is a warning with the command to repeat.
+    """
+    folders = ("wandb/run-*", "points/*/wandb/run-*")  # those of offline runs are offline-run-*
+    if not any(chain.from_iterable(map(path.glob, folders))):
+        return
+    try:
+        url = save_workspace(WorkspaceConfig(run=path, name=f"FIRM: {path.resolve().name}"))
+    except UserError as error:
+        logger.warning(
+            "W&B draws its default layout (%s); repeat with: firm workspace %s",
+            printable(error).rstrip("."),
+            printable(shlex.quote(str(path))),
+        )
+    else:
+        logger.warning("W&B: the figures of the page are at %s", url)
+
+
 def _packages() -> tuple[Any, Any]:
     """Imports W&B's modules for workspaces and panels."""
     try:
         names = ("wandb_workspaces.workspaces", "wandb_workspaces.reports.v2.interface")
         workspaces, panels = map(import_module, names)
     except ImportError:
-        raise UserError(
-            f"workspaces need another package: {install_command('workspace')}."
-        ) from None
+        raise UserError(f"workspaces need more packages: {install_command('wandb')}.") from None
     return workspaces, panels
 
 
@@ -124,8 +146,7 @@ def _logged(path: Path) -> _Logged:
 
 def _sections(logged: _Logged, panels: Any) -> dict[str, list[Any]]:
     """Returns the panels of every section by title, in the order of the page."""
-    has_end = any(name.startswith("evaluation/test/change/") for name in logged.names)
-    tables = {"test": has_end, "samples": logged.has_samples}
+    tables = {"test": True, "samples": logged.has_samples}  # "test" is filled when a run ends
     return {
         "The trade-off": _planes(logged, panels),
         "Results and samples": [

@@ -1,4 +1,4 @@
-"""Turns failures of pages, figures, tables and W&B into warnings, so that they never end a run."""
+"""Turns failures of pages, figures, tables and trackers into warnings that never end a run."""
 
 import logging
 from collections.abc import Callable, Iterator
@@ -38,6 +38,28 @@ def drawing(what: str) -> Iterator[None]:
         raise
     except BaseException as error:  # as in `drawn`
         _warn(what, error)
+
+
+class Guard:
+    """Turns exceptions of a service into warnings, one for all equal exceptions.
+
+    Args:
+        service: Its name.
+    """
+
+    def __init__(self, service: str) -> None:
+        self._service = service
+        self._reported: set[tuple[type, str]] = set()
+
+    @contextmanager
+    def __call__(self, what: str) -> Iterator[None]:
+        """Turns exceptions inside the context into warnings that name the failed output."""
+        try:
+            yield
+        except Exception as error:  # a failure of the service must not end the run
+            if (failure := (type(error), str(error))) not in self._reported:
+                self._reported.add(failure)
+                _warn(f"{self._service}: {what}", error)
 
 
 def _warn(what: str, error: BaseException) -> str:

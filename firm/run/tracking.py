@@ -16,8 +16,7 @@ rejects causes a warning and does not end the run.
 import logging
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from hashlib import sha256
 from itertools import combinations
@@ -28,7 +27,7 @@ from firm.federation.outside import legible_data, printable
 from firm.fields import PositiveFloat, configuration
 from firm.quantities import drawn
 from firm.run.comparison import compare
-from firm.run.guard import drawing
+from firm.run.guard import Guard
 from firm.run.rows import (
     Points,
     as_one_training,
@@ -55,12 +54,16 @@ SENT = ("bytes_up", "bytes_down")
 
 @configuration
 class TrackingConfig:
-    """Tracking of metrics with W&B, in addition to the run directory."""
+    """Tracking of metrics with W&B, TensorBoard or MLflow, in addition to the run directory."""
 
+    name: Literal["wandb", "tensorboard", "mlflow"] = "wandb"
+    """Tracker. wandb: W&B, if `mode` enables it. tensorboard: files in `tensorboard/` in the run's
+    directory. mlflow: the server that MLFLOW_TRACKING_URI names, with `project` as experiment."""
     mode: Literal["disabled", "offline", "online"] = "disabled"
-    """disabled: no tracking; offline: files for `wandb sync`; online: the W&B service."""
+    """Mode of W&B. disabled: no tracking; offline: files for `wandb sync`; online: the W&B
+    service."""
     project: str = "firm"
-    """W&B project."""
+    """W&B project, or MLflow experiment."""
     entity: str | None = None
     """W&B user or team; null: the owner of the API key."""
     group: str | None = None
@@ -89,15 +92,20 @@ class TrackingConfig:
                     f"{printable(repr(label), max_length=80)}."
                 )
 
+    @property
+    def is_enabled(self) -> bool:
+        """True if a tracker receives the metrics."""
+        return self.name != "wandb" or self.mode != "disabled"
+
     def within(self, group: str) -> Self:
         """Returns a copy with the given group, unless a group is set or tracking is disabled."""
-        if self.mode == "disabled" or self.group is not None:
+        if not self.is_enabled or self.group is not None:
             return self
         return replace(self, group=group)
 
     def of_setting(self, setting: str) -> Self:
         """Returns a copy with a setting as tag and, unless a job type is set, as job type."""
-        if self.mode == "disabled":
+        if not self.is_enabled:
             return self
         label = _label(setting)
         return replace(self, job_type=self.job_type or label, tags=(*self.tags, label))
@@ -128,12 +136,11 @@ class Tracker:
         self._evaluations: list[Mapping[str, Any]] = []
         self._num_drawn = 0  # evaluations in the latest charts
         self._samples: list[Mapping[str, Any]] = []
-        self._trainings: dict[str, Mapping[str, Any]] = {}
-        self._sent: Counter[str] = Counter()
-        self._reported: set[tuple[type, str]] = set()
+        self._series = Series(objectives)
+        self._guard = Guard("W&B")
         if config.mode != "disabled":
             path = Path(run_path)
-            with self._drawing("the start of the run"):
+            with self._guard("the start of the run"):
                 self._run = _start(
                     config,
                     path,
@@ -164,20 +171,19 @@ class Tracker:
         valid, _ = valid_row(row, num_objectives=len(self._objectives))
         if valid is None:
             return
-        with self._drawing(f"a row of kind {valid.get('kind')}"):
+        with self._guard(f"a row of kind {valid.get('kind')}"):
             if valid.get("kind") == "run":
                 own = {key: value for key, value in valid.items() if key != "kind"}
                 self._run.config.update({"run": legible_data(own)})
-            if series := flatten(valid, self._objectives):
-                more = {**self._of_round(valid), **self._charts(valid)}
-                self._run.log({"round": valid["round"], **series, **more})
+            if series := self._series.of(valid):
+                self._run.log({"round": valid["round"], **series, **self._charts(valid)})
 
     def log_samples(self, rows: Iterable[Mapping[str, Any]]) -> None:
         """Shows rows of samples.jsonl: replies to each prompt before and after alignment."""
         valid, _ = valid_rows(list(rows), kind="sample")
         shown = [row for row in valid if {"prompt", "completion"} <= row.keys()]
         self._samples += [row for row in shown if "preference" not in row]
-        with self._drawing("the samples"):
+        with self._guard("the samples"):
             if self._run and self._samples:
                 last_round = max(row["round"] for row in self._samples)
                 self._run.log({"round": last_round, "samples": _sample_table(self._samples)})
@@ -194,7 +200,7 @@ class Tracker:
         """
         if not self._run:
             return
-        with self._drawing(title):
+        with self._guard(title):
             columns = list(dict.fromkeys(key for row in rows for key in row))
             lines = [[row.get(key) for key in columns] for row in rows]
             charts = {
@@ -207,32 +213,11 @@ class Tracker:
     def finish(self, *, succeeded: bool = True) -> None:
         """Closes W&B's files, and waits at most `timeout_s` seconds for the last upload."""
         run, self._run = self._run, None
-        with self._drawing("the end of the run"):
+        with self._guard("the end of the run"):
             if run:
                 if self._num_drawn < len(self._evaluations):
                     run.log({"round": self._evaluations[-1]["round"], **self._planes()})
                 run.finish(exit_code=0 if succeeded else 1)
-
-    @contextmanager
-    def _drawing(self, what: str) -> Iterator[None]:
-        """Turns exceptions inside the context into warnings; warns once about equal failures."""
-        try:
-            yield
-        except Exception as error:  # a failure of W&B must not end the run
-            if (failure := (type(error), str(error))) not in self._reported:
-                self._reported.add(failure)
-                with drawing(f"W&B: {what}"):
-                    raise
-
-    def _of_round(self, row: Mapping[str, Any]) -> dict[str, float]:
-        if row["kind"] == "client":
-            self._trainings[row["client"]] = row
-        if row["kind"] != "round":
-            return {}
-        trainings = [own for own in self._trainings.values() if own["round"] == row["round"]]
-        self._sent.update({name: row[name] or 0 for name in SENT if name in row})
-        so_far = {f"round/{name}_so_far": total for name, total in self._sent.items()}
-        return {**means([*trainings, row], self._objectives), **so_far}
 
     def _charts(self, row: Mapping[str, Any]) -> dict[str, Any]:
         if not self._run or row["kind"] != "evaluation" or "scores" not in row:
@@ -250,6 +235,31 @@ class Tracker:
     def _planes(self) -> dict[str, Any]:
         self._num_drawn = len(self._evaluations)
         return _planes(self._evaluations, self._objectives)
+
+
+class Series:
+    """Numbers of a run's rows under flat names, with means over clients and totals of bytes."""
+
+    def __init__(self, objectives: Sequence[str]) -> None:
+        self._objectives = tuple(objectives)
+        self._trainings: dict[str, Mapping[str, Any]] = {}
+        self._sent: Counter[str] = Counter()
+
+    def of(self, row: Mapping[str, Any]) -> dict[str, float]:
+        """Returns the numbers of the next row; empty if it has none.
+
+        The row of a round follows the rows of its clients, and adds the means over the clients and
+        the total of bytes sent so far.
+        """
+        series = flatten(row, self._objectives)
+        if row["kind"] == "client":
+            self._trainings[row["client"]] = row
+        if row["kind"] != "round":
+            return series
+        trainings = [own for own in self._trainings.values() if own["round"] == row["round"]]
+        self._sent.update({name: row[name] or 0 for name in SENT if name in row})
+        so_far = {f"round/{name}_so_far": total for name, total in self._sent.items()}
+        return {**series, **means([*trainings, row], self._objectives), **so_far}
 
 
 def flatten(row: Mapping[str, Any], objectives: Sequence[str]) -> dict[str, float]:

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 from scipy.optimize import linprog
 
+from firm.extras import install_command
 from firm.solvers.checks import EPS
 
 TOLERANCES = {"tol_gap_abs": 1e-13, "tol_gap_rel": 1e-12, "tol_feas": 1e-12}
@@ -136,7 +137,14 @@ def _minimum(costs: np.ndarray, rows: np.ndarray, bounds: np.ndarray) -> Any:
 @cache
 def _quadratic_problem(num_rows: int, num_objectives: int) -> Callable[..., Any]:
     """Returns a solver for programmes of these sizes, compiled once and then reused."""
-    import cvxpy  # slow to import, and most runs do not need it
+    try:
+        import cvxpy  # slow to import, and most runs do not need it
+    except ModuleNotFoundError:
+        raise ModuleNotFoundError(
+            "solver cvxpy needs the package cvxpy, which is not installed: "
+            f"{install_command('cvxpy')}.",
+            name="cvxpy",
+        ) from None
 
     point = cvxpy.Variable(num_objectives, nonneg=True)
     root = cvxpy.Parameter((num_objectives, num_objectives))

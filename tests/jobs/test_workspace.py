@@ -217,4 +217,48 @@ def test_what_cannot_be_drawn_is_refused(run_path, refusal, tmp_path, monkeypatc
     assert "has no completed round to draw" in refusal(cli, ["--run", begun])
     assert "there is no run at" in refusal(cli, ["--run", tmp_path])
     monkeypatch.setitem(sys.modules, "wandb_workspaces.workspaces", None)
-    assert install_command("workspace") in refusal(cli, ["--run", run_path])
+    assert install_command("wandb") in refusal(cli, ["--run", run_path])
+
+
+LAYOUT = """
+import logging, sys
+from pathlib import Path
+logging.basicConfig(format="%(message)s")
+from firm.jobs.workspace import show_layout
+show_layout(Path(sys.argv[1]))
+"""
+
+
+def layout(path: Path, home: Path, **more: str) -> list[str]:
+    """Lines that `show_layout` logs."""
+    done = subprocess.run(
+        [sys.executable, "-c", LAYOUT, str(path)],
+        env=environment(home, **more),
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stderr.splitlines()
+
+
+def test_a_run_that_w_and_b_receives_gets_its_layout_by_itself(tmp_path):
+    pytest.importorskip("wandb_workspaces")
+    run = write_run(tmp_path / "run", FakeRun(OBJECTIVES, num_clients=2))
+    (run / "wandb/offline-run-1").mkdir(parents=True)
+    assert layout(run, tmp_path) == []
+    (run / "wandb/run-1").mkdir()
+    with server() as (address, asked):
+        lines = layout(run, tmp_path, WANDB_BASE_URL=address, WANDB_API_KEY="k" * 40)
+    assert lines == [f"W&B: the figures of the page are at {address}/me/firm?nw=mine"]
+    assert [view["displayName"] for view in asked] == ["FIRM: run"]
+    assert "Rewards by round" in sections(asked[0])
+
+
+def test_a_layout_that_cannot_be_saved_is_one_line(tmp_path):
+    pytest.importorskip("wandb_workspaces")
+    run = write_run(tmp_path / "run", FakeRun(OBJECTIVES, num_clients=2))
+    (run / "wandb/run-1").mkdir(parents=True)
+    (line,) = layout(run, tmp_path)
+    assert line.startswith("W&B draws its default layout (W&B could not save the workspace: ")
+    assert line.endswith(f"; repeat with: firm workspace {run}")

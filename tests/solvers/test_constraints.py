@@ -1,11 +1,13 @@
 """Users' constraints on the weights: how they are written, and that weights meet them."""
 
+import sys
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 
+from firm.extras import install_command
 from firm.solvers import firm_weights, linear_constraints
 from firm.solvers import programs as module
 from firm.solvers.programs import constrained_qp, linear_program
@@ -165,3 +167,11 @@ def test_the_linear_programme_by_hand():
 def test_bad_options_are_refused(options, message):
     with pytest.raises(ValueError, match=message):
         firm_weights(torch.eye(2), **options)
+
+
+def test_constraints_name_the_command_that_installs_their_solver(monkeypatch):
+    module._quadratic_problem.cache_clear()
+    monkeypatch.setitem(sys.modules, "cvxpy", None)
+    with pytest.raises(ModuleNotFoundError, match="needs the package cvxpy") as missing:
+        constrained_qp(np.eye(2), np.eye(2)[:1], np.ones(1))
+    assert install_command("cvxpy") in str(missing.value)

@@ -48,7 +48,8 @@ class FirmConfig(StrategyConfig):
     """Each gradient is divided by this power of its norm for the solve: 0 as in the paper, 1 for
     unit gradients, as in GAPO (arXiv:2507.01915)."""
     solver: Solver = "exact"
-    """Solver of the weights; cvxpy supports constraints, but takes milliseconds per solve."""
+    """Solver of the weights; cvxpy, an optional package, supports constraints, but takes
+    milliseconds per solve."""
     constraints: Annotated[tuple[str, ...], NOT_IN_PAPER] = ()
     """Linear constraints on the weights, in terms of the objectives' names, such as 'harmless >=
     0.3' or 'helpful <= 2 * harmless'; require solver cvxpy."""
