@@ -729,7 +729,7 @@ class FederationConfig:
     host: str = 'localhost'
     port: Annotated[int, Interval(ge=1, le=65535)] | None = None
     valid_days: Annotated[int, Interval(ge=1, le=1048576)] = 360
-    run: Path = Path('/work/main/configs/miniature.yaml')
+    run: Path = Path('miniature.yaml')
     overrides: dict[str, Any] = field(default_factory=dict)
     timeout: Annotated[int, Interval(ge=1, le=2147483647)] = 3600
     meeting_timeout: Annotated[int, Interval(ge=1, le=2147483647)] = 20

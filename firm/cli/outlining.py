@@ -134,8 +134,8 @@ def _value(value: Any) -> str:
             and (f.default_factory is MISSING or own != f.default_factory())
         ]
         return f"{type(value).__name__}({', '.join(given)})"
-    if isinstance(value, Path):
-        return f"Path({str(value)!r})"
+    if isinstance(value, Path):  # an absolute one is where this copy of FIRM is installed
+        return f"Path({value.name if value.is_absolute() else str(value)!r})"
     if isinstance(value, Mapping):
         return f"{{{', '.join(f'{key!r}: {_value(own)}' for key, own in value.items())}}}"
     if isinstance(value, list):
