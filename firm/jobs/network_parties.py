@@ -294,7 +294,7 @@ def _follow(opened: Any, job: str, sites: list[str]) -> bool:
     Raises:
         UserError: The job failed or was stopped.
     """
-    last_state, looks, num_lines, idle = "", 0, 0, set[str]()
+    last_state, num_lines = "", 0
     while True:
         state = console.status(opened, job)
         if state == "SUBMITTED":
@@ -310,12 +310,6 @@ def _follow(opened: Any, job: str, sites: list[str]) -> bool:
             lines = console.said(opened, job, num_lines)
             print(*(f"{line}\n" for line in lines), sep="", end="", flush=True)
             num_lines += len(lines)
-        looks += 1
-        if state == "RUNNING" and looks % 5 == 0:
-            # Two checks in a row, since a job that has just started may not have reached a site yet
-            idle, before = set(console.without_part(opened)), idle
-            if back := sorted(idle & before):
-                console.tell_returned(opened, job, back)
         time.sleep(1)
     if "COMPLETED" in state:
         print("finished", flush=True)

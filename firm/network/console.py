@@ -14,16 +14,14 @@ from typing import Any
 from nvflare.fuel.flare_api.api_spec import (
     InternalError,
     JobNotRunning,
-    NoClientsAvailable,
     NoConnection,
     NoReply,
     SessionClosed,
 )
 from nvflare.fuel.flare_api.flare_api import Session, new_secure_session
-from nvflare.fuel.hci.proto import MetaKey, MetaStatusValue
 
 from firm.federation.outside import check_name, printable
-from firm.network.controller import REASON, RESTART, RETURNED, SAID
+from firm.network.controller import REASON, RESTART, SAID
 from firm.network.jobs import server_app, site_app
 from firm.network.kits import ADMIN
 
@@ -44,7 +42,7 @@ def session(kit: Path, *, timeout: float = 15.0) -> Iterator[Session]:
     logging.getLogger("nvflare").setLevel(logging.ERROR)
     with contextlib.redirect_stdout(io.StringIO()):  # FLARE prints its connection attempts
         opened = new_secure_session(ADMIN, str(kit), timeout=timeout)
-    opened.set_timeout(3.0)  # seconds that the server waits for a disconnected site
+    opened.set_timeout(3.0)  # seconds that the server waits for a job to answer
     try:
         yield opened
     finally:
@@ -118,34 +116,12 @@ def connected(opened: Session) -> set[str]:
     return {printable(client.name) for client in opened.get_system_info().client_info}
 
 
-def without_part(opened: Session) -> list[str]:
-    """Returns the connected sites that do not participate in the running job.
-
-    A site that was disconnected when the job started participates after the run is restarted.
-    """
-    try:
-        rows = opened.get_client_job_status() or []
-    except NoClientsAvailable:
-        return []
-    return [
-        printable(row[MetaKey.CLIENT_NAME])
-        for row in rows
-        if row[MetaKey.STATUS] == MetaStatusValue.NO_JOBS
-    ]
-
-
 def said(opened: Session, job: str, num_heard: int) -> list[str]:
     """Returns a running job's output after the first `num_heard` lines; empty if it just ended."""
     with contextlib.suppress(JobNotRunning, NoReply, InternalError):
         answer = opened.do_app_command(job, SAID, {"num_heard": num_heard})
         return [printable(line) for line in answer["lines"]]
     return []
-
-
-def tell_returned(opened: Session, job: str, sites: list[str]) -> None:
-    """Sends a job the names of reconnected sites, so that it ends before its next round."""
-    with contextlib.suppress(JobNotRunning, NoReply, InternalError):  # the job has just ended
-        opened.do_app_command(job, RETURNED, {"sites": sites})
 
 
 def reason(opened: Session, job: str) -> tuple[str, bool]:

@@ -1,13 +1,14 @@
 """FLARE workflow at the server that sends a strategy's requests to its sites."""
 
 import io
+import json
 import logging
 import math
 import sys
 import threading
 import time
 from abc import abstractmethod
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from functools import partial
 from typing import Any, TextIO
 
@@ -17,28 +18,36 @@ from nvflare.apis.fl_context import FLContext
 from nvflare.apis.shareable import Shareable
 from nvflare.app_common.utils.fl_model_utils import FLModelUtils
 from nvflare.app_common.workflows.model_controller import ModelController
+from nvflare.fuel.f3.cellnet.core_cell import TargetMessage
+from nvflare.private.admin_defs import Message
+from nvflare.private.defs import (
+    CellChannel,
+    ClientStatusKey,
+    TrainingTopic,
+    new_cell_message,
+)
 
-from firm.federation.outside import MAX_NAME, printable
+from firm.federation.outside import printable
 from firm.network.jobs import POLL
 from firm.network.sites import Lost, SitesReturned
-from firm.network.wire import TASK, from_model, to_model
+from firm.network.wire import TASK, THERE, from_model, to_model
 
 logger = logging.getLogger(__name__)
 
 REASON, RESTART = "the run ended early: ", "the run must be restarted: "
 """Prefixes of the reason in the server's log."""
 
-RETURNED = "firm.returned"
-"""Command with which an administrator tells a running job which sites have reconnected."""
 SAID = "firm.said"
 """Command with which an administrator reads the output of a running job."""
 
-FOLLOWING = 3.0
+FOLLOWING = 10.0
 """Seconds between two questions of an administrator who follows a job, at most; they ask every
-second."""
+second, but their machine may be busy."""
 _LOOK, _PATIENCE = 2.0, 5.0
 """Seconds between two checks that the sites still to answer are connected, and the timeout of a
 check."""
+_AWAY = "it is not connected"
+_BACK = "it is connected, and takes part again after a restart of the run"
 
 _PROBLEMS = {
     ReturnCode.EXECUTION_EXCEPTION: "its process has died, or does not answer its site",
@@ -90,6 +99,11 @@ class Transcript(io.StringIO):
         self._num_heard, self._asked_at = 0, -math.inf
 
     @property
+    def is_followed(self) -> bool:
+        """Whether an administrator follows the job."""
+        return time.monotonic() < self._asked_at + FOLLOWING
+
+    @property
     def lines(self) -> list[str]:
         """The complete lines written so far."""
         return self.getvalue().split("\n")[:-1]
@@ -105,7 +119,7 @@ class Transcript(io.StringIO):
 
         FLARE answers no command of a job that has ended. Ends when nobody asks any more.
         """
-        while self._num_heard < len(self.lines) and time.monotonic() < self._asked_at + FOLLOWING:
+        while self._num_heard < len(self.lines) and self.is_followed:
             time.sleep(POLL)
 
     def write(self, text: str, /) -> int:
@@ -127,9 +141,8 @@ class FlareChannel:
 
     def __init__(self, controller: SitesController) -> None:
         self._controller = controller
-        self._returned: list[str] = []
+        self._lost = set[str]()
         self.transcript = Transcript(sys.stdout)
-        self._engine.register_app_command(RETURNED, self._note_returned)
         self._engine.register_app_command(SAID, self._lines_since)
 
     def ask(self, messages: Mapping[str, bytes], *, timeout: float) -> dict[str, bytes | Lost]:
@@ -170,28 +183,31 @@ class FlareChannel:
                 raise Stopped
             if time.monotonic() >= next_look:
                 missed_before, missed = missed, self._missing(waiting)
-                with changed:
-                    for site in missed & missed_before:  # a single miss may be transient
-                        answers.setdefault(site, Lost("it is not connected"))
+                if gone := missed & missed_before:  # a single miss may be transient
+                    back = self._outside_job(gone)
+                    with changed:
+                        for site in gone:
+                            answers.setdefault(site, Lost(_BACK if site in back else _AWAY))
                 next_look = time.monotonic() + _LOOK
         with changed:
             for site in messages.keys() - answers.keys():
                 answers[site] = Lost(f"no answer within {timeout:g} s")
             for site, answer in answers.items():
+                self._lost.discard(site)
                 if isinstance(answer, Lost):
+                    self._lost.add(site)
                     self._controller.cancel_task(tasks[site], fl_ctx=self._context)
             return {site: answers[site] for site in messages}
 
     def returned(self) -> list[str]:
-        """Returns the reconnected sites: FLARE does not let them rejoin a running job."""
-        return list(self._returned)
+        """Returns the reconnected sites: FLARE does not let them rejoin a running job.
+
+        Returns none if no administrator follows the job, who would have to restart it.
+        """
+        return self._outside_job(self._lost) if self.transcript.is_followed else []
 
     def close(self) -> None:
         """Does nothing: FLARE notifies the sites of the job's end."""
-
-    def _note_returned(self, topic: str, returned: Any, fl_ctx: FLContext) -> dict[str, Any]:
-        self._returned = [printable(site, max_length=MAX_NAME) for site in returned["sites"]]
-        return {"returned": self._returned}  # FLARE treats an empty answer as missing
 
     def _lines_since(self, topic: str, asked: dict[str, int], fl_ctx: FLContext) -> dict[str, Any]:
         return {"lines": self.transcript.since(asked["num_heard"])}
@@ -200,7 +216,7 @@ class FlareChannel:
         """Returns the unreachable sites: their connection or their job has ended."""
         replies = self._engine.send_aux_request(
             targets=sites,
-            topic="firm.there",
+            topic=THERE,
             request=Shareable(),
             timeout=_PATIENCE,
             fl_ctx=self._context,
@@ -209,6 +225,23 @@ class FlareChannel:
         gone = ReturnCode.COMMUNICATION_ERROR  # a slow site does not count as unreachable
         return {site for site, reply in replies.items() if reply.get_return_code() == gone}
 
+    def _outside_job(self, sites: Collection[str]) -> list[str]:
+        """Returns the given sites that are connected to the server, but do not run this job."""
+        if not sites:
+            return []
+        topic = TrainingTopic.CHECK_STATUS
+        requests = {
+            site: TargetMessage(
+                site, CellChannel.CLIENT_MAIN, topic, new_cell_message({}, Message(topic, ""))
+            )
+            for site in sites
+        }
+        cell, job = self._engine.get_cell(), self._context.get_job_id()
+        replies = cell.broadcast_multi_requests(requests, _PATIENCE, optional=True)
+        return sorted(
+            site for site, reply in replies.items() if job not in _jobs(reply.payload, job)
+        )
+
     @property
     def _context(self) -> Any:
         return self._controller.fl_ctx
@@ -216,6 +249,15 @@ class FlareChannel:
     @property
     def _engine(self) -> Any:
         return self._controller.engine
+
+
+def _jobs(status: Any, own: str) -> list[str]:
+    """Returns the jobs in a site's status; only its own one if the site sent no valid status."""
+    try:
+        jobs = json.loads(status.body)[ClientStatusKey.RUNNING_JOBS]
+        return [job[ClientStatusKey.JOB_ID] for job in jobs]
+    except (AttributeError, LookupError, TypeError, ValueError, RecursionError):
+        return [own]
 
 
 def _read(result: Any) -> bytes | Lost:

@@ -8,6 +8,9 @@ from nvflare.app_common.abstract.fl_model import FLModel
 TASK = "firm"
 """The only task that a site's executor accepts; the message says which request to execute."""
 
+THERE = "firm.there"
+"""FLARE topic by which the server asks whether a site still runs the job."""
+
 _KEY = "message"
 
 

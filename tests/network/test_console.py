@@ -7,8 +7,6 @@ import pytest
 
 pytest.importorskip("nvflare", reason="the extra `network` is not installed")
 
-from nvflare.fuel.hci.proto import MetaKey, MetaStatusValue
-
 from firm.network import console
 from firm.network.controller import REASON, RESTART
 
@@ -29,9 +27,6 @@ class Server:
     def list_jobs(self, **options):
         job = {"job_id": "1", "job_name": HOSTILE, "status": "SUBMITTED", "submit_time": HOSTILE}
         return [job, job | {"status": HOSTILE}]
-
-    def get_client_job_status(self):
-        return [{MetaKey.CLIENT_NAME: HOSTILE, MetaKey.STATUS: MetaStatusValue.NO_JOBS}]
 
     def do_app_command(self, job, topic, arguments):
         return {"lines": [HOSTILE, 3, "round 1/9"]}
@@ -56,7 +51,6 @@ def _texts(value):
         console.unfinished,
         console.jobs,
         console.connected,
-        console.without_part,
         lambda opened: [console.status(opened, "1")],
         lambda opened: console.said(opened, "1", 0),
         lambda opened: [console.reason(opened, "1")[0]],

@@ -1,6 +1,7 @@
 """The server's end of the wire: what a job says, and what it makes of what others say."""
 
 import io
+import json
 import threading
 import time
 from types import SimpleNamespace
@@ -9,11 +10,14 @@ import pytest
 
 pytest.importorskip("nvflare", reason="the extra `network` is not installed")
 
+from nvflare.apis.fl_constant import ReturnCode
 from nvflare.apis.shareable import Shareable
+from nvflare.fuel.f3.cellnet.utils import new_cell_message
+from nvflare.private.admin_defs import ok_reply
 from rich.console import Console
 
 from firm.network import controller
-from firm.network.controller import REASON, RESTART, SitesController, Transcript
+from firm.network.controller import REASON, RESTART, FlareChannel, SitesController, Transcript
 from firm.network.sites import Lost, SitesReturned
 from firm.run import Progress
 
@@ -70,6 +74,80 @@ def test_a_sites_return_code_is_shown_and_obeyed_by_no_terminal():
     lost = controller._read(answer)
     assert isinstance(lost, Lost)
     assert lost.reason.isprintable()
+
+
+class _Flare:
+    """FLARE at a server: the controller of the job "own", and its engine."""
+
+    def __init__(self, status_by_site: dict[str, str | None]):
+        self.statuses = status_by_site  # None: the site is not connected
+        self.engine = self.fl_ctx = self
+        self.abort_signal = SimpleNamespace(triggered=False)
+
+    def register_app_command(self, topic, answer): ...
+
+    def broadcast(self, *, task, fl_ctx, targets, min_responses): ...
+
+    def cancel_task(self, task, fl_ctx): ...
+
+    def get_job_id(self):
+        return "own"
+
+    def get_cell(self):
+        return self
+
+    def send_aux_request(self, *, targets, **options):
+        """None of the sites runs the job."""
+        reply = Shareable()
+        reply.set_return_code(ReturnCode.COMMUNICATION_ERROR)
+        return dict.fromkeys(targets, reply)
+
+    def broadcast_multi_requests(self, requests, timeout, optional):
+        statuses = {site: self.statuses[site] for site in requests}
+        return {
+            site: new_cell_message({}, None if status is None else ok_reply(body=status))
+            for site, status in statuses.items()
+        }
+
+
+def _status(*jobs: str) -> str:
+    return json.dumps({"running_jobs": [{"job_id": job, "status": "started"} for job in jobs]})
+
+
+BACK = {"back": _status(), "elsewhere": _status("another")}
+NOT_BACK = {
+    "away": None,
+    "inside": _status("another", "own"),
+    "hostile": "[" * 100_000,
+    "strange": '{"running_jobs": 3}',
+    "rude": "[]",
+}
+
+
+@pytest.fixture
+def channel(monkeypatch):
+    """A channel that has just lost all of its sites."""
+    monkeypatch.setattr(controller, "_LOOK", 0.05)
+    channel = FlareChannel(_Flare(BACK | NOT_BACK))  # type: ignore[arg-type]
+    answers = channel.ask(dict.fromkeys(BACK | NOT_BACK, b"train"), timeout=60)
+    assert all(isinstance(answer, Lost) for answer in answers.values())
+    channel.answers = answers  # type: ignore[attr-defined]
+    return channel
+
+
+def test_lost_sites_that_are_connected_again_are_back_before_the_next_round(channel):
+    channel.transcript.since(0)  # an administrator follows
+    assert channel.returned() == sorted(BACK)
+
+
+def test_no_site_is_back_in_a_job_that_nobody_would_restart(channel):
+    assert channel.returned() == []
+
+
+def test_sites_that_are_connected_again_are_not_called_disconnected(channel):
+    called = {site for site, lost in channel.answers.items() if "not connected" in lost.reason}
+    assert called == set(NOT_BACK)
+    assert "after a restart" in channel.answers["back"].reason
 
 
 class _Fails(SitesController):
