@@ -481,7 +481,7 @@ HEADER = (
 def findings(folder: Path = PROTOCOL) -> str:
     """Returns the table of findings."""
     rows = []
-    for family in (family_a(folder), family_b(folder), family_c(folder)):
+    for family in (family_a(folder), family_b(folder), family_c(folder), family_d(folder)):
         for claim, verdict in zip(family, verdicts(family), strict=True):
             margin = "difference" if claim.margin is None else f"± {claim.margin:.3f}"
             rows.append([
@@ -769,6 +769,22 @@ def older_numbers() -> str:
     return markdown_table([*header, "hypervolume from zero", header[-1]], rows)
 
 
+def constraint_table(folder: Path = PROTOCOL) -> str:
+    """Returns both sides of family D by seed, and the conditioned run at the picked preference."""
+    rows = []
+    for seed, models in parts("real_constraint", REAL_SEEDS, folder).items():
+        trained, picked = (models[name]["test"] for name in ("constrained", "picked"))
+        cells = [
+            f"{own[key]:.3f}"
+            for own in (trained, picked)
+            for key in ("reward plain", "reward rich", "KL")
+        ]
+        cells.insert(3, f"{rich_of_folds(models):.3f}")
+        rows.append([str(seed), *cells])
+    header = ["trained: plain", "rich", "KL", "conditioned: rich at equal plain"]
+    return markdown_table(["seed", *header, "picked: plain", "rich", "KL"], rows)
+
+
 def search_table() -> str:
     """Returns the settings of configs/smollm2_settings.yaml, on the validation questions."""
     paths = sorted((ROOT / "docs/results/data/smollm2_settings").glob("*.front.json"))
@@ -813,6 +829,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "baselines": baseline_table,
     "weights": weights_table,
     "real model": real_table,
+    "constraint": constraint_table,
     "search": search_table,
     "older runs": older_runs,
     "older fronts": older_fronts,

@@ -84,6 +84,7 @@ def test_every_claim_and_table_finds_its_models(data):
         assert not any(verdict.startswith("open:") for verdict in findings.verdicts(family))
     for table in (findings.front_table, findings.number_table, findings.kl_table,
                   findings.baseline_table, findings.weights_table, findings.real_table,
+                  findings.constraint_table,
                   findings.findings):  # fmt: skip
         assert "–" not in table(out)
 
