@@ -12,6 +12,7 @@ import argparse
 import csv
 import json
 import re
+from bisect import bisect_left
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,7 +22,12 @@ from typing import Literal
 import numpy as np
 from scipy import stats
 
-from benchmarks.protocol_runs import FIRST, FURTHER, REAL, SETTINGS
+from benchmarks.adapter_runs import DELTA, EPSILON, SMALL, WHOLE
+from benchmarks.frontier import Gains, stored_gains, words
+from benchmarks.frontier import chosen as chosen_rates
+from benchmarks.privacy_budget import noise_for
+from benchmarks.private import by_adapter, gain_table, needed_table
+from benchmarks.protocol_runs import COMMON, FIRST, FURTHER, REAL, SETTINGS
 from firm.fronts import Front, Point, by_preference, hypervolume, non_dominated
 from firm.jobs.model_card import markdown_table
 from firm.report.seeds import mean_difference
@@ -97,6 +103,7 @@ class Claim:
     """Part of benchmarks/protocol_runs.py."""
     margin: float | None = None
     """Of equality; None for a claim of a difference."""
+    script: str = "protocol_runs.py"
 
     @property
     def is_complete(self) -> bool:
@@ -373,6 +380,26 @@ def rich_of_folds(models: Models) -> float:
     return float(np.interp(models["constrained"]["test"]["reward plain"], plain, rich))
 
 
+def family_e(folder: Path = PROTOCOL) -> list[Claim]:
+    """Returns the claim of family E."""
+    whole, small = uploads(folder)
+    less = tuple(
+        own["rewards"] - 0.9 * all_["rewards"] for own, all_ in zip(small, whole, strict=True)
+    )
+    sides = "2 bits", "nine tenths of whole uploads"
+    text = "Uploads of 2 bits keep nine tenths of the gain of whole uploads"
+    quantity, script = "gain in the sum of the rewards", "adapter_runs.py"
+    return [Claim("E1", text, sides, quantity, 5, less, "uploads", script=script)]
+
+
+def uploads(folder: Path = PROTOCOL) -> tuple[list[Gains], list[Gains]]:
+    """Returns the gains with whole uploads and with uploads of two bits, by seed."""
+    stored = stored_gains(folder, "uploads", "test")
+    whole, small = (stored.get(f"LoRA r = 16, {name}", {}) for name in (WHOLE, SMALL))
+    seeds = sorted(whole.keys() & small.keys())
+    return [whole[seed] for seed in seeds], [small[seed] for seed in seeds]
+
+
 # --- Older runs -----------------------------------------------------------------------------------
 
 
@@ -481,7 +508,8 @@ HEADER = (
 def findings(folder: Path = PROTOCOL) -> str:
     """Returns the table of findings."""
     rows = []
-    for family in (family_a(folder), family_b(folder), family_c(folder), family_d(folder)):
+    families = (family_a, family_b, family_c, family_d, family_e)
+    for family in (claims_of(folder) for claims_of in families):
         for claim, verdict in zip(family, verdicts(family), strict=True):
             margin = "difference" if claim.margin is None else f"± {claim.margin:.3f}"
             rows.append([
@@ -491,7 +519,7 @@ def findings(folder: Path = PROTOCOL) -> str:
                 interval(claim.differences),
                 margin,
                 verdict,
-                f"`protocol_runs.py {claim.part}`",
+                f"`{claim.script} {claim.part}`",
                 f"`docs/results/data/protocol/{claim.part}_*.json`",
             ])  # fmt: skip
     return markdown_table(HEADER, [*rows, *older()])
@@ -665,12 +693,16 @@ def seeds_for_equality(deviation: float, margin: float, *, power: float, alpha: 
     >>> seeds_for_equality(0.01, 0.01, power=0.8, alpha=0.05)
     11
     """
-    for count in range(2, 10_000):
+
+    def is_enough(count: int) -> bool:
         bound = stats.t.ppf(1 - alpha, count - 1)
         beyond = stats.nct.sf(bound, count - 1, margin * count**0.5 / deviation)
-        if 2 * beyond - 1 >= power:
-            return count
-    raise ValueError(f"a deviation of {deviation:g} is too large for a margin of {margin:g}.")
+        return bool(2 * beyond - 1 >= power)
+
+    most = 2
+    while not is_enough(most):
+        most *= 2
+    return bisect_left(range(most), True, lo=2, key=is_enough)
 
 
 def baseline_table(folder: Path = PROTOCOL) -> str:
@@ -721,6 +753,44 @@ def real_table(folder: Path = PROTOCOL) -> str:
         for name, own in by_model.items()
     ]
     return markdown_table(["model", "seeds", *keys], rows)
+
+
+def rates_table(folder: Path = PROTOCOL) -> str:
+    """Returns the learning rates of family E with their gains on validation prompts."""
+    return markdown_table(*chosen_rates(stored_gains(folder, "rates", "validation")))
+
+
+def uploads_table(folder: Path = PROTOCOL) -> str:
+    """Returns the gains behind E1."""
+    whole, small = uploads(folder)
+    keys = ("rewards", "true_scores", "helpful", "true_helpful", "parse", "kl")
+    rows = [
+        [name, *(spread(run[key] for run in runs) for key in keys)]
+        for name, runs in ((WHOLE, whole), (SMALL, small))
+    ]
+    pairs = list(zip(small, whole, strict=True))
+    rows.append(
+        ["difference", *(interval(own[key] - all_[key] for own, all_ in pairs) for key in keys)]
+    )
+    return markdown_table([f"{len(whole)} seeds", *map(words, keys)], rows)
+
+
+def privacy_tables(folder: Path = PROTOCOL) -> str:
+    """Returns the gains under the noise of N clients, and the N that keep half of the gain."""
+    stored = stored_gains(folder, "privacy", "test")
+    seeds = sorted(set.intersection(*(set(runs) for runs in stored.values()))) if stored else []
+    if not seeds:
+        return "No seed has finished."
+    adapters = by_adapter({name: [runs[seed] for seed in seeds] for name, runs in stored.items()})
+    epsilons = (EPSILON, 2.0)
+    noise = [noise_for(epsilon, COMMON["rounds"], DELTA) for epsilon in epsilons]
+    factor = noise[1] / noise[0]
+    header, rows = gain_table(adapters, epsilons, factor)
+    tables = [markdown_table([f"{len(seeds)} seeds", *header[1:]], rows)]
+    for key in ("rewards", "true_scores"):
+        header, rows = needed_table(adapters, key, 0.5, "LoRA r = 16", epsilons, factor)
+        tables.append(markdown_table([f"half of the {words(key)}", *header[1:]], rows))
+    return "\n\n".join(tables)
 
 
 def older_fronts() -> str:
@@ -828,6 +898,9 @@ TABLES: dict[str, Callable[[], str]] = {
     "power": power_table,
     "baselines": baseline_table,
     "weights": weights_table,
+    "rates": rates_table,
+    "uploads": uploads_table,
+    "privacy": privacy_tables,
     "real model": real_table,
     "constraint": constraint_table,
     "search": search_table,

@@ -15,9 +15,11 @@ if the interval is above zero; with --kept 1 it is the interval of the differenc
 """
 
 import argparse
+import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from statistics import fmean
+from typing import Any
 
 from firm.jobs.model_card import markdown_table
 from firm.report import Record
@@ -77,6 +79,25 @@ def validation_gains(record: Record) -> Gains:
     return {"rewards": gain, "kl": rows[-1]["kl"]}
 
 
+def stored_gains(folder: Path, part: str, split: str) -> dict[str, dict[int, Gains]]:
+    """Returns the gains that benchmarks/adapter_runs.py has stored, by setting and seed."""
+    by_seed: dict[str, dict[int, Gains]] = {}
+    for path in sorted(folder.glob(f"{part}_*.json")):
+        models = {name: own[split] for name, own in json.loads(path.read_text()).items()}
+        base = models.pop("base")
+        for name, own in models.items():
+            change = {key: own[key] - base[key] for key in own}
+            by_seed.setdefault(name, {})[int(path.stem.removeprefix(f"{part}_"))] = {
+                "helpful": change["reward helpful"],
+                "rewards": sum(gain for key, gain in change.items() if key.startswith("reward ")),
+                "true_helpful": change["true_helpful"],
+                "true_scores": sum(gain for key, gain in change.items() if key.startswith("true_")),
+                "parse": change["parse"],
+                "kl": own["KL"],
+            }
+    return by_seed
+
+
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -114,7 +135,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         show(title, header, rows)
 
 
-def chosen(by_seed: Mapping[str, Mapping[int | None, Gains]]) -> tuple[list[str], list[list[str]]]:
+def chosen(by_seed: Mapping[str, Mapping[Any, Gains]]) -> tuple[list[str], list[list[str]]]:
     """Returns header and rows of all rates; the chosen ones have a star."""
     adapters: dict[str, dict[str, list[Gains]]] = {}
     for setting, runs in by_seed.items():

@@ -3,6 +3,7 @@
     python benchmarks/private.py runs/private   # of configs/private.yaml
     python benchmarks/private.py runs/private --kept 0.5 --markdown
     python benchmarks/private.py runs/private --kept 0.5 --bisect   # the levels to run next
+    python benchmarks/private.py docs/results/data/protocol --kept 0.5   # of family E
 
 Settings are named "ADAPTER, no noise" and "ADAPTER, N clients", where the noise of N clients is
 that of the epsilon and the rounds of --given and --rounds. The first table has the gains over the
@@ -30,7 +31,8 @@ from pathlib import Path
 
 import numpy as np
 
-from benchmarks.frontier import Gains, gains, show_markdown, words
+from benchmarks.adapter_runs import CLIENTS
+from benchmarks.frontier import Gains, gains, show_markdown, stored_gains, words
 from benchmarks.privacy_budget import noise_for
 from firm.report.record import study_records
 from firm.run import Sweep, print_table
@@ -55,10 +57,16 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--width", type=float, default=1.25, help="ratio of a bracket's ends")
     parser.add_argument("--markdown", action="store_true", help="print tables for the docs")
     options = parser.parse_args(arguments)
-    records = study_records(Sweep(options.study))
-    by_seed = {
-        setting: {run.seed: gains(run) for run in runs} for setting, runs in records.items() if runs
-    }
+    by_seed, num_clients = stored_gains(options.study, "privacy", "test"), CLIENTS
+    if not by_seed:
+        records = study_records(Sweep(options.study))
+        by_seed = {
+            setting: {run.seed: gains(run) for run in runs}
+            for setting, runs in records.items()
+            if runs
+        }
+        runs_of_all = [run for runs in records.values() for run in runs]
+        num_clients = runs_of_all[0].settings["num_clients"] if runs_of_all else CLIENTS
     seeds = set.intersection(*(set(runs) for runs in by_seed.values())) if by_seed else set()
     if not seeds:
         parser.error("no seed is finished by every setting; continue with firm study --resume.")
@@ -72,9 +80,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     factor = other_noise / noise
     show = show_markdown if options.markdown else print_table
     if options.bisect:
-        simulated = next(iter(records.values()))[0].settings["num_clients"]
         rows = [
-            [f"{adapter}, {clients} clients", f"{simulated * noise / clients:.3g}"]
+            [f"{adapter}, {clients} clients", f"{num_clients * noise / clients:.3g}"]
             for adapter, clients in next_levels(adapters, options.kept, options.width).items()
         ]
         show("Levels to run next", ["setting", "strategy.privacy.noise_multiplier"], rows)

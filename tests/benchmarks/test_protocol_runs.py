@@ -7,7 +7,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from benchmarks import findings
+from benchmarks import adapter_runs, findings
 from benchmarks.judges import grade, rarity
 from benchmarks.protocol_runs import MINIATURE, PARTS, SETTINGS, SHRUNK, SMOLLM2, Lab, lab_of
 from firm.jobs.alignment_config import AlignmentConfig
@@ -55,7 +55,7 @@ class PaperLab(Lab):
         names = self.world.calibrations or ("helpful", "harmless")
         keys = [f"reward {name}" for name in (*names, *(rewards or ()))]
         keys += [f"error {name}" for name in names]
-        keys += ["true_helpful", "true_harmless", "KL"]
+        keys += ["true_helpful", "true_harmless", "parse", "KL"]
         return {
             name: {split: {key: float(random.random()) for key in keys} for split in splits}
             for name in ("base", *adapters)
@@ -73,18 +73,24 @@ def data(tmp_path_factory):
             lab = PaperLab(seed, runs, world)
             (out / f"{part}_{seed}.json").write_text(json.dumps(measure(lab)))
             trained[world.base] |= lab.trained
+    for part, (jobs_of, split) in adapter_runs.PARTS.items():
+        for seed in (1, 2, 3, 4, 5):
+            jobs = [name for adapter in adapter_runs.CHOSEN for name in jobs_of(adapter, seed)]
+            figures = PaperLab(seed, runs, MINIATURE).measured(jobs, splits=[split])
+            (out / f"{part}_{seed}.json").write_text(json.dumps(figures))
     return out, trained
 
 
 def test_every_claim_and_table_finds_its_models(data):
     out, _ = data
     for family in (findings.family_a(out), findings.family_b(out), findings.family_c(out),
-                   findings.family_d(out)):  # fmt: skip
+                   findings.family_d(out), findings.family_e(out)):  # fmt: skip
         assert all(claim.is_complete for claim in family)
         assert not any(verdict.startswith("open:") for verdict in findings.verdicts(family))
     for table in (findings.front_table, findings.number_table, findings.kl_table,
-                  findings.baseline_table, findings.weights_table, findings.real_table,
-                  findings.constraint_table,
+                  findings.kl_number_table, findings.power_table, findings.rates_table,
+                  findings.uploads_table, findings.privacy_tables, findings.baseline_table,
+                  findings.weights_table, findings.real_table, findings.constraint_table,
                   findings.findings):  # fmt: skip
         assert "–" not in table(out)
 
