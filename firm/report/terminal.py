@@ -34,7 +34,7 @@ def settings_in(study: Path) -> list[Setting]:
 def print_differences(study: Path, against: str) -> None:
     """Prints the differences of a study's final values from one setting, paired by seed.
 
-    Settings with other objectives or calibrations are skipped.
+    Settings with other objectives or calibrations are named instead.
 
     Raises:
         UserError: The folder contains no study, or no finished run of that setting.
@@ -42,12 +42,17 @@ def print_differences(study: Path, against: str) -> None:
     settings = settings_in(study)
     _check_setting(study, settings, against)
     for group in scales(settings):
-        if named := [setting for setting in group if setting.name == against]:
-            ordered = [*named, *(setting for setting in group if setting not in named)]
+        named = [setting for setting in group if setting.name == against]
+        others = [setting for setting in group if setting not in named]
+        if named and others:
+            ordered = [*named, *others]
             main = criteria_of(group)[0]
             table = difference_table(ordered, main)
             title = f"{table.title} on the {main.split} split, by seed, with 90 % intervals"
             print_table(title, table.headings, table.rows)
+        elif others:
+            names = ", ".join(dict.fromkeys(setting.name for setting in others))
+            print(f"not compared, since objectives or calibrations differ: {names}")
 
 
 def print_rounds(study: Path, rounds: Sequence[int], *, against: str | None = None) -> None:

@@ -267,6 +267,15 @@ def test_the_settings_of_a_study_are_compared_with_the_one_asked_for(studied, ca
     assert "no finished runs of 'third'; choose from FIRM, server." in line
 
 
+def test_settings_with_other_calibrations_are_named_instead(studied, tmp_path, capsys):
+    out = Path(shutil.copytree(studied[0], tmp_path / "study"))
+    log = out / "points/firm-seed_0/metrics.jsonl"
+    log.write_text(re.sub(r'"scale": [\d.]+', '"scale": 123.0', log.read_text()))
+    report([str(out), "--against", "server"])
+    printed = capsys.readouterr().out
+    assert printed == "not compared, since objectives or calibrations differ: FIRM\n"
+
+
 @pytest.mark.parametrize("file", ["configs/figures.yaml", "configs/hh_study.yaml"])
 def test_every_setting_of_the_studies_is_a_valid_run(file):
     cfg = compose(study.StudyConfig, [file], [])
