@@ -8,8 +8,10 @@ import sys
 import threading
 import time
 from abc import abstractmethod
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager
 from functools import partial
+from pathlib import Path
 from typing import Any, TextIO
 
 from nvflare.apis.controller_spec import ClientTask, Task
@@ -30,7 +32,7 @@ from nvflare.private.defs import (
 from firm.federation.outside import printable
 from firm.network.jobs import POLL
 from firm.network.sites import Lost, SitesReturned
-from firm.network.wire import TASK, THERE, from_model, to_model
+from firm.network.wire import LISTENING, TASK, THERE, from_model, to_model
 
 logger = logging.getLogger(__name__)
 
@@ -73,10 +75,8 @@ class SitesController(ModelController):
         """Runs the job; called by FLARE when the job starts."""
         channel = FlareChannel(self)
         try:
-            try:
+            with channel.listening():
                 self.work(channel)
-            finally:
-                channel.transcript.wait_until_heard()
         except Stopped:
             logger.info("the job was stopped")
         except SitesReturned as error:
@@ -144,6 +144,18 @@ class FlareChannel:
         self._lost = set[str]()
         self.transcript = Transcript(sys.stdout)
         self._engine.register_app_command(SAID, self._lines_since)
+
+    @contextmanager
+    def listening(self) -> Iterator[None]:
+        """Answers an administrator's commands; on exit, waits until the last lines are read."""
+        folder = self._engine.get_workspace().get_run_dir(self._context.get_job_id())
+        marker = Path(folder) / LISTENING
+        marker.touch()
+        try:
+            yield
+        finally:
+            self.transcript.wait_until_heard()
+            marker.unlink(missing_ok=True)
 
     def ask(self, messages: Mapping[str, bytes], *, timeout: float) -> dict[str, bytes | Lost]:
         """Returns each site's answer, or the reason for a missing one; see ``Channel``.

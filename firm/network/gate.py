@@ -20,6 +20,7 @@ from nvflare.apis.fl_constant import FLContextKey
 from nvflare.apis.fl_context import FLContext
 from nvflare.apis.fl_exception import UnsafeComponentError
 from nvflare.apis.job_launcher_spec import JobHandleSpec, JobProcessArgs
+from nvflare.apis.workspace import Workspace
 from nvflare.app_common.job_launcher.client_process_launcher import ClientProcessJobLauncher
 from nvflare.app_common.job_launcher.process_launcher import ProcessJobLauncher
 from nvflare.app_common.job_launcher.server_process_launcher import ServerProcessJobLauncher
@@ -42,6 +43,7 @@ from firm.network.jobs import (
     server_app,
     site_app,
 )
+from firm.network.wire import LISTENING
 
 logger = logging.getLogger(__name__)
 
@@ -180,11 +182,18 @@ class ServerGate(_Gate, ServerProcessJobLauncher):
 
 
 class CommandGate(CommandFilter):
-    """Refuses an administrator's commands unless they are listed in ``COMMANDS``."""
+    """Refuses an administrator's commands unless they are listed in ``COMMANDS``.
+
+    A command for a job that does not listen is answered here, since FLARE would log an error.
+    """
 
     def pre_command(self, conn: Connection, args: list[str]) -> bool:
         """Returns whether a command is allowed."""
         entry = conn.get_prop(ConnProps.CMD_ENTRY)  # `args` may contain the name with its module
+        if entry and entry.name == "app_command" and not _listens(conn, args):
+            meta = make_meta(MetaStatusValue.JOB_NOT_RUNNING, "it does not listen")
+            conn.append_error("the job does not listen", meta=meta)
+            return False
         if entry and entry.name in COMMANDS:
             return True
         command = printable(args[0], max_length=100)
@@ -194,6 +203,15 @@ class CommandGate(CommandFilter):
             meta=make_meta(MetaStatusValue.NOT_AUTHORIZED, "no run needs this command"),
         )
         return False
+
+
+def _listens(conn: Connection, args: Sequence[str]) -> bool:
+    engine: Any = conn.app_ctx
+    try:
+        folder = Workspace(engine.args.workspace).get_run_dir(args[1])
+    except (LookupError, ValueError):  # not the name of a job
+        return False
+    return (Path(folder) / LISTENING).exists()
 
 
 def _hear_only(parties: Sequence[str], cell: Any) -> None:

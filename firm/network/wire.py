@@ -11,6 +11,9 @@ TASK = "firm"
 THERE = "firm.there"
 """FLARE topic by which the server asks whether a site still runs the job."""
 
+LISTENING = "listening"
+"""File in a job's folder at the server while the job answers commands of an administrator."""
+
 _KEY = "message"
 
 

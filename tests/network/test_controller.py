@@ -4,6 +4,7 @@ import io
 import json
 import threading
 import time
+from contextlib import nullcontext
 from types import SimpleNamespace
 
 import pytest
@@ -19,6 +20,7 @@ from rich.console import Console
 from firm.network import controller
 from firm.network.controller import REASON, RESTART, FlareChannel, SitesController, Transcript
 from firm.network.sites import Lost, SitesReturned
+from firm.network.wire import LISTENING
 from firm.run import Progress
 
 HOSTILE = "gone\x1b[2J\n2026-11-22 20:32:18,194 - controller - INFO - " + RESTART + "forged"
@@ -90,6 +92,9 @@ class _Flare:
 
     def cancel_task(self, task, fl_ctx): ...
 
+    def get_workspace(self):
+        return SimpleNamespace(get_run_dir=self.folder.joinpath)
+
     def get_job_id(self):
         return "own"
 
@@ -140,6 +145,30 @@ def test_lost_sites_that_are_connected_again_are_back_before_the_next_round(chan
     assert channel.returned() == sorted(BACK)
 
 
+def test_a_job_listens_until_its_follower_has_the_last_line(channel, tmp_path):
+    channel.transcript._file = io.StringIO()
+    channel._controller.folder = tmp_path
+    marker = tmp_path / "own" / LISTENING
+    marker.parent.mkdir()
+
+    def follow():
+        while not num_read:
+            num_read.extend(channel.transcript.since(0))
+            assert marker.exists()
+            time.sleep(0.1)
+
+    num_read: list[str] = []
+    with channel.listening():
+        assert marker.exists()
+        channel.transcript.since(0)
+        channel.transcript.write("round 1\n")
+        follower = threading.Timer(0.3, follow)
+        follower.start()
+    assert num_read == ["round 1"]
+    assert not marker.exists()
+    follower.join()
+
+
 def test_no_site_is_back_in_a_job_that_nobody_would_restart(channel):
     assert channel.returned() == []
 
@@ -167,7 +196,7 @@ class _Fails(SitesController):
     [(ValueError(HOSTILE), REASON), (SitesReturned(HOSTILE), RESTART)],
 )
 def test_the_last_line_of_a_failed_jobs_log_is_the_controllers(monkeypatch, caplog, error, mark):
-    channel = SimpleNamespace(transcript=Transcript(io.StringIO()))
+    channel = SimpleNamespace(listening=nullcontext)
     monkeypatch.setattr(controller, "FlareChannel", lambda _: channel)
     program = _Fails(error)
     with caplog.at_level("INFO"):
