@@ -37,6 +37,8 @@ from firm.run.progress import print_table
 
 PORT = 8002
 """The server's port by default."""
+START_TIMEOUT = 600
+"""Seconds that a site waits for the server's part of a run to start."""
 SITE_PROCESS = "firm.jobs.network"
 """Module run by a site's process, with the kit as its argument."""
 
@@ -191,7 +193,12 @@ def _keep_own_part(cfg: ServerConfig | SiteConfig, name: str) -> None:
 
 def _daemons(kit: Path, commands: Mapping[str, list[str]]) -> Daemons:
     """Returns a kit's processes; they resolve a run's relative paths from the current folder."""
-    environment = {**search_path(Path(__file__).parents[2]), HOME_VARIABLE: str(Path.cwd())}
+    environment = {
+        **search_path(Path(__file__).parents[2]),
+        HOME_VARIABLE: str(Path.cwd()),
+        # a server that imports the libraries on a busy machine may exceed FLARE's 60 s
+        "NVFLARE_MAX_RUNNER_SYNC_TIMEOUT": str(START_TIMEOUT),
+    }
     return Daemons(commands, output=kit / OUTPUT, environment=environment)
 
 

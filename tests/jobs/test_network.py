@@ -22,6 +22,9 @@ from tests.smoke import ROOT, SMOKE
 
 pytest.importorskip("nvflare", reason="the extra `network` is not installed")
 
+from nvflare.apis.fl_constant import ConfigVarName, SystemConfigs
+from nvflare.fuel.utils.config_service import ConfigService
+
 from firm.cli.main import main
 from firm.federation import LocalEngine, Processes, RoundFailed, ServerState
 from firm.federation.serialization import unpack
@@ -162,6 +165,12 @@ def test_a_demo_uses_the_port_of_its_configuration(tmp_path):
         with pytest.raises(UserError, match=f"port {port} is in use"):
             network.demo(cfg)
     assert not cfg.out.exists()
+
+
+def test_a_site_waits_ten_minutes_for_a_server_that_starts_slowly(tmp_path, monkeypatch):
+    monkeypatch.setattr(os, "environ", network._daemons(tmp_path, {})._environment)
+    name = ConfigVarName.MAX_RUNNER_SYNC_TIMEOUT
+    assert ConfigService.get_float_var(name, SystemConfigs.APPLICATION_CONF, 60.0) == 600.0
 
 
 def test_kits_without_a_port_have_the_default_one(tmp_path):
