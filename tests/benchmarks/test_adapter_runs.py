@@ -3,14 +3,17 @@
 import json
 from math import inf
 
+import numpy as np
 import pytest
 
 from benchmarks import adapter_runs
 from benchmarks.adapter_runs import ADAPTERS, CHOSEN, CLIP, LEVELS, PARTS, RATE, lab_of, privacy
 from benchmarks.findings import PROTOCOL, family_e, uploads_table
 from benchmarks.frontier import chosen, stored_gains
+from benchmarks.private import by_adapter, needed_clients
 from firm.jobs.alignment_config import AlignmentConfig
 from firm.run.config import compose
+from tests.smoke import ROOT
 
 
 def figures(reward, *, truth, kl=1.0):
@@ -66,6 +69,20 @@ def test_eight_clients_represent_the_levels():
         assert keys["strategy.privacy.noise_multiplier"] == pytest.approx(8 * 5.10 / clients, 2e-3)
         assert keys["strategy.privacy.clip_norm"] == CLIP["LoRA r = 16"]
     assert LEVELS["LoRA r = 16"][0] == inf
+
+
+def test_pages_state_the_bracket_of_the_stored_runs():
+    stored = stored_gains(PROTOCOL, "privacy", "test")
+    seeds = sorted(set.intersection(*(set(runs) for runs in stored.values())))
+    levels = by_adapter({name: [runs[seed] for seed in seeds] for name, runs in stored.items()})
+    rewards = {
+        clients: np.array([run["rewards"] for run in runs])
+        for clients, runs in levels["LoRA r = 16"].items()
+    }
+    low, high = needed_clients(rewards, 0.5)
+    for page in ("results.md", "results/aggregation.md", "guide/privacy.md"):
+        text = " ".join((ROOT / "docs" / page).read_text(encoding="utf-8").split())
+        assert f"between {low:g} and {high:g}" in text, page
 
 
 def test_a_seeds_file_gains_the_models_that_it_lacks(tmp_path, monkeypatch):
