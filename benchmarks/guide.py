@@ -20,7 +20,7 @@ from firm.run import print_table
 
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs/guide").glob("*.md"))]
-EXTRAS = "network,privacy"
+EXTRAS = "cvxpy,network,privacy,wandb"
 DRIVER = ROOT / "tests/docs/page.py"
 
 

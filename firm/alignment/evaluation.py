@@ -460,8 +460,8 @@ class MetricComparison:
     name: str
     base: float
     base_se: float | None
-    final: float
-    final_se: float | None
+    aligned: float
+    aligned_se: float | None
     change: float
     change_se: float | None
     """Standard error of the change, paired by row."""
@@ -476,11 +476,12 @@ class MetricComparison:
         return self.change / self.change_se if self.change_se else None
 
     def cells(self) -> list[str]:
-        """Returns name, base, final, change and z as strings for a table."""
+        """Returns name, base, aligned, change and z as strings for a table."""
         z = "" if self.z is None else f"{self.z:+.1f}"
-        base, final = _figure(self.base, self.base_se), _figure(self.final, self.final_se)
+        base = _figure(self.base, self.base_se)
+        aligned = _figure(self.aligned, self.aligned_se)
         name = f"{self.name}, {self.num_prompts} prompts" if self.is_partial else self.name
-        return [name, base, final, _figure(self.change, self.change_se, sign="+"), z]
+        return [name, base, aligned, _figure(self.change, self.change_se, sign="+"), z]
 
 
 def _figure(value: float, error: float | None, *, sign: str = "") -> str:
@@ -511,25 +512,25 @@ def rewards_compared(
 
 
 def comparison_table(
-    base: Evaluation, final: Evaluation, *, has_rewards: bool = False
+    base: Evaluation, aligned: Evaluation, *, has_rewards: bool = False
 ) -> list[MetricComparison]:
-    """Compares all metrics of the base and the final model, one row each, scores first.
+    """Compares all metrics of the base and the aligned model, one row each, scores first.
 
     With `has_rewards`, the rewards in [0, 1] follow the scores.
     """
-    final.change(base)  # checks that the two can be paired
-    figures = {name: (base.scores[name], after) for name, after in final.scores.items()}
-    for name, after in final.rewards.items() if has_rewards else ():
+    aligned.change(base)  # checks that the two can be paired
+    figures = {name: (base.scores[name], after) for name, after in aligned.scores.items()}
+    for name, after in aligned.rewards.items() if has_rewards else ():
         figures[f"{name} in [0, 1]"] = base.rewards[name], after
-    figures["kl"], figures["length"] = (base.kl, final.kl), (base.length, final.length)
-    figures["end_share"] = base.ended, final.ended
-    groups, rows = final.prompt_of_row, []
+    figures["kl"], figures["length"] = (base.kl, aligned.kl), (base.length, aligned.length)
+    figures["end_share"] = base.ended, aligned.ended
+    groups, rows = aligned.prompt_of_row, []
     for name, (before, after) in figures.items():
         rows.append(compared(name, before, after, groups))
     for name in ("distinct_1", "distinct_2"):
-        before, after = getattr(base, name), getattr(final, name)
+        before, after = getattr(base, name), getattr(aligned, name)
         change = after - before
         rows.append(
-            MetricComparison(name, before, None, after, None, change, None, final.num_prompts)
+            MetricComparison(name, before, None, after, None, change, None, aligned.num_prompts)
         )
     return rows

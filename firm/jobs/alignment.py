@@ -76,7 +76,7 @@ from firm.run.shipped import with_shipped_paths
 from firm.run.trackers import check_installed, open_tracker
 
 SCORES_NAME = "test_scores.safetensors"
-"""Scores and rewards of the final model by row of the test data, in the run's directory."""
+"""Scores and rewards of the aligned model by row of the test data, in the run's directory."""
 FREE_KEYS = (
     *("client_timeout", "engine", "hub", "max_rows", "name"),
     *("out", "paper", "plan", "plugins", "resume", "tracking"),
@@ -101,13 +101,13 @@ class Result:
     """HTML page of the run."""
     base: Evaluation | PairEvaluation
     """Evaluation of the base model on the held-out prompts or pairs."""
-    final: Evaluation | PairEvaluation
+    aligned: Evaluation | PairEvaluation
     """Evaluation of the aligned model on the same data."""
 
     @property
     def comparison(self) -> list[MetricComparison]:
         """Returns comparisons of aligned and base model, for each objective and further metric."""
-        return self.final.comparison(self.base)  # type: ignore[arg-type]  # of the same kind
+        return self.aligned.comparison(self.base)  # type: ignore[arg-type]  # of the same kind
 
     @property
     def rows(self) -> list[Row]:
@@ -121,11 +121,11 @@ class Result:
         If the run learned from pairs, these are the shares of held-out pairs that the model ranks
         as people did.
 
-        The columns are base, base_se, final, final_se, change and change_se (means and their
+        The columns are base, base_se, aligned, aligned_se, change and change_se (means and their
         standard errors; the change is paired by row), num_prompts (number of prompts evaluated) and
         z, as in `MetricComparison`.
         """
-        table = self.final.reward_comparison(self.base)  # type: ignore[arg-type]
+        table = self.aligned.reward_comparison(self.base)  # type: ignore[arg-type]
         rows = {name: {**asdict(row), "z": row.z} for name, row in table.items()}
         frame = pd.DataFrame.from_dict(rows, orient="index")
         return frame.drop(columns=["name", "is_partial"])
@@ -223,8 +223,8 @@ def run_rounds(
     """Trains and evaluates, and writes the results, wherever the engine's clients run."""
     with open_wing(loaded, cfg, calibrations, engine, progress, out) as wing:
         state = train(wing, engine, client_names(cfg), cfg.strategy)
-        base, final = wing.finish(state)
-    return write_result(cfg, out, base, final)
+        base, aligned = wing.finish(state)
+    return write_result(cfg, out, base, aligned)
 
 
 @contextmanager
@@ -260,7 +260,7 @@ def open_wing(
 
 
 def write_result(
-    cfg: AlignmentConfig, out: Path, base: AnyEvaluation, final: AnyEvaluation
+    cfg: AlignmentConfig, out: Path, base: AnyEvaluation, aligned: AnyEvaluation
 ) -> Result:
     """Writes a finished run's page and front, and pushes its adapter if a hub is configured.
 
@@ -268,7 +268,7 @@ def write_result(
         cfg: The run.
         out: Its directory.
         base: Evaluation of the base model on the held-out prompts.
-        final: Evaluation of the aligned model on the same prompts.
+        aligned: Evaluation of the aligned model on the same prompts.
     """
     report = update_report(out, final=True)
     with drawing("The front of the run"):
@@ -277,16 +277,16 @@ def write_result(
     if cfg.hub.repo:
         beside = (FRONT_NAME, report.name) if measured_preferences(cfg) else ()
         push(cfg.hub, out / "adapter", out, beside)
-    return Result(out, out / "adapter", report, base, final)
+    return Result(out, out / "adapter", report, base, aligned)
 
 
 def print_result(cfg: AlignmentConfig, result: Result) -> None:
     """Prints the comparison with the base model, warnings, and paths of page and adapter."""
-    final = result.final
-    if isinstance(final, PairEvaluation):
-        data = f"{final.num_rows} held-out pairs of replies to {final.num_prompts} prompts"
+    aligned = result.aligned
+    if isinstance(aligned, PairEvaluation):
+        data = f"{aligned.num_rows} held-out pairs of replies to {aligned.num_prompts} prompts"
     else:
-        data = f"{prompts_text(final.num_prompts, final.num_rows, 'held-out')}, "
+        data = f"{prompts_text(aligned.num_prompts, aligned.num_rows, 'held-out')}, "
         data += f"{cfg.evaluation.num_samples} replies each"
     print_table(
         f"{data}, mean ± standard error",
@@ -449,23 +449,23 @@ class _LanguageWing(Wing):
             show_layout(self.book.run.path)
 
     def finish(self, state: ServerState) -> tuple[AnyEvaluation, AnyEvaluation]:
-        """Returns the evaluations of base and final model on the held-out data.
+        """Returns the evaluations of base and aligned model on the held-out data.
 
-        Logs both, and saves the final adapter, which stays loaded in the policy.
+        Logs both, and saves the aligned adapter, which stays loaded in the policy.
         """
-        base, final = self._base["test"], self._evaluate(state.adapter, "test")
-        self.book.log(self._row(final, state, "test"))
+        base, aligned = self._base["test"], self._evaluate(state.adapter, "test")
+        self.book.log(self._row(aligned, state, "test"))
         if self._loaded.data.validation and not self._cfg.rounds:  # rounds measure it otherwise
             measured = self._evaluate(state.adapter, "validation")
             self.book.log(self._row(measured, state, "validation"))
         for row in self._final_front(state):
             self.book.log(row)
-        self._log_samples(final, state)
-        save_file(final.by_row(), self.book.run.path / SCORES_NAME)
-        self._save_adapters(base, final)
-        return base, final
+        self._log_samples(aligned, state)
+        save_file(aligned.by_row(), self.book.run.path / SCORES_NAME)
+        self._save_adapters(base, aligned)
+        return base, aligned
 
-    def _save_adapters(self, base: AnyEvaluation, final: AnyEvaluation) -> None:
+    def _save_adapters(self, base: AnyEvaluation, aligned: AnyEvaluation) -> None:
         """Saves the adapter and, if it is conditioned, its folds at the measured preferences."""
         run, loaded = self.book.run, self._loaded
         policy, tokenizer = loaded.trainer.policy_model, loaded.tokenizer
@@ -477,7 +477,7 @@ class _LanguageWing(Wing):
             save_folded(policy, folder, preference)
             tokenizer.save_pretrained(str(folder))
             _folded_card(self._cfg, preference).save(folder / "README.md")
-        _card(self._cfg, base, final, run).save(run.path / "adapter" / "README.md")
+        _card(self._cfg, base, aligned, run).save(run.path / "adapter" / "README.md")
 
     def _at_preferences(self, state: ServerState, split: str) -> list[Row]:
         """Returns the evaluation of a conditioned policy at each preference."""
@@ -633,8 +633,8 @@ def _folded_card(cfg: AlignmentConfig, preference: Sequence[float]) -> ModelCard
     return model_card(cfg.policy.path, aim, text)
 
 
-def _card(cfg: AlignmentConfig, base: AnyEvaluation, final: AnyEvaluation, run: Run) -> ModelCard:
-    """Returns the model card of the final adapter."""
+def _card(cfg: AlignmentConfig, base: AnyEvaluation, aligned: AnyEvaluation, run: Run) -> ModelCard:
+    """Returns the model card of the aligned adapter."""
     work = {"local steps per round": cfg.strategy.num_local_steps}
     if cfg.strategy.num_local_epochs is not None:
         work = {"local epochs per round": cfg.strategy.num_local_epochs}
@@ -645,11 +645,11 @@ def _card(cfg: AlignmentConfig, base: AnyEvaluation, final: AnyEvaluation, run: 
         **work,
         "seed": cfg.seed,
         **_judges(cfg),
-        "held-out prompts": prompts_text(final.num_prompts, final.num_rows),
-        "replies per prompt": final.num_samples,
+        "held-out prompts": prompts_text(aligned.num_prompts, aligned.num_rows),
+        "replies per prompt": aligned.num_samples,
         "commit": run.record()["commit"],
     }
-    rows = [row.cells() for row in final.comparison(base)]  # type: ignore[arg-type]
+    rows = [row.cells() for row in aligned.comparison(base)]  # type: ignore[arg-type]
     text = f"""A LoRA adapter trained with FIRM: federated {cfg.estimator.name} with one gradient
 per objective, a regularised MGDA problem inside every client, and FedAvg of the adapters.
 

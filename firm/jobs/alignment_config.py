@@ -54,7 +54,7 @@ class DataConfig:
     """Prompts on which the global model is evaluated after every round; split null: a whole file,
     or the first half of a dataset's split "test"."""
     test: PromptsConfig = field(default_factory=lambda: PromptsConfig(split=None))
-    """Prompts for the comparison of base and final model only; split null: a whole file, or the
+    """Prompts for the comparison of base and aligned model only; split null: a whole file, or the
     second half of a dataset's split "test"."""
 
 

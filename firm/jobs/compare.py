@@ -301,7 +301,7 @@ def _figure_rows(tables: Mapping[str, Sequence[MetricComparison]]) -> list[dict[
         for row in first
     ]  # fmt: skip
     rows += [
-        {"model": name, "figure": row.name, "mean": row.final, "se": row.final_se,
+        {"model": name, "figure": row.name, "mean": row.aligned, "se": row.aligned_se,
          "change": row.change, "change_se": row.change_se, "z": row.z,
          "num_prompts": row.num_prompts}
         for name, table in tables.items()
@@ -318,7 +318,7 @@ def _lines(
             Line(
                 row.name,
                 Measure(row.base, row.base_se),
-                Measure(row.final, row.final_se),
+                Measure(row.aligned, row.aligned_se),
                 Measure(row.change, row.change_se, row.num_prompts, row.is_partial),
                 is_score=row.name in scores,
             )

@@ -154,7 +154,7 @@ def _write_results(
 
 
 def final_rows(by_setting: Mapping[str, Sequence[Record]]) -> list[dict[str, Any]]:
-    """Returns the figures of base and final model on the test prompts, a row per run and figure.
+    """Returns the figures of base and aligned model on the test prompts, a row per run and figure.
 
     They are what a claim about the study follows from: keep the table beside the claim.
     """
@@ -162,16 +162,22 @@ def final_rows(by_setting: Mapping[str, Sequence[Record]]) -> list[dict[str, Any
     for setting, records in by_setting.items():
         for record in records:
             base = next(iter(record.evaluations.get("test", [])), {})
-            final = final_row(record) or {}
+            aligned = final_row(record) or {}
             figures: dict[str, tuple[float | None, float | None]] = {
-                prefix + name: (score(base, kind, name, "mean"), score(final, kind, name, "mean"))
+                prefix + name: (score(base, kind, name, "mean"), score(aligned, kind, name, "mean"))
                 for kind, prefix in (("rewards", "reward "), ("scores", ""))
-                for name in final.get(kind) or ()
+                for name in aligned.get(kind) or ()
             }
-            figures["KL"] = 0.0, final.get("kl")
+            figures["KL"] = 0.0, aligned.get("kl")
             figures["bytes up"] = 0, total_bytes(record, "bytes_up")
             rows += [
-                {"setting": setting, "seed": record.seed, "figure": name, "base": own, "final": end}
+                {
+                    "setting": setting,
+                    "seed": record.seed,
+                    "figure": name,
+                    "base": own,
+                    "aligned": end,
+                }
                 for name, (own, end) in figures.items()
                 if own is not None and end is not None
             ]
@@ -212,7 +218,7 @@ def main(cfg: StudyConfig) -> Path | None:
     if result is None:
         return None
     print_table(
-        f"{cfg.name}: final model on the test prompts, mean ± standard deviation over "
+        f"{cfg.name}: aligned model on the test prompts, mean ± standard deviation over "
         f"{len(cfg.seeds)} seeds",
         result.header,
         result.rows,

@@ -176,7 +176,7 @@ def test_the_table_sets_base_and_final_side_by_side():
     assert list(table) == ["words", "match", *figures]
     kl = table["kl"]
     assert (kl.base, kl.base_se) == pytest.approx(mean_and_error(base.kl))
-    assert (kl.final, kl.final_se) == pytest.approx(mean_and_error(final.kl))
+    assert (kl.aligned, kl.aligned_se) == pytest.approx(mean_and_error(final.kl))
     assert (kl.change, kl.change_se) == pytest.approx(mean_and_error(final.kl - base.kl))
     assert kl.z == pytest.approx(kl.change / kl.change_se)
     assert table["match"].z is None
@@ -189,7 +189,7 @@ def test_rewards_in_0_to_1_follow_the_scores_when_asked_for():
     assert [row.name for row in table][:3] == ["words", "match", "words in [0, 1]"]
     assert [row for row in table if row.name != "words in [0, 1]"] == plain
     reward, raw = table[2], table[0]
-    assert (reward.base, reward.final) == pytest.approx((raw.base / 10, raw.final / 10))
+    assert (reward.base, reward.aligned) == pytest.approx((raw.base / 10, raw.aligned / 10))
     assert reward.change == pytest.approx(0.2)
 
 
@@ -244,7 +244,7 @@ def test_the_change_is_that_of_prompts_on_which_both_have_a_score():
     assert change == {"mean": 1.0, "se": pytest.approx(1 / 3**0.5), "num_prompts": 3}  # 1, 0, 2
     scores, line = comparison_table(base, final, has_rewards=True)[:2]
     assert scores.cells()[0] == "words, 3 prompts"
-    assert (line.base, line.final, line.change) == (3.5, 4.5, 1.0)
+    assert (line.base, line.aligned, line.change) == (3.5, 4.5, 1.0)
     with pytest.raises(ValueError, match=r"^1 of 6 .* a score of 'words' of both policies, and"):
         having([nan, nan, 3.0, 5, nan, nan]).change(base)
 
@@ -284,7 +284,7 @@ def test_rows_that_share_a_prompt_are_rows_and_one_cluster():
     expected = {"mean": pytest.approx(5.4), "se": pytest.approx(116.64**0.5 / 5), "num_prompts": 3}
     assert row["scores"]["right"] == expected
     table = {line.name: line for line in comparison_table(evaluation, evaluation)}
-    assert table["right"].final_se == pytest.approx(116.64**0.5 / 5)
+    assert table["right"].aligned_se == pytest.approx(116.64**0.5 / 5)
     assert (table["right"].num_prompts, table["distinct_1"].num_prompts) == (3, 3)
 
 

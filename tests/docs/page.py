@@ -179,7 +179,7 @@ class Runner:
             "pip": check_extras,
             "curl": check_request,
             **dict.fromkeys(("torchrun", "accelerate"), check_launch),
-            **dict.fromkeys(("cd", "git", "source"), lambda words: None),
+            **dict.fromkeys(("cd", "git", "source", "tensorboard"), lambda words: None),
         }
 
     def firm(self, words: list[str]) -> None:

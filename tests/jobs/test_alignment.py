@@ -100,10 +100,10 @@ def test_a_run_returns_where_everything_is_and_what_it_came_to(result):
     assert (result.adapter / "adapter_config.json").is_file()
     assert result.page.is_file()
     logged = read_rows(result.path, "evaluation", split="test")
-    for evaluation, row in zip((result.base, result.final), logged, strict=True):
+    for evaluation, row in zip((result.base, result.aligned), logged, strict=True):
         for name, score in row["scores"].items():
             assert evaluation.scores[name].mean().item() == pytest.approx(score["mean"])
-    assert result.comparison == comparison_table(result.base, result.final)
+    assert result.comparison == comparison_table(result.base, result.aligned)
 
 
 def test_its_metrics_are_the_logs_as_a_table(result):

@@ -65,7 +65,7 @@ def test_it_ends_as_an_uninterrupted_run_and_shows_its_end(begun, whole, capsys)
     assert last is not None
     assert last["round"] == 4
     for name, score in last["scores"].items():
-        assert result.final.scores[name].mean().item() == pytest.approx(score["mean"])
+        assert result.aligned.scores[name].mean().item() == pytest.approx(score["mean"])
     assert ">4 of 4<" in result.page.read_text()
     assert "| rounds | 4 |" in (begun / "adapter/README.md").read_text()
 

@@ -73,7 +73,7 @@ def result(model, tmp_path_factory):
 
 def test_a_run_returns_rewards_adapter_table_and_page(result):
     table, logged = result.rewards, read_rows(result.path, "evaluation", split="test")
-    for column, row in zip(("base", "final"), logged, strict=True):
+    for column, row in zip(("base", "aligned"), logged, strict=True):
         for name, reward in row["rewards"].items():
             assert table.loc[name, column] == pytest.approx(reward["mean"])
             assert table.loc[name, f"{column}_se"] == pytest.approx(reward["se"])
@@ -86,7 +86,7 @@ def test_a_run_returns_rewards_adapter_table_and_page(result):
     ]
     assert folder == str(result.path)
     assert table.loc["brief", "change"] == pytest.approx(
-        table.loc["brief", "final"] - table.loc["brief", "base"], abs=1e-6
+        table.loc["brief", "aligned"] - table.loc["brief", "base"], abs=1e-6
     )
     assert read_adapter(result.path)
     data = yaml.safe_load((result.path / "config.yaml").read_text())["data"]
@@ -149,7 +149,7 @@ def test_a_run_of_objects_is_evaluated_on_its_own_prompts_by_the_rewards_that_ha
     figures = evaluated(run, tmp_path / "first")
     (note,) = [line for line in capsys.readouterr().err.splitlines() if "replies of up" not in line]
     assert note.startswith("note: brief: not scored, since these reward functions were passed")
-    for column, name in (("mean", "final"), ("se", "final_se"), ("change", "change")):
+    for column, name in (("mean", "aligned"), ("se", "aligned_se"), ("change", "change")):
         own = float(figures["run", "short in [0, 1]"][column])
         assert own == pytest.approx(run.rewards.loc["short", name], abs=1e-6)
     assert not [figure for _, figure in figures if figure.startswith("brief")]
@@ -185,7 +185,7 @@ def test_prompts_that_are_given_by_name_are_named(model, tmp_path):
     assert Run(run.path).settings()["data"]["test"]["source"] == str(file)
     assert not list(run.path.glob("*prompts*"))
     figures = evaluated(run, tmp_path / "out")
-    own = run.rewards.loc["short", "final"]
+    own = run.rewards.loc["short", "aligned"]
     assert float(figures["run", "short in [0, 1]"]["mean"]) == pytest.approx(own, abs=1e-6)
 
 
@@ -243,7 +243,7 @@ def test_a_model_that_was_changed_after_loading_is_evaluated_as_it_was_given(
     assert torch.equal(base.lm_head.weight, changed.lm_head.weight)
     monkeypatch.chdir(tmp_path)
     figures = evaluated(run, tmp_path / "evaluated")
-    for name, column in (("base", "base"), ("run", "final")):
+    for name, column in (("base", "base"), ("run", "aligned")):
         own = float(figures[name, "short in [0, 1]"]["mean"])
         assert own == pytest.approx(run.rewards.loc["short", column], abs=1e-6)
     same = firm.align(model, REWARDS, PROMPTS, settings=SETTINGS, out=tmp_path / "same")
@@ -345,7 +345,7 @@ def test_rewards_are_functions_names_settings_and_paths(model, tmp_path):
     settings = {**SETTINGS, "rewards.helpful.format": "plain"}
     run = firm.align(model, rewards, PROMPTS, settings=settings, out=tmp_path / "run")
     assert list(run.rewards.index) == list(rewards)
-    assert math.isfinite(run.rewards["final"].sum())
+    assert math.isfinite(run.rewards["aligned"].sum())
 
 
 @pytest.mark.parametrize(

@@ -81,7 +81,7 @@ def test_a_run_learns_to_rank_held_out_pairs(pairs, tmp_path):
     result = align(configured(pairs, tmp_path / "run"))
     table = result.rewards
     assert (table["base"] == 0.5).all()
-    assert (table["final"] > 0.9).all()
+    assert (table["aligned"] > 0.9).all()
     rows = result.rows
     assert not next(row for row in rows if row["kind"] == "run")["calibration"]
     last = [row for row in rows if row["kind"] == "client" and row["client"] == "client_2"][-1]
@@ -120,7 +120,7 @@ def test_a_resumed_run_equals_one_that_was_not_stopped(pairs, tmp_path):
 )
 def test_the_rest_of_the_house_trains_on_pairs(pairs, tmp_path, changes):
     result = align(configured(pairs, tmp_path / "run", **changes))
-    assert (result.rewards["final"] > 0.6).all()
+    assert (result.rewards["aligned"] > 0.6).all()
     assert Run(tmp_path / "run").record()["status"] == "finished"
 
 
@@ -160,7 +160,7 @@ def test_stacked_clients_train_as_alone(pairs, tmp_path):
     alone = align(configured(pairs, tmp_path / "alone"))
     stacked = align(configured(pairs, tmp_path / "stacked", engine="stacked"))
     for name in ("helpful", "harmless"):
-        own, theirs = (each.final.margins[name].nanmean() for each in (alone, stacked))
+        own, theirs = (each.aligned.margins[name].nanmean() for each in (alone, stacked))
         assert own.item() == pytest.approx(theirs.item(), rel=1e-3)
 
 

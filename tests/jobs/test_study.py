@@ -234,9 +234,9 @@ def test_a_study_keeps_the_figures_of_every_seed(studied):
     for name in record.objectives:
         row = rows["FIRM", "0", f"reward {name}"]
         assert float(row["base"]) == base["rewards"][name]["mean"]
-        assert float(row["final"]) == final["rewards"][name]["mean"]
-    assert float(rows["FIRM", "0", "KL"]["final"]) == final["kl"]
-    sent = [float(rows[name, "0", "bytes up"]["final"]) for name in ("FIRM", "server")]
+        assert float(row["aligned"]) == final["rewards"][name]["mean"]
+    assert float(rows["FIRM", "0", "KL"]["aligned"]) == final["kl"]
+    sent = [float(rows[name, "0", "bytes up"]["aligned"]) for name in ("FIRM", "server")]
     assert 0 < sent[0] < sent[1]
 
 
