@@ -201,7 +201,7 @@ COMMANDS = {
         positional="front",
     ),
     "export": Command(
-        "Exports a run, or a whole front, for PEFT, llama.cpp or vLLM.",
+        "Exports a run, or a whole front, for PEFT, llama.cpp, OpenVINO or vLLM.",
         "export:main",
         "export:ExportConfig",
         over="run",

@@ -602,7 +602,7 @@ class PickConfig:
 @configuration
 class ExportConfig:
     run: Path | None = None
-    to: Literal['peft', 'gguf', 'vllm'] = 'peft'
+    to: Literal['peft', 'gguf', 'openvino', 'vllm'] = 'peft'
     preference: list[float] | None = None
     target: str = ''
     require: str = ''

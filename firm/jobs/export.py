@@ -32,8 +32,8 @@ from firm.run.errors import UserError
 from firm.run.files import whole_folder
 from firm.run.names import check_slugs, dated_folder, slug
 from firm.run.shipped import with_shipped_paths
+from firm.serving import gguf_adapters, openvino
 from firm.serving.front import TRADE_OFFS, ServedFront
-from firm.serving.gguf_adapters import write_adapter
 from firm.serving.gguf_base import HH_TEMPLATE, plain_template, write_base
 
 CARD_NAME = "README.md"
@@ -41,6 +41,10 @@ CARD_NAME = "README.md"
 
 BASE_NAME = "base.gguf"
 """GGUF file of the base model in an export."""
+_SUFFIXES = {"peft": "", "gguf": ".lora.gguf", "openvino": ".safetensors", "vllm": ""}
+"""Suffix of an objective's adapter by engine; no objective is called as the base model."""
+_ALONE = {"gguf": "adapter.gguf", "openvino": "adapter.safetensors"}
+"""File of a single adapter in the export; the other engines read the folder itself."""
 
 
 @configuration
@@ -50,10 +54,10 @@ class ExportConfig:
     run: Path | None = None
     """Finished run, which provides adapter, policy and rollout; a conditioned one must have a
     front.json."""
-    to: Literal["peft", "gguf", "vllm"] = "peft"
+    to: Literal["peft", "gguf", "openvino", "vllm"] = "peft"
     """Engine: peft for PEFT folders whose scaled sum is the front, gguf for the same as files of
-    llama.cpp with the base model, or vllm, which does not scale adapters, for a folder per measured
-    point."""
+    llama.cpp with the base model, openvino for the same as files of OpenVINO GenAI, or vllm, which
+    does not scale adapters, for a folder per measured point."""
     preference: list[float] | None = None
     """Export only a conditioned run's adapter at this preference: shares of the objectives, in
     order."""
@@ -129,7 +133,9 @@ def export(cfg: ExportConfig) -> Exported:
                 values = read_adapter(adapter, preference)
                 if cfg.to == "gguf":
                     config = _architecture(cfg)
-                    write_adapter(draft / place, values, settings, config, name=place)
+                    gguf_adapters.write_adapter(draft / place, values, settings, config, name=place)
+                elif cfg.to == "openvino":
+                    openvino.write_adapter(draft / place, values, settings)
                 else:
                     save_like(adapter, draft / place, values)
                     _write_card(cfg, front, preference, adapter, draft / place)
@@ -142,7 +148,7 @@ def export(cfg: ExportConfig) -> Exported:
 
 def _preferences(cfg: ExportConfig, served: ServedFront | None) -> dict[str, list[float] | None]:
     """Returns the preference of each adapter to write, by its folder or file."""
-    alone = "adapter.gguf" if cfg.to == "gguf" else ""
+    alone = _ALONE.get(cfg.to, "")
     if served is None:
         return {alone: None}
     front = served.front
@@ -169,7 +175,6 @@ def _save_front(cfg: ExportConfig, served: ServedFront, places: list[str], draft
 def _record(cfg: ExportConfig, front: Front, adapter: Path) -> ServedFront:
     """Returns the record of the whole front, without the base model's file."""
     check_slugs(front.objectives, "objectives")
-    suffix = ".lora.gguf" if cfg.to == "gguf" else ""  # no objective is called as the base model
     request: dict[str, Any] = {
         "temperature": cfg.rollout.temperature,
         "top_k": 0,
@@ -192,7 +197,7 @@ def _record(cfg: ExportConfig, front: Front, adapter: Path) -> ServedFront:
     return ServedFront(
         base_model=cfg.policy.path,
         base_file="",
-        adapters={name: f"{slug(name)}{suffix}" for name in front.objectives},
+        adapters={name: f"{slug(name)}{_SUFFIXES[cfg.to]}" for name in front.objectives},
         front=front,
         system_prompt=given.system_prompt if kind == "chat" else "",
         chat_template=template,
@@ -243,7 +248,7 @@ def _write_card(
 
 
 def main(cfg: ExportConfig) -> Path:
-    """Exports, and prints the adapters with their preferences and a command to serve them."""
+    """Exports, and prints the adapters with their preferences and the command that comes next."""
     done = export(cfg)
     for place, preference in done.preferences.items():
         at = ""
@@ -252,25 +257,28 @@ def main(cfg: ExportConfig) -> Path:
             at = f", at {in_words(objectives, preference)}"
         print(legible(f"adapter   {done.folder / place}{at}"))
     if command := _command(cfg, done):
-        print(legible(f"serve     {shlex.join(command)}"))
+        verb = "convert" if cfg.to == "openvino" else "serve"
+        print(legible(f"{verb:9} {shlex.join(command)}"))
     return done.folder
 
 
 def _command(cfg: ExportConfig, done: Exported) -> list[str]:
-    """Returns the command that serves an export; [] if there is none."""
-    folder = done.folder.resolve()
+    """Returns the command that serves an export, or converts its base model; [] if none."""
+    folder, base = done.folder.resolve(), str(with_shipped_paths(done.base_model))
     is_front = None not in done.preferences.values() and not cfg.is_folded
     if cfg.to == "gguf" and is_front:
         return ["firm", "serve", "--export", str(done.folder)]
     if cfg.to == "gguf" and cfg.has_base:
         files = ("--model", str(folder / BASE_NAME), "--lora", str(folder / "adapter.gguf"))
         return ["llama-server", *files]
+    if cfg.to == "openvino":  # optimum-intel pins transformers, so not in here
+        task = ("--model", base, "--task", "text-generation-with-past")
+        return ["optimum-cli", "export", "openvino", *task, str(folder / openvino.BASE_FOLDER)]
     if cfg.to != "vllm":
         return []
     rank = max(8, 1 << (done.rank - 1).bit_length())  # vLLM takes powers of two from 8
     names = {place or "adapter": folder / place for place in done.preferences}
     modules = [f"{name}={place}" for name, place in names.items()]
-    base = str(with_shipped_paths(done.base_model))
     return [
         *("vllm", "serve", base, "--host", "127.0.0.1", "--enable-lora"),
         *("--max-lora-rank", str(rank), "--lora-modules", *modules),

@@ -3,9 +3,9 @@
 A conditioned adapter is linear in the preference, so that it is the sum of M ordinary LoRA
 adapters, one per objective, whose scales are the shares of the preference. `front` is the record
 `front.json` of an export, which turns a preference, a target or requirements into scales,
-`peft_scales` sets them in a model of PEFT, `gguf_adapters` and `gguf_base` write adapters and base
-models for llama.cpp, and `endpoint` answers OpenAI's chat requests at the preference that they
-state.
+`peft_scales` sets them in a model of PEFT and `openvino` in OpenVINO GenAI, `gguf_adapters` and
+`gguf_base` write adapters and base models for llama.cpp, and `endpoint` answers OpenAI's chat
+requests at the preference that they state.
 """
 
 from typing import TYPE_CHECKING
@@ -14,8 +14,10 @@ from firm.lazy import lazy
 
 if TYPE_CHECKING:
     from firm.serving.front import ServedFront
+    from firm.serving.openvino import OpenVINOEngine
     from firm.serving.peft_scales import load_served, set_scales_
 
-__all__ = ["ServedFront", "load_served", "set_scales_"]  # imported when first used
+# imported when first used
+__all__ = ["OpenVINOEngine", "ServedFront", "load_served", "set_scales_"]
 
 __getattr__, __dir__ = lazy(__name__)

@@ -9,6 +9,7 @@ from contextlib import closing
 from http.client import HTTPConnection
 from pathlib import Path
 from threading import Thread
+from types import ModuleType
 
 import pytest
 import torch
@@ -16,7 +17,7 @@ from peft import PeftModel
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from firm.alignment.adapter_files import load_adapters
+from firm.alignment.adapter_files import load_adapters, read_adapter
 from firm.alignment.adapters.conditioned import fold
 from firm.alignment.policy import PolicyConfig, without_needless_warnings
 from firm.alignment.prompts import hh_text
@@ -29,6 +30,7 @@ from firm.jobs.serve import endpoint
 from firm.run import UserError
 from firm.serving import ServedFront, load_served, set_scales_
 from firm.serving.llama import LlamaEngine
+from firm.serving.openvino import OpenVINOEngine
 from tests import smoke
 
 POINTS = ([1.0, 0.0], [0.0, 1.0], [0.5, 0.5], [0.3, 0.7])
@@ -141,6 +143,40 @@ def test_the_adapters_at_points_are_folded_for_vllm_and_picked_from_their_front(
     assert pick(cfg).adapter == done.folder / "100_0"
 
 
+def test_scaled_adapters_of_openvino_are_the_folded_adapter(strong, tmp_path, capsys):
+    given = ["--run", str(strong), "--to", "openvino", "--out", str(tmp_path / "all")]
+    COMMANDS["export"].run(given)
+    words = shlex.split(capsys.readouterr().out.splitlines()[-1])
+    assert words[:4] == ["convert", "optimum-cli", "export", "openvino"]
+    assert words[-1] == str(tmp_path / "all/base")
+    served = ServedFront.load(tmp_path / "all")
+    parts = {name: load_file(tmp_path / "all" / file) for name, file in served.adapters.items()}
+    one = exported(strong, tmp_path / "one", "--to", "openvino", "--preference", "[0.3, 0.7]")
+    single = load_file(one.folder / "adapter.safetensors")
+    settings = json.loads((strong / "adapter/adapter_config.json").read_text())
+    scale = settings["lora_alpha"] / settings["r"]
+    assert scale != 1
+    folded = read_adapter(strong / "adapter", [0.3, 0.7])
+    for name in folded:
+        if "lora_B" in name:
+            other = name.replace("lora_B", "lora_A")
+            update = scale * folded[name] @ folded[other]
+            scales = served.scales([0.3, 0.7])
+            terms = [s * parts[key][name] @ parts[key][other] for key, s in scales.items()]
+            torch.testing.assert_close(sum(terms), update)
+            torch.testing.assert_close(single[name] @ single[other], update)
+
+
+def test_without_openvino_or_its_base_model_the_remedy_is_named(strong, tmp_path, monkeypatch):
+    folder = exported(strong, tmp_path / "openvino", "--to", "openvino").folder
+    monkeypatch.setitem(sys.modules, "openvino_genai", None)
+    with pytest.raises(ModuleNotFoundError, match="pip install openvino-genai"):
+        OpenVINOEngine(folder)
+    monkeypatch.setitem(sys.modules, "openvino_genai", ModuleType("openvino_genai"))
+    with pytest.raises(ValueError, match="run the command that `firm export` printed"):
+        OpenVINOEngine(folder)
+
+
 @pytest.mark.parametrize("to", ["peft", "vllm"])
 def test_one_trade_off_is_an_ordinary_adapter(strong, tmp_path, to, capsys):
     given = ["--run", str(strong), "--to", to, "--out", str(tmp_path / "one")]
@@ -188,7 +224,7 @@ def test_the_printed_command_serves_the_export(strong, tmp_path, capsys):
         (("--target", "happy=1"), "target has the unknown objective 'happy'"),
         (("--require", "brevity>=2"), "no mixture meets brevity >= 2"),
         (("--target", "brevity=1", "--require", "kl<=2"), "pass one of preference, target and re"),
-        (("--to", "openvino"), "to must be one of peft, gguf, vllm, got 'openvino'"),
+        (("--to", "onnx"), "to must be one of peft, gguf, openvino, vllm, got 'onnx'"),
     ],
 )
 def test_what_cannot_be_exported_is_refused(strong, tmp_path, arguments, message):

@@ -1,0 +1,100 @@
+"""An exported front in OpenVINO GenAI: all adapters in one pipeline, scaled for each call."""
+
+from collections.abc import Mapping
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+from peft import LoraConfig
+from safetensors.torch import save_file
+
+from firm.federation.client import Adapter
+from firm.serving.front import ServedFront
+
+BASE_FOLDER = "base"
+"""Folder of the base model in an export, as the command that `firm export` prints writes it."""
+
+
+def write_adapter(file: Path, adapter: Adapter, settings: LoraConfig) -> None:
+    """Writes a plain LoRA adapter as a safetensors file whose own scale is 1.
+
+    OpenVINO GenAI reads no settings, so α / r is part of the matrices B.
+
+    Raises:
+        ValueError: When its scale differs between layers.
+    """
+    if settings.rank_pattern or settings.alpha_pattern or settings.fan_in_fan_out:
+        raise ValueError(
+            "adapters of OpenVINO GenAI have one scale for all layers: rank_pattern, alpha_pattern "
+            "and fan_in_fan_out must be empty."
+        )
+    scale = settings.lora_alpha / (settings.r**0.5 if settings.use_rslora else settings.r)
+    scaled = {
+        name: (scale * values if ".lora_B." in name else values).contiguous()
+        for name, values in adapter.items()
+    }
+    save_file(scaled, file, metadata={"format": "pt"})
+
+
+class OpenVINOEngine:
+    """Generates with OpenVINO GenAI, in this process, one call at a time.
+
+    Args:
+        folder: Folder of `firm export --to openvino`.
+        base: Folder of the base model in OpenVINO's format; by default `base` in the export.
+        device: OpenVINO's name of the device.
+        properties: Properties of OpenVINO, such as INFERENCE_PRECISION_HINT="f32".
+
+    Raises:
+        ValueError: When a file is missing.
+        ModuleNotFoundError: When openvino_genai is not installed.
+    """
+
+    def __init__(
+        self, folder: str | Path, base: str | Path = "", *, device: str = "CPU", **properties: Any
+    ) -> None:
+        try:
+            self._genai: Any = import_module("openvino_genai")
+        except ModuleNotFoundError:
+            raise ModuleNotFoundError(
+                "OpenVINO GenAI is not installed: pip install openvino-genai.",
+                name="openvino_genai",
+            ) from None
+        self.served = ServedFront.load(folder)
+        model = Path(base or Path(folder) / BASE_FOLDER)
+        if not (model / "openvino_model.xml").is_file():
+            raise ValueError(
+                f"there is no OpenVINO model in {model}: run the command that `firm export` "
+                "printed, or pass the folder of the base model."
+            )
+        places = {name: Path(folder) / place for name, place in self.served.adapters.items()}
+        if missing := [str(p) for p in places.values() if p.suffix != ".safetensors"]:
+            raise ValueError(f"{missing[0]} is no adapter of OpenVINO: export with --to openvino.")
+        self._adapters = [(name, self._genai.Adapter(str(p))) for name, p in places.items()]
+        self.pipeline: Any = self._genai.LLMPipeline(
+            str(model),
+            device,
+            adapters=self._scaled(self.served.scales()),
+            # the other backend's cache of prompts ignores scales, as of 2026.4
+            ATTENTION_BACKEND="SDPA",
+            **properties,
+        )
+        if self.served.chat_template:
+            self.pipeline.get_tokenizer().set_chat_template(self.served.chat_template)
+
+    def generate(self, prompt: Any, scales: Mapping[str, float], **options: Any) -> Any:
+        """Returns the pipeline's result for a prompt at the scales of `ServedFront.scales`.
+
+        Args:
+            prompt: Text, texts, tokens or a history, as `LLMPipeline.generate` takes them.
+            scales: Scale of each objective's adapter.
+            options: Fields of `openvino_genai.GenerationConfig`.
+        """
+        return self.pipeline.generate(prompt, adapters=self._scaled(scales), **options)
+
+    def _scaled(self, scales: Mapping[str, float]) -> Any:
+        # OpenVINO GenAI 2026.4 keeps all scales if the last adapter's is unchanged, unless the
+        # adapters' order has changed
+        self._adapters.reverse()
+        pairs = [(adapter, scales[name]) for name, adapter in self._adapters]
+        return self._genai.AdapterConfig(pairs)
