@@ -1,5 +1,6 @@
 """Prints the values that a study's settings reached, and their differences by seed."""
 
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -52,7 +53,7 @@ def print_differences(study: Path, against: str) -> None:
             print_table(title, table.headings, table.rows)
         elif others:
             names = ", ".join(dict.fromkeys(setting.name for setting in others))
-            print(f"not compared, since objectives or calibrations differ: {names}")
+            sys.stdout.write(f"not compared, since objectives or calibrations differ: {names}\n")
 
 
 def print_rounds(study: Path, rounds: Sequence[int], *, against: str | None = None) -> None:
