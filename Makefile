@@ -51,9 +51,9 @@ $(VLLM)/.installed: pyproject.toml constraints-vllm.txt
 	$(VLLM)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps -r constraints-vllm.txt -e .
 	touch $@
 
-test-vllm: $(VLLM)/.installed ## Test the rollout engine vllm on SmolLM2 in an environment of its own: 4 GB of memory.
+test-vllm: $(VLLM)/.installed ## Test rollouts and exported fronts in vLLM on SmolLM2, in an environment of its own: 4 GB of memory.
 	test -n "$(FIRM_MODEL)" || $(VLLM)/bin/firm fetch smollm2
-	$(OFFLINE) $(VLLM)/bin/python -m pytest -q tests/alignment/rollout_engines
+	$(OFFLINE) $(VLLM)/bin/python -m pytest -q tests/alignment/rollout_engines tests/jobs/test_export_engines.py
 
 lint: dev ## Check style and formatting.
 	$(BIN)/ruff check .
