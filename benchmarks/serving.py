@@ -1,21 +1,26 @@
 """Serves a conditioned run at one preference and at eight at once, beside the folded adapter.
 
-    python benchmarks/serving.py --run runs/front [--check]
+    python benchmarks/serving.py --run runs/front [--check] [--vllm .venv-vllm/bin/python]
 
 Prints tokens per CPU second and memory per engine; each figure comes from processes of its own, in
 turn. CPU seconds do not depend on what else the machine does. `--check` compares the engines'
-replies with those of the folded adapter instead, in float32.
+replies with those of the folded adapter instead, in float32. vLLM, which has one adapter per
+preference, is left out unless `--vllm` names the Python of an environment with it. `--engines`
+measures some of the engines.
 """
 
 import argparse
 import json
+import os
 import shutil
 import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from importlib import import_module
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -24,7 +29,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from benchmarks.measure import peak_resident
-from firm.alignment.adapter_files import load_adapters, refold_adapter_
+from firm.alignment.adapter_files import load_adapters, read_settings, refold_adapter_
 from firm.alignment.policy import PolicyConfig
 from firm.cli.main import COMMANDS
 from firm.jobs.export import export
@@ -49,7 +54,9 @@ EIGHT = [[share / 7, 1 - share / 7] for share in range(8)]
 FOLDED, EIGHT_AT_ONCE = "folded adapter", "eight preferences"
 SETUPS = ("base model", FOLDED, "one preference", EIGHT_AT_ONCE)
 ENGINES = {"peft": "peft", "llama.cpp": "gguf"}
-"""Forms of the export by engine."""
+"""Forms of the export by engine; each sets scales of one adapter per objective."""
+VLLM = "vLLM"
+CONTEXT = 256
 
 
 def preferences(setup: str) -> list[list[float]]:
@@ -71,7 +78,7 @@ def messages(question: str) -> list[dict[str, str]]:
 
 def timed_llama(folder: Path, setup: str, num_tokens: int, num_threads: int) -> float:
     """Returns the CPU seconds in which llama.cpp answers eight requests at once."""
-    engine = LlamaEngine(folder, num_slots=8, context=256, num_threads=num_threads)
+    engine = LlamaEngine(folder, num_slots=8, context=CONTEXT, num_threads=num_threads)
 
     def reply(number: int) -> None:
         if setup == "base model":
@@ -127,10 +134,53 @@ def timed_peft(folder: Path, setup: str, num_tokens: int, num_threads: int) -> f
     return time.process_time() - start
 
 
+def start_vllm(path: str, num_adapters: int, rank: int, dtype: str) -> Any:
+    return import_module("vllm").LLM(
+        path,
+        dtype=dtype,
+        max_model_len=CONTEXT,
+        max_num_seqs=8,
+        enable_lora=num_adapters > 0,
+        max_loras=max(1, num_adapters),
+        max_lora_rank=max(8, 1 << (rank - 1).bit_length()),
+        kv_cache_memory_bytes=2**28,
+        enforce_eager=True,  # compiling takes minutes on a CPU
+    )
+
+
+def vllm_adapters(folder: Path) -> list[Any]:
+    request: Any = import_module("vllm.lora.request").LoRARequest
+    places = sorted(folder.iterdir())
+    return [request(each.name, at, str(each)) for at, each in enumerate(places, start=1)]
+
+
+def timed_vllm(folder: Path, setup: str, num_tokens: int, num_threads: int) -> float:
+    """Returns the CPU seconds in which vLLM answers eight requests at once."""
+    torch.set_num_threads(num_threads)
+    given = [] if setup == "base model" else vllm_adapters(folder)
+    settings = read_settings(folder / "0")
+    llm = start_vllm(str(settings.base_model_name_or_path), len(given), settings.r, "bfloat16")
+
+    def generate(questions: Sequence[str], count: int) -> None:
+        own = [given[at % len(given)] if given else None for at in range(len(questions))]
+        sampling = import_module("vllm").SamplingParams(
+            temperature=0, ignore_eos=True, max_tokens=count
+        )
+        chats: Any = [messages(question) for question in questions]
+        llm.chat(chats, sampling, lora_request=own, use_tqdm=False)
+
+    generate(["Hello!"] * len(given or " "), 2)  # loads the adapters
+    start = time.process_time()
+    generate(QUESTIONS, num_tokens)
+    return time.process_time() - start
+
+
 def measure(args: argparse.Namespace) -> None:
     """Prints the figures of one batch as JSON."""
+    if args.engine == VLLM:
+        import_module("vllm")  # its libraries do not count
     before = peak_resident()
-    timed = {"peft": timed_peft, "llama.cpp": timed_llama}[args.engine]
+    timed = {"peft": timed_peft, "llama.cpp": timed_llama, VLLM: timed_vllm}[args.engine]
     seconds = timed(args.run, args.setup, args.tokens, args.threads)
     print(
         json.dumps({"speed": 8 * args.tokens / seconds, "memory": (peak_resident() - before) / 1e6})
@@ -140,29 +190,59 @@ def measure(args: argparse.Namespace) -> None:
 # --- All batches in turn --------------------------------------------------------------------------
 
 
+def in_process(args: argparse.Namespace, engine: str, folder: Path, *more: str) -> Any:
+    """Returns the JSON that this script prints last when it runs one engine."""
+    python = args.vllm if engine == VLLM else sys.executable
+    command = [python, __file__, "--engine", engine, "--run", str(folder)]
+    command += ["--tokens", str(args.tokens), "--threads", str(args.threads), *more]
+    # in one process, whose CPU time and memory then count, and on any core
+    own = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
+    own |= {"OMP_NUM_THREADS": str(args.threads), "VLLM_LOGGING_LEVEL": "ERROR"}
+    environment = {**os.environ, **own} if engine == VLLM else None
+    output = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True, env=environment)
+    return json.loads(output.stdout.strip().splitlines()[-1])
+
+
+def export_for_vllm(run: Path, scratch: Path, preferences: Sequence[list[float]]) -> Path:
+    """Exports an adapter per preference, whose settings name the base model's folder."""
+    path = str(with_shipped_paths(COMMANDS["export"].parse(["--run", str(run)]).policy).path)
+    for at, preference in enumerate(preferences):
+        given = ["--preference", json.dumps(preference)]
+        file = exported(run, "vllm", scratch / str(at), *given) / "adapter_config.json"
+        settings = {**json.loads(file.read_text()), "base_model_name_or_path": path}
+        file.write_text(json.dumps(settings))
+    return scratch
+
+
+def exports(run: Path, engine: str, scratch: Path) -> dict[str, Path]:
+    """Returns the folder that an engine reads in each setup."""
+    if engine == VLLM:  # one adapter at one preference is the folded one
+        one = export_for_vllm(run, scratch / "one", [ONE])
+        eight = export_for_vllm(run, scratch / "eight", EIGHT)
+        return {"base model": one, FOLDED: one, EIGHT_AT_ONCE: eight}
+    folders = dict.fromkeys(SETUPS, exported(run, ENGINES[engine], scratch / "all"))
+    at_one = ["--preference", json.dumps(ONE)]
+    if engine == "peft":
+        exported(run, "peft", folders[FOLDED] / "folded", *at_one)
+        return folders
+    # the folded adapter in the first one's place, at scale 1: llama.cpp skips those of scale 0
+    folders[FOLDED] = Path(shutil.copytree(folders[FOLDED], scratch / "folded"))
+    adapter = exported(run, "gguf", scratch / "one", *at_one, "--has_base", "false")
+    first = next(iter(ServedFront.load(folders[FOLDED]).adapters.values()))
+    shutil.copyfile(adapter / "adapter.gguf", folders[FOLDED] / first)
+    return folders
+
+
 def compare(args: argparse.Namespace, scratch: Path) -> None:
     """Prints a table of all engines and setups."""
-    folders = {engine: exported(args.run, to, scratch / engine) for engine, to in ENGINES.items()}
-    one = ["--preference", json.dumps(ONE)]
-    exported(args.run, "peft", folders["peft"] / "folded", *one)
-    # the folded adapter in the first one's place, at scale 1: llama.cpp skips those of scale 0
-    folded = Path(shutil.copytree(folders["llama.cpp"], scratch / "folded"))
-    adapter = exported(args.run, "gguf", scratch / "one", *one, "--has_base", "false")
-    first = next(iter(ServedFront.load(folded).adapters.values()))
-    shutil.copyfile(adapter / "adapter.gguf", folded / first)
+    folders = {engine: exports(args.run, engine, scratch / engine) for engine in args.engines}
+    cells = [(engine, *cell) for engine, own in folders.items() for cell in own.items()]
     figures: dict[tuple[str, str], list[dict[str, float]]] = {}
     for _ in range(args.rounds):
-        for engine in ENGINES:
-            for setup in SETUPS:
-                is_other = engine == "llama.cpp" and setup == FOLDED
-                command = [sys.executable, __file__, "--engine", engine]
-                command += ["--run", str(folded if is_other else folders[engine])]
-                command += ["--setup", setup, "--tokens", str(args.tokens)]
-                command += ["--threads", str(args.threads)]
-                output = subprocess.run(command, check=True, capture_output=True, text=True).stdout
-                row = json.loads(output.strip().splitlines()[-1])
-                figures.setdefault((engine, setup), []).append(row)
-                print(engine, setup, row, file=sys.stderr, flush=True)
+        for engine, setup, folder in cells:
+            row = in_process(args, engine, folder, "--setup", setup)
+            figures.setdefault((engine, setup), []).append(row)
+            print(engine, setup, row, file=sys.stderr, flush=True)
     rows = []
     for (engine, setup), found in figures.items():
         speeds = [row["speed"] for row in found]
@@ -249,12 +329,17 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--tokens", type=int, default=32)
     parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--engine", choices=ENGINES, help=argparse.SUPPRESS)
+    parser.add_argument("--vllm", help="Python of an environment with vLLM")
+    parser.add_argument("--engines", nargs="+", choices=[*ENGINES, VLLM])
+    parser.add_argument("--engine", choices=[*ENGINES, VLLM], help=argparse.SUPPRESS)
     parser.add_argument("--setup", choices=SETUPS, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.engine:
         measure(args)
         return
+    args.engines = args.engines or [*ENGINES, *([VLLM] if args.vllm else [])]
+    if VLLM in args.engines and not args.vllm:
+        parser.error("vLLM needs --vllm, the Python of an environment with it")
     with tempfile.TemporaryDirectory(prefix="firm-serving-") as scratch:
         (check if args.check else compare)(args, Path(scratch))
 
