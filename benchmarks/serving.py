@@ -220,7 +220,8 @@ def exports(run: Path, engine: str, scratch: Path) -> dict[str, Path]:
         one = export_for_vllm(run, scratch / "one", [ONE])
         eight = export_for_vllm(run, scratch / "eight", EIGHT)
         return {"base model": one, FOLDED: one, EIGHT_AT_ONCE: eight}
-    folders = dict.fromkeys(SETUPS, exported(run, ENGINES[engine], scratch / "all"))
+    whole = exported(run, ENGINES[engine], scratch / "all")
+    folders: dict[str, Path] = dict.fromkeys(map(str, SETUPS), whole)
     at_one = ["--preference", json.dumps(ONE)]
     if engine == "peft":
         exported(run, "peft", folders[FOLDED] / "folded", *at_one)
