@@ -153,7 +153,7 @@ class VLLMConfig(SeparateEngineConfig):
     name: Literal['vllm'] = 'vllm'
     max_loras: Annotated[int, Interval(ge=1, le=1024)] = 16
     cache_gb: Annotated[float, Gt(gt=0), AllowInfNan(allow_inf_nan=False)] = 1.0
-    devices: list[int] | None = None
+    devices: list[Annotated[int, Interval(ge=0, le=1023)]] | None = None
     options: dict[str, Any] = field(default_factory=dict)
 
 

@@ -70,7 +70,7 @@ class VLLMConfig(SeparateEngineConfig):
     each of several preferences counts as several."""
     cache_gb: PositiveFloat = 1.0
     """Memory of vLLM's key-value cache in GiB."""
-    devices: list[int] | None = None
+    devices: list[Annotated[int, Interval(ge=0, le=1023)]] | None = None
     """GPUs on which vLLM samples, by index, with each layer divided among several; null: the
     policy's. Others than the policy's keep its memory free for training."""
     options: dict[str, Any] = field(default_factory=dict)
@@ -78,9 +78,7 @@ class VLLMConfig(SeparateEngineConfig):
 
     def __post_init__(self) -> None:
         devices = self.devices
-        if devices is not None and (
-            not devices or len({*devices}) < len(devices) or min(devices) < 0
-        ):
+        if devices is not None and not 0 < len(devices) == len({*devices}):
             raise ValueError(
                 f"rollout.engine.devices must be distinct indices of GPUs, or null, got {devices}."
             )
