@@ -102,6 +102,11 @@ class Exported:
     rank: int
     """Rank of the adapters."""
 
+    @property
+    def is_conditioned(self) -> bool:
+        """True if every adapter has a preference."""
+        return None not in self.preferences.values()
+
 
 def export(cfg: ExportConfig) -> Exported:
     """Exports the front of a conditioned run, its adapter at a preference, or a run's only adapter.
@@ -250,11 +255,11 @@ def _write_card(
 def main(cfg: ExportConfig) -> Path:
     """Exports, and prints the adapters with their preferences and the command that comes next."""
     done = export(cfg)
+    objectives: Sequence[str] = ()
+    if done.is_conditioned:
+        objectives = conditioned_front(cfg.run or Path(), "export").objectives
     for place, preference in done.preferences.items():
-        at = ""
-        if preference is not None:
-            objectives = conditioned_front(cfg.run or Path(), "export").objectives
-            at = f", at {in_words(objectives, preference)}"
+        at = "" if preference is None else f", at {in_words(objectives, preference)}"
         print(legible(f"adapter   {done.folder / place}{at}"))
     if command := _command(cfg, done):
         verb = "convert" if cfg.to == "openvino" else "serve"
@@ -265,8 +270,7 @@ def main(cfg: ExportConfig) -> Path:
 def _command(cfg: ExportConfig, done: Exported) -> list[str]:
     """Returns the command that serves an export, or converts its base model; [] if none."""
     folder, base = done.folder.resolve(), str(with_shipped_paths(done.base_model))
-    is_front = None not in done.preferences.values() and not cfg.is_folded
-    if cfg.to == "gguf" and is_front:
+    if cfg.to == "gguf" and done.is_conditioned and not cfg.is_folded:
         return ["firm", "serve", "--export", str(done.folder)]
     if cfg.to == "gguf" and cfg.has_base:
         files = ("--model", str(folder / BASE_NAME), "--lora", str(folder / "adapter.gguf"))
