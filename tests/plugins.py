@@ -4,32 +4,29 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-REGISTRIES = {
-    "firm.alignment.adapters": "ADAPTERS",
-    "firm.alignment.adapters.conditioned": "PREFERENCE_SAMPLERS",
-    "firm.alignment.estimators": "ESTIMATORS",
-    "firm.alignment.rollout_engines": "ROLLOUT_ENGINES",
-    "firm.federation.engines": "ENGINES",
-    "firm.federation.strategies": "STRATEGIES",
-    "firm.fmoo.data": "DATASETS",
-    "firm.fmoo.models": "MODELS",
-    "firm.fmoo.task_data": "LOSSES",
-    "firm.quantities": "QUANTITIES",
-    "reward_models": "REWARD_MODELS",
-}
-"""Module -> its registry, which plugins add to."""
+from firm.cli.main import COMMANDS, load
+from firm.registry import Registry
+
+
+def registries() -> list[Registry]:
+    """Returns every registry of the package, which plugins add to."""
+    for command in COMMANDS.values():
+        load(command.config)  # imports all modules with registries
+    modules = [module for name, module in sys.modules.items() if name.startswith("firm")]
+    modules.append(sys.modules["reward_models"])
+    found = [each for module in modules for each in vars(module).values()]
+    return list({id(each): each for each in found if isinstance(each, Registry)}.values())
 
 
 @contextmanager
 def plugins_forgotten() -> Iterator[None]:
     """Forgets what was registered meanwhile, and the files of plugins that were imported."""
-    modules = {file: sys.modules[file] for file in REGISTRIES if file in sys.modules}
-    registries = [getattr(modules[file], REGISTRIES[file]) for file in modules]
-    before, imported = [dict(registry) for registry in registries], set(sys.modules)
+    before = [(registry, dict(registry)) for registry in registries()]
+    imported = set(sys.modules)
     try:
         yield
     finally:
-        for registry, entries in zip(registries, before, strict=True):
+        for registry, entries in before:
             registry.clear()
             registry.update(entries)
         for name in sys.modules.keys() - imported:
