@@ -116,19 +116,18 @@ class Result:
 
     @property
     def rewards(self) -> Frame:
-        """Returns the rewards on the held-out prompts, in [0, 1]: a pandas.DataFrame by objective.
+        """Returns the rewards on the held-out prompts, in [0, 1]: a pandas.DataFrame.
 
         If the run learned from pairs, these are the shares of held-out pairs that the model ranks
         as people did.
 
-        The columns are base, base_se, aligned, aligned_se, change and change_se (means and their
-        standard errors; the change is paired by row), num_prompts (number of prompts evaluated) and
-        z, as in `MetricComparison`.
+        There is a column per objective. The rows are base, base_se, aligned, aligned_se, change and
+        change_se (means and their standard errors; the change is paired by row), num_prompts
+        (number of prompts evaluated) and z, as in `MetricComparison`. Unknown values are NaN.
         """
         table = self.aligned.reward_comparison(self.base)  # type: ignore[arg-type]
-        rows = {name: {**asdict(row), "z": row.z} for name, row in table.items()}
-        frame = pd.DataFrame.from_dict(rows, orient="index")
-        return frame.drop(columns=["name", "is_partial"])
+        columns = {name: {**asdict(row), "z": row.z} for name, row in table.items()}
+        return pd.DataFrame(columns).drop(index=["name", "is_partial"]).astype(float)
 
     def to_pandas(self) -> Frame:
         """Returns every logged number as a pandas.DataFrame, one number per row.
@@ -140,7 +139,8 @@ class Result:
 
     def __repr__(self) -> str:
         """Returns the table of rewards, and the run's directory."""
-        return f"{self.rewards.round(3).to_string()}\n{self.path}"
+        table = self.rewards.to_string(float_format=lambda x: f"{x:.3f}".removesuffix(".000"))
+        return f"{table}\n{self.path}"
 
     def report(self) -> "Report":
         """Returns the page; a notebook displays it below the calling cell."""

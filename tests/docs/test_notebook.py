@@ -78,9 +78,10 @@ def test_it_has_a_line_for_each_round_and_the_table_of_results(notebook, request
     for cell in (first, second):
         assert re.findall(r"^round (\d)/4  brief ", text(cell), re.MULTILINE) == list("1234")
     [table] = [cell for cell in cells if cell.source.startswith("result.rewards")]
-    lines = [line for line in text(table).splitlines() if line.strip()]  # a wide table is wrapped
-    assert [line.split()[0] for line in lines[:3]] == ["base", "brief", "thorough"]
-    assert text(table).split()[:4] == ["base", "base_se", "aligned", "aligned_se"]
+    header, *lines = text(table).splitlines()
+    assert header.split() == ["brief", "thorough"]
+    names = ["base", "base_se", "aligned", "aligned_se", "change", "change_se"]
+    assert [line.split()[0] for line in lines] == [*names, "num_prompts", "z"]
 
 
 def test_it_is_small_and_names_no_folder_of_a_machine():

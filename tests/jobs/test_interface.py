@@ -73,21 +73,21 @@ def result(model, tmp_path_factory):
 
 def test_a_run_returns_rewards_adapter_table_and_page(result):
     table, logged = result.rewards, read_rows(result.path, "evaluation", split="test")
-    for column, row in zip(("base", "aligned"), logged, strict=True):
+    for model, row in zip(("base", "aligned"), logged, strict=True):
         for name, reward in row["rewards"].items():
-            assert table.loc[name, column] == pytest.approx(reward["mean"])
-            assert table.loc[name, f"{column}_se"] == pytest.approx(reward["se"])
-    assert list(table.index) == list(REWARDS)
-    assert list(table["num_prompts"]) == [6, 6]
+            assert table[name][model] == pytest.approx(reward["mean"])
+            assert table[name][f"{model}_se"] == pytest.approx(reward["se"])
+    assert list(table.columns) == list(REWARDS)
+    assert list(table.loc["num_prompts"]) == [6, 6]
+    changes = (table.loc["aligned"] - table.loc["base"]).to_dict()
+    assert table.loc["change"].to_dict() == pytest.approx(changes, abs=1e-6)
     header, *lines, folder = repr(result).splitlines()
-    assert header.split() == list(table.columns)
-    assert [line.split()[:2] for line in lines] == [
-        [name, f"{table.loc[name, 'base']:.3f}"] for name in REWARDS
-    ]
+    assert header.split() == list(REWARDS)
+    shown = {line.split()[0]: line.split()[1:] for line in lines}
+    assert list(shown) == list(table.index)
+    assert shown["base"] == [f"{table[name]['base']:.3f}" for name in REWARDS]
+    assert shown["num_prompts"] == ["6", "6"]
     assert folder == str(result.path)
-    assert table.loc["brief", "change"] == pytest.approx(
-        table.loc["brief", "aligned"] - table.loc["brief", "base"], abs=1e-6
-    )
     assert read_adapter(result.path)
     data = yaml.safe_load((result.path / "config.yaml").read_text())["data"]
     assert {data[split]["source"] for split in ("train", "validation", "test")} == {GIVEN}
@@ -151,7 +151,7 @@ def test_a_run_of_objects_is_evaluated_on_its_own_prompts_by_the_rewards_that_ha
     assert note.startswith("note: brief: not scored, since these reward functions were passed")
     for column, name in (("mean", "aligned"), ("se", "aligned_se"), ("change", "change")):
         own = float(figures["run", "short in [0, 1]"][column])
-        assert own == pytest.approx(run.rewards.loc["short", name], abs=1e-6)
+        assert own == pytest.approx(run.rewards["short"][name], abs=1e-6)
     assert not [figure for _, figure in figures if figure.startswith("brief")]
     file = tmp_path / "again.py"
     file.write_text(
@@ -185,7 +185,7 @@ def test_prompts_that_are_given_by_name_are_named(model, tmp_path):
     assert Run(run.path).settings()["data"]["test"]["source"] == str(file)
     assert not list(run.path.glob("*prompts*"))
     figures = evaluated(run, tmp_path / "out")
-    own = run.rewards.loc["short", "aligned"]
+    own = run.rewards["short"]["aligned"]
     assert float(figures["run", "short in [0, 1]"]["mean"]) == pytest.approx(own, abs=1e-6)
 
 
@@ -210,7 +210,7 @@ def test_what_ships_is_found_from_any_folder(tmp_path, monkeypatch):
     shipped = "firm/miniature/checkpoints"
     given = {"settings": SETTINGS, "out": tmp_path / "run", "test_prompts": PROMPTS[:4]}
     run = firm.align(f"{shipped}/policy", REWARDS, f"{shipped}/prompts_validation.jsonl", **given)
-    assert list(run.rewards.index) == list(REWARDS)
+    assert list(run.rewards) == list(REWARDS)
 
 
 @PEFT_WARNS
@@ -245,7 +245,7 @@ def test_a_model_that_was_changed_after_loading_is_evaluated_as_it_was_given(
     figures = evaluated(run, tmp_path / "evaluated")
     for name, column in (("base", "base"), ("run", "aligned")):
         own = float(figures[name, "short in [0, 1]"]["mean"])
-        assert own == pytest.approx(run.rewards.loc["short", column], abs=1e-6)
+        assert own == pytest.approx(run.rewards["short"][column], abs=1e-6)
     same = firm.align(model, REWARDS, PROMPTS, settings=SETTINGS, out=tmp_path / "same")
     assert not (same.path / "base").exists()
 
@@ -290,7 +290,7 @@ def test_rows_that_share_a_prompt_stay_rows_on_one_side(model, tmp_path):
     assert len({prompt for prompt, _ in test}) == 2
     (logged,) = read_rows(run.path, "evaluation", split="test", round=0)
     assert (logged["num_prompts"], logged["num_rows"]) == (2, 4)
-    assert list(run.rewards["num_prompts"]) == [2]
+    assert list(run.rewards.loc["num_prompts"]) == [2]
     assert "2 test prompts in 4 rows" in run.page.read_text()
 
 
@@ -344,8 +344,8 @@ def test_rewards_are_functions_names_settings_and_paths(model, tmp_path):
     }
     settings = {**SETTINGS, "rewards.helpful.format": "plain"}
     run = firm.align(model, rewards, PROMPTS, settings=settings, out=tmp_path / "run")
-    assert list(run.rewards.index) == list(rewards)
-    assert math.isfinite(run.rewards["aligned"].sum())
+    assert list(run.rewards) == list(rewards)
+    assert math.isfinite(run.rewards.loc["aligned"].sum())
 
 
 @pytest.mark.parametrize(
@@ -395,7 +395,7 @@ def test_trl_s_own_rewards_and_chats_are_taken_as_they_are(model, tmp_path):
     run = firm.align(
         model, rewards, datasets.Dataset.from_list(rows), settings=settings, out=tmp_path
     )
-    assert list(run.rewards.index) == ["think", "short", "right"]
+    assert list(run.rewards) == ["think", "short", "right"]
     for prompt, (reply,), ids, answer in seen:
         assert prompt == rows[answer]["prompt"]
         assert reply.keys() == {"role", "content"}

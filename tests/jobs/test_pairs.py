@@ -80,8 +80,8 @@ def test_passes_under_the_reference_are_told(pairs, tmp_path, capsys):
 def test_a_run_learns_to_rank_held_out_pairs(pairs, tmp_path):
     result = align(configured(pairs, tmp_path / "run"))
     table = result.rewards
-    assert (table["base"] == 0.5).all()
-    assert (table["aligned"] > 0.9).all()
+    assert (table.loc["base"] == 0.5).all()
+    assert (table.loc["aligned"] > 0.9).all()
     rows = result.rows
     assert not next(row for row in rows if row["kind"] == "run")["calibration"]
     last = [row for row in rows if row["kind"] == "client" and row["client"] == "client_2"][-1]
@@ -120,7 +120,7 @@ def test_a_resumed_run_equals_one_that_was_not_stopped(pairs, tmp_path):
 )
 def test_the_rest_of_the_house_trains_on_pairs(pairs, tmp_path, changes):
     result = align(configured(pairs, tmp_path / "run", **changes))
-    assert (result.rewards["aligned"] > 0.6).all()
+    assert (result.rewards.loc["aligned"] > 0.6).all()
     assert Run(tmp_path / "run").record()["status"] == "finished"
 
 
@@ -210,7 +210,7 @@ def test_python_passes_lists_of_pairs(pairs, tmp_path):
     for name in CHOSEN:
         del given[f"pairs.{name}.source"]
     result = firm_align(path, pairs=lists, settings=given, out=tmp_path / "run")
-    assert set(result.rewards.index) == set(CHOSEN)
+    assert set(result.rewards) == set(CHOSEN)
     with pytest.raises(UserError, match="pairs must be passed without rewards"):
         firm_align(path, {"x": "brevity"}, ["a"], pairs=lists)
     with pytest.raises(UserError, match="or pairs"):
