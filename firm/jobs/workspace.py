@@ -8,11 +8,14 @@ a setting, ± one standard error.
 
 import logging
 import shlex
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
+from functools import partial
 from importlib import import_module
 from itertools import chain, combinations
 from pathlib import Path
+from threading import Thread
 from typing import Any
 
 from firm.extras import install_command
@@ -30,6 +33,8 @@ from firm.run.tracking import SENT, TrackingConfig, flatten, mean_name, means
 logger = logging.getLogger(__name__)
 
 REWARDS = Quantity("rewards", "{}", "mean reward in [0, 1]", by="objective", evaluated="rewards")
+LAYOUT_SECONDS = 10.0
+"""Longest wait of a run for its layout; W&B's own limits and retries add up to a minute."""
 MEAN_AND_ERROR = {"groupby_aggfunc": "mean", "groupby_rangefunc": "stderr"}
 
 
@@ -97,13 +102,16 @@ def save_workspace(cfg: WorkspaceConfig) -> str:
 def show_layout(path: Path) -> None:
     """Saves the workspace of a run, study or sweep that W&B has received, and logs its URL.
 
-    Does nothing for runs without W&B or offline. A failure is a warning with the command to repeat.
+    Does nothing for runs without W&B or offline. A failure, or no answer within `LAYOUT_SECONDS`,
+    is a warning with the command to repeat.
     """
     folders = ("wandb/run-*", "points/*/wandb/run-*")  # those of offline runs are offline-run-*
     if not any(chain.from_iterable(map(path.glob, folders))):
         return
     try:
-        url = save_workspace(WorkspaceConfig(run=path, name=f"FIRM: {path.resolve().name}"))
+        _packages()  # the seconds of their import are not W&B's
+        cfg = WorkspaceConfig(run=path, name=f"FIRM: {path.resolve().name}")
+        url = _within(LAYOUT_SECONDS, partial(save_workspace, cfg))
     except UserError as error:
         logger.warning(
             "W&B draws its default layout (%s); repeat with: firm workspace %s",
@@ -112,6 +120,27 @@ def show_layout(path: Path) -> None:
         )
     else:
         logger.warning("W&B: the figures of the page are at %s", url)
+
+
+def _within(seconds: float, call: Callable[[], str]) -> str:
+    """Returns the result of a call in another thread, which later ends with the process.
+
+    Raises:
+        UserError: The call takes longer, or raises one itself.
+    """
+    answer = Future[str]()
+
+    def work() -> None:
+        try:
+            answer.set_result(call())
+        except BaseException as error:
+            answer.set_exception(error)
+
+    Thread(target=work, daemon=True).start()
+    try:
+        return answer.result(seconds)
+    except TimeoutError:
+        raise UserError(f"W&B has not answered within {seconds:.0f} s") from None
 
 
 def _packages() -> tuple[Any, Any]:

@@ -2,6 +2,7 @@
 
 import json
 import os
+import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -224,15 +225,16 @@ LAYOUT = """
 import logging, sys
 from pathlib import Path
 logging.basicConfig(format="%(message)s")
-from firm.jobs.workspace import show_layout
-show_layout(Path(sys.argv[1]))
+from firm.jobs import workspace
+workspace.LAYOUT_SECONDS = float(sys.argv[2])
+workspace.show_layout(Path(sys.argv[1]))
 """
 
 
-def layout(path: Path, home: Path, **more: str) -> list[str]:
+def layout(path: Path, home: Path, *, seconds: float = 60, **more: str) -> list[str]:
     """Lines that `show_layout` logs."""
     done = subprocess.run(
-        [sys.executable, "-c", LAYOUT, str(path)],
+        [sys.executable, "-c", LAYOUT, str(path), str(seconds)],
         env=environment(home, **more),
         capture_output=True,
         text=True,
@@ -262,3 +264,17 @@ def test_a_layout_that_cannot_be_saved_is_one_line(tmp_path):
     (line,) = layout(run, tmp_path)
     assert line.startswith("W&B draws its default layout (W&B could not save the workspace: ")
     assert line.endswith(f"; repeat with: firm workspace {run}")
+
+
+def test_a_run_does_not_wait_for_a_server_that_is_silent(tmp_path):
+    pytest.importorskip("wandb_workspaces")
+    run = write_run(tmp_path / "run", FakeRun(OBJECTIVES, num_clients=2))
+    (run / "wandb/run-1").mkdir(parents=True)
+    with socket.create_server(("127.0.0.1", 0)) as silent:  # connects, and never answers
+        address = f"http://127.0.0.1:{silent.getsockname()[1]}"
+        own = {"WANDB_BASE_URL": address, "WANDB_API_KEY": "k" * 40, "WANDB_HTTP_TIMEOUT": "300"}
+        (line,) = layout(run, tmp_path, seconds=1, **own)
+    assert line == (
+        "W&B draws its default layout (W&B has not answered within 1 s); "
+        f"repeat with: firm workspace {run}"
+    )
