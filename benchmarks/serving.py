@@ -1,12 +1,14 @@
 """Serves a conditioned run at one preference and at eight at once, beside the folded adapter.
 
-    python benchmarks/serving.py --run runs/front [--check] [--vllm .venv-vllm/bin/python]
+    python benchmarks/serving.py --run runs/front [--check] [--openvino FOLDER] [--vllm PYTHON]
 
 Prints tokens per CPU second and memory per engine; each figure comes from processes of its own, in
 turn. CPU seconds do not depend on what else the machine does. `--check` compares the engines'
-replies with those of the folded adapter instead, in float32. vLLM, which has one adapter per
-preference, is left out unless `--vllm` names the Python of an environment with it. `--engines`
-measures some of the engines.
+replies at the measured preferences with those of the folded adapters instead, in float32.
+
+OpenVINO GenAI needs `--openvino`, the base model as converted by the command that `firm export --to
+openvino` prints. vLLM, which has one adapter per preference, needs `--vllm`, the Python of an
+environment with it. Engines that are missing are left out; `--engines` selects some.
 """
 
 import argparse
@@ -21,9 +23,10 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -32,11 +35,15 @@ from benchmarks.measure import peak_resident
 from firm.alignment.adapter_files import load_adapters, read_settings, refold_adapter_
 from firm.alignment.policy import PolicyConfig
 from firm.cli.main import COMMANDS
+from firm.extras import install_command
+from firm.fronts.front import FRONT_NAME, Front
+from firm.fronts.preferences import preference_folder
 from firm.jobs.export import export
 from firm.run.progress import print_table
 from firm.run.shipped import with_shipped_paths
-from firm.serving import ServedFront, load_served, set_scales_
+from firm.serving import OpenVINOEngine, ServedFront, load_served, set_scales_
 from firm.serving.llama import LlamaEngine
+from firm.serving.openvino import BASE_FOLDER
 
 QUESTIONS = (
     "Why is the sky blue?",
@@ -51,17 +58,33 @@ QUESTIONS = (
 ONE = [0.7, 0.3]
 """The preference of all requests, for two objectives."""
 EIGHT = [[share / 7, 1 - share / 7] for share in range(8)]
-FOLDED, EIGHT_AT_ONCE = "folded adapter", "eight preferences"
-SETUPS = ("base model", FOLDED, "one preference", EIGHT_AT_ONCE)
-ENGINES = {"peft": "peft", "llama.cpp": "gguf"}
-"""Forms of the export by engine; each sets scales of one adapter per objective."""
-VLLM = "vLLM"
+BASE, FOLDED, EIGHT_AT_ONCE = "base model", "folded adapter", "eight preferences"
+SETUPS = (BASE, FOLDED, "one preference", EIGHT_AT_ONCE)
+PEFT, LLAMA, OPENVINO, VLLM = "PEFT", "llama.cpp", "OpenVINO", "vLLM"
+FORMS = {PEFT: "peft", LLAMA: "gguf", OPENVINO: "openvino", VLLM: "vllm"}
+"""Forms of the export by engine; all but vLLM set scales of one adapter per objective."""
+PACKAGES = {PEFT: "peft", LLAMA: "xllamacpp", OPENVINO: "openvino_genai", VLLM: "vllm"}
 CONTEXT = 256
+LIKELY = 20
+"""Number of log-probabilities that are compared at the first token."""
 
 
-def preferences(setup: str) -> list[list[float]]:
-    """Returns the preference of each request."""
-    return EIGHT if setup == EIGHT_AT_ONCE else [ONE] * len(EIGHT)
+class Reply(NamedTuple):
+    """A greedy reply."""
+
+    text: str
+    score: float
+    """Log-probability of the whole reply."""
+    first: dict[str, float]
+    """Log-probabilities of likely first tokens; empty if the engine does not report them."""
+
+
+def scales_of(served: ServedFront, setup: str) -> list[dict[str, float]]:
+    """Returns the adapters' scales for each request; the first one's place holds the folded one."""
+    if setup == BASE:
+        return [dict.fromkeys(served.adapters, 0.0)] * 8
+    rows = {FOLDED: [[1.0, 0.0]] * 8, EIGHT_AT_ONCE: EIGHT}.get(setup, [ONE] * 8)
+    return [served.scales(row) for row in rows]
 
 
 def exported(run: Path, to: str, out: Path, *more: str) -> Path:
@@ -80,14 +103,8 @@ def timed_llama(folder: Path, setup: str, num_tokens: int, num_threads: int) -> 
     """Returns the CPU seconds in which llama.cpp answers eight requests at once."""
     engine = LlamaEngine(folder, num_slots=8, context=CONTEXT, num_threads=num_threads)
 
-    def reply(number: int) -> None:
-        if setup == "base model":
-            scales = dict.fromkeys(engine.served.adapters, 0.0)
-        elif setup == FOLDED:
-            scales = engine.served.scales([1.0, 0.0])
-        else:
-            scales = engine.served.scales(preferences(setup)[number])
-        body = {"messages": messages(QUESTIONS[number]), "temperature": 0, "ignore_eos": True}
+    def reply(question: str, scales: dict[str, float]) -> None:
+        body = {"messages": messages(question), "temperature": 0, "ignore_eos": True}
         engine.reply({**body, "max_tokens": num_tokens}, scales)
 
     engine.reply(
@@ -96,7 +113,7 @@ def timed_llama(folder: Path, setup: str, num_tokens: int, num_threads: int) -> 
     )
     start = time.process_time()
     with ThreadPoolExecutor(8) as pool:
-        list(pool.map(reply, range(8)))
+        list(pool.map(reply, QUESTIONS, scales_of(engine.served, setup)))
     return time.process_time() - start
 
 
@@ -110,7 +127,7 @@ def timed_peft(folder: Path, setup: str, num_tokens: int, num_threads: int) -> f
     if setup == FOLDED:
         policy = PolicyConfig(path=path, dtype="bfloat16")
         model = load_adapters(policy, [folder / "folded"], check_base=False)
-    elif setup != "base model":
+    elif setup != BASE:
         model, _ = load_served(folder, model)
         model.bfloat16()
     options = {"max_new_tokens": num_tokens, "min_new_tokens": num_tokens, "do_sample": False}
@@ -134,32 +151,51 @@ def timed_peft(folder: Path, setup: str, num_tokens: int, num_threads: int) -> f
     return time.process_time() - start
 
 
-def start_vllm(path: str, num_adapters: int, rank: int, dtype: str) -> Any:
-    return import_module("vllm").LLM(
-        path,
+def timed_openvino(folder: Path, setup: str, num_tokens: int, num_threads: int) -> float:
+    """Returns the CPU seconds in which OpenVINO answers eight requests, a batch per preference."""
+    properties = {"INFERENCE_PRECISION_HINT": "bf16", "INFERENCE_NUM_THREADS": num_threads}
+    engine = OpenVINOEngine(folder, **properties)
+    scales = scales_of(engine.served, setup)
+
+    def generate(questions: Sequence[str], own: dict[str, float], count: int) -> None:
+        options = {"max_new_tokens": count, "ignore_eos": True, "do_sample": False}
+        engine.generate(list(questions), own, **options)
+
+    generate(["Hello!"], scales[0], 2)
+    start = time.process_time()
+    if setup == EIGHT_AT_ONCE:
+        for question, own in zip(QUESTIONS, scales, strict=True):
+            generate([question], own, num_tokens)
+    else:
+        generate(QUESTIONS, scales[0], num_tokens)
+    return time.process_time() - start
+
+
+def start_vllm(folder: Path, dtype: str, *, has_adapters: bool = True) -> tuple[Any, dict]:
+    """Returns vLLM, and its requests for the adapters in a folder by their names."""
+    places = sorted(place for place in folder.iterdir() if place.is_dir())
+    settings = read_settings(places[0])
+    llm = import_module("vllm").LLM(
+        str(with_shipped_paths(settings.base_model_name_or_path)),
         dtype=dtype,
         max_model_len=CONTEXT,
         max_num_seqs=8,
-        enable_lora=num_adapters > 0,
-        max_loras=max(1, num_adapters),
-        max_lora_rank=max(8, 1 << (rank - 1).bit_length()),
+        enable_lora=has_adapters,
+        max_loras=len(places),
+        max_lora_rank=max(8, 1 << (settings.r - 1).bit_length()),
         kv_cache_memory_bytes=2**28,
         enforce_eager=True,  # compiling takes minutes on a CPU
     )
-
-
-def vllm_adapters(folder: Path) -> list[Any]:
     request: Any = import_module("vllm.lora.request").LoRARequest
-    places = sorted(folder.iterdir())
-    return [request(each.name, at, str(each)) for at, each in enumerate(places, start=1)]
+    named = enumerate(places if has_adapters else (), start=1)
+    return llm, {place.name: request(place.name, number, str(place)) for number, place in named}
 
 
 def timed_vllm(folder: Path, setup: str, num_tokens: int, num_threads: int) -> float:
     """Returns the CPU seconds in which vLLM answers eight requests at once."""
     torch.set_num_threads(num_threads)
-    given = [] if setup == "base model" else vllm_adapters(folder)
-    settings = read_settings(folder / "0")
-    llm = start_vllm(str(settings.base_model_name_or_path), len(given), settings.r, "bfloat16")
+    llm, requests = start_vllm(folder, "bfloat16", has_adapters=setup != BASE)
+    given = list(requests.values())
 
     def generate(questions: Sequence[str], count: int) -> None:
         own = [given[at % len(given)] if given else None for at in range(len(questions))]
@@ -177,14 +213,13 @@ def timed_vllm(folder: Path, setup: str, num_tokens: int, num_threads: int) -> f
 
 def measure(args: argparse.Namespace) -> None:
     """Prints the figures of one batch as JSON."""
-    if args.engine == VLLM:
-        import_module("vllm")  # its libraries do not count
-    before = peak_resident()
-    timed = {"peft": timed_peft, "llama.cpp": timed_llama, VLLM: timed_vllm}[args.engine]
-    seconds = timed(args.run, args.setup, args.tokens, args.threads)
-    print(
-        json.dumps({"speed": 8 * args.tokens / seconds, "memory": (peak_resident() - before) / 1e6})
-    )
+    import_module(PACKAGES[args.engine])
+    libraries = peak_resident() / 1e6
+    timed = {PEFT: timed_peft, LLAMA: timed_llama, OPENVINO: timed_openvino, VLLM: timed_vllm}
+    seconds = timed[args.engine](args.folder, args.setup, args.tokens, args.threads)
+    memory = peak_resident() / 1e6
+    row = {"speed": 8 * args.tokens / seconds, "memory": memory, "beyond": memory - libraries}
+    print(json.dumps(row))
 
 
 # --- All batches in turn --------------------------------------------------------------------------
@@ -193,7 +228,7 @@ def measure(args: argparse.Namespace) -> None:
 def in_process(args: argparse.Namespace, engine: str, folder: Path, *more: str) -> Any:
     """Returns the JSON that this script prints last when it runs one engine."""
     python = args.vllm if engine == VLLM else sys.executable
-    command = [python, __file__, "--engine", engine, "--run", str(folder)]
+    command = [python, __file__, "--engine", engine, "--folder", str(folder)]
     command += ["--tokens", str(args.tokens), "--threads", str(args.threads), *more]
     # in one process, whose CPU time and memory then count, and on any core
     own = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
@@ -203,40 +238,40 @@ def in_process(args: argparse.Namespace, engine: str, folder: Path, *more: str) 
     return json.loads(output.stdout.strip().splitlines()[-1])
 
 
-def export_for_vllm(run: Path, scratch: Path, preferences: Sequence[list[float]]) -> Path:
-    """Exports an adapter per preference, whose settings name the base model's folder."""
-    path = str(with_shipped_paths(COMMANDS["export"].parse(["--run", str(run)]).policy).path)
-    for at, preference in enumerate(preferences):
-        given = ["--preference", json.dumps(preference)]
-        file = exported(run, "vllm", scratch / str(at), *given) / "adapter_config.json"
-        settings = {**json.loads(file.read_text()), "base_model_name_or_path": path}
-        file.write_text(json.dumps(settings))
-    return scratch
+def whole_export(args: argparse.Namespace, engine: str, out: Path, *more: str) -> Path:
+    """Returns the folder of the whole front's export, complete with OpenVINO's base model."""
+    folder = exported(args.run, FORMS[engine], out, *more)
+    if engine == OPENVINO:
+        (folder / BASE_FOLDER).symlink_to(args.openvino.resolve())
+    return folder
 
 
-def exports(run: Path, engine: str, scratch: Path) -> dict[str, Path]:
+def exports(args: argparse.Namespace, engine: str, scratch: Path) -> dict[str, Path]:
     """Returns the folder that an engine reads in each setup."""
+    run, form = args.run, FORMS[engine]
+    at_one = ["--preference", json.dumps(ONE), "--has_base", "false"]
     if engine == VLLM:  # one adapter at one preference is the folded one
-        one = export_for_vllm(run, scratch / "one", [ONE])
-        eight = export_for_vllm(run, scratch / "eight", EIGHT)
-        return {"base model": one, FOLDED: one, EIGHT_AT_ONCE: eight}
-    whole = exported(run, ENGINES[engine], scratch / "all")
+        one, eight = scratch / "one", scratch / "eight"
+        exported(run, form, one / "0", *at_one)
+        for at, preference in enumerate(EIGHT):
+            exported(run, form, eight / str(at), "--preference", json.dumps(preference))
+        return {BASE: one, FOLDED: one, EIGHT_AT_ONCE: eight}
+    whole = whole_export(args, engine, scratch / "all")
     folders: dict[str, Path] = dict.fromkeys(map(str, SETUPS), whole)
-    at_one = ["--preference", json.dumps(ONE)]
-    if engine == "peft":
-        exported(run, "peft", folders[FOLDED] / "folded", *at_one)
+    if engine == PEFT:
+        exported(run, form, whole / "folded", *at_one)
         return folders
-    # the folded adapter in the first one's place, at scale 1: llama.cpp skips those of scale 0
-    folders[FOLDED] = Path(shutil.copytree(folders[FOLDED], scratch / "folded"))
-    adapter = exported(run, "gguf", scratch / "one", *at_one, "--has_base", "false")
-    first = next(iter(ServedFront.load(folders[FOLDED]).adapters.values()))
-    shutil.copyfile(adapter / "adapter.gguf", folders[FOLDED] / first)
+    # the folded adapter in the first one's place, at scale 1: both engines skip those of scale 0
+    folders[FOLDED] = Path(shutil.copytree(whole, scratch / "folded", symlinks=True))
+    [adapter] = exported(run, form, scratch / "one", *at_one).iterdir()
+    first = next(iter(ServedFront.load(whole).adapters.values()))
+    shutil.copyfile(adapter, folders[FOLDED] / first)
     return folders
 
 
 def compare(args: argparse.Namespace, scratch: Path) -> None:
     """Prints a table of all engines and setups."""
-    folders = {engine: exports(args.run, engine, scratch / engine) for engine in args.engines}
+    folders = {engine: exports(args, engine, scratch / engine) for engine in args.engines}
     cells = [(engine, *cell) for engine, own in folders.items() for cell in own.items()]
     figures: dict[tuple[str, str], list[dict[str, float]]] = {}
     for _ in range(args.rounds):
@@ -249,12 +284,12 @@ def compare(args: argparse.Namespace, scratch: Path) -> None:
         speeds = [row["speed"] for row in found]
         folded_speeds = [row["speed"] for row in figures[engine, FOLDED]]
         ratio = median(a / b for a, b in zip(speeds, folded_speeds, strict=True))
-        memory = max(row["memory"] for row in found)
-        rows.append([engine, setup, f"{median(speeds):.1f}", f"{ratio:.2f}", f"{memory:.0f}"])
+        memory = [f"{max(row[key] for row in found):.0f}" for key in ("memory", "beyond")]
+        rows.append([engine, setup, f"{median(speeds):.1f}", f"{ratio:.2f}", *memory])
     print_table(
         f"8 requests at once, {args.tokens} tokens each, {args.threads} thread(s), {args.rounds} "
         "rounds in turn",
-        ["engine", "setup", "tokens/CPU s", "to folded", "MB"],
+        ["engine", "setup", "tokens/CPU s", "to folded", "peak MB", "beyond libraries"],
         rows,
     )
 
@@ -262,85 +297,174 @@ def compare(args: argparse.Namespace, scratch: Path) -> None:
 # --- Replies beside those of the folded adapter ---------------------------------------------------
 
 
+@torch.no_grad()
+def greedy(model: Any, tokenizer: Any, question: str, num_tokens: int) -> Reply:
+    """Returns a model's reply, with the log-probability of every first token."""
+    prompt = tokenizer.apply_chat_template(
+        messages(question), add_generation_prompt=True, return_tensors="pt", return_dict=True
+    )
+    tokens = model.generate(**prompt, max_new_tokens=num_tokens, do_sample=False)
+    length = prompt["input_ids"].size(1)
+    logprobs = model(tokens).logits[0, length - 1 : -1].log_softmax(-1)  # [T, V]
+    reply = tokens[0, length:]
+    score = float(logprobs.gather(1, reply[:, None]).sum())
+    first = {str(token): value for token, value in enumerate(logprobs[0].tolist())}
+    return Reply(tokenizer.decode(reply, skip_special_tokens=True), score, first)
+
+
+def most_likely(reply: Reply) -> Reply:
+    """Returns a reply with the likeliest first tokens only, as engines report it."""
+    likely = sorted(reply.first, key=lambda token: -reply.first[token])[:LIKELY]
+    return reply._replace(first={token: reply.first[token] for token in likely})
+
+
+Asked = list[tuple[list[float], str]]
+"""Questions, each with a preference."""
+
+
+def replies_of_peft(folder: Path, asked: Asked, num_tokens: int, num_threads: int) -> list[Reply]:
+    torch.set_num_threads(num_threads)
+    model, served = load_served(folder)
+    tokenizer = AutoTokenizer.from_pretrained(str(with_shipped_paths(served.base_model)))
+    replies = []
+    for preference, question in asked:
+        set_scales_(model, served.scales(preference))
+        replies.append(most_likely(greedy(model, tokenizer, question, num_tokens)))
+    return replies
+
+
+def replies_of_llama(folder: Path, asked: Asked, num_tokens: int, num_threads: int) -> list[Reply]:
+    engine = LlamaEngine(folder, num_slots=1, context=CONTEXT, num_threads=num_threads)
+    options = {"temperature": 0, "max_tokens": num_tokens, "logprobs": True, "top_logprobs": LIKELY}
+    replies = []
+    for preference, question in asked:
+        body = {**options, "messages": messages(question)}
+        reply: Any = engine.reply(body, engine.served.scales(preference))
+        [choice] = reply["choices"]
+        places = choice["logprobs"]["content"]
+        first = {str(token["id"]): token["logprob"] for token in places[0]["top_logprobs"]}
+        score = sum(place["logprob"] for place in places)
+        replies.append(Reply(choice["message"]["content"], score, first))
+    return replies
+
+
+def replies_of_openvino(
+    folder: Path, asked: Asked, num_tokens: int, num_threads: int
+) -> list[Reply]:
+    properties = dict.fromkeys(("INFERENCE_PRECISION_HINT", "KV_CACHE_PRECISION"), "f32")
+    engine = OpenVINOEngine(folder, INFERENCE_NUM_THREADS=num_threads, **properties)
+    options = {"max_new_tokens": num_tokens, "do_sample": False, "logprobs": 1}
+    replies = []
+    for preference, question in asked:
+        result = engine.generate([question], engine.served.scales(preference), **options)
+        replies.append(Reply(result.texts[0], result.scores[0], {}))
+    return replies
+
+
+def replies_of_vllm(folder: Path, asked: Asked, num_tokens: int, num_threads: int) -> list[Reply]:
+    torch.set_num_threads(num_threads)
+    llm, adapters = start_vllm(folder, "float32")
+    outputs = llm.chat(
+        [messages(question) for _, question in asked],
+        import_module("vllm").SamplingParams(temperature=0, max_tokens=num_tokens, logprobs=LIKELY),
+        lora_request=[adapters[preference_folder(preference)] for preference, _ in asked],
+        use_tqdm=False,
+    )
+    replies = []
+    for output in outputs:
+        [own] = output.outputs
+        first = {str(token): found.logprob for token, found in own.logprobs[0].items()}
+        replies.append(Reply(own.text, own.cumulative_logprob, first))
+    return replies
+
+
+def reply(args: argparse.Namespace) -> None:
+    """Prints the replies of an engine as JSON."""
+    replies = {
+        PEFT: replies_of_peft,
+        LLAMA: replies_of_llama,
+        OPENVINO: replies_of_openvino,
+        VLLM: replies_of_vllm,
+    }[args.engine]
+    asked = json.loads(args.asked.read_text())
+    print(json.dumps(replies(args.folder, asked, args.tokens, args.threads)))
+
+
 def check(args: argparse.Namespace, scratch: Path) -> None:
-    """Prints how far log-probabilities are from the folded model's, and how many replies differ."""
-    more = ["--policy.dtype", args.dtype]
-    folders = {e: exported(args.run, to, scratch / e, *more) for e, to in ENGINES.items()}
+    """Prints how far log-probabilities are from the folded model's, and counts equal replies."""
     torch.set_num_threads(args.threads)
-    engine = LlamaEngine(folders["llama.cpp"], num_slots=1, context=512, num_threads=args.threads)
     policy = with_shipped_paths(COMMANDS["chat"].parse(["--run", str(args.run)]).policy)
-    path, served = policy.path, engine.served
-    tokenizer = AutoTokenizer.from_pretrained(path)
-    scaled, _ = load_served(folders["peft"])
-    single = replace(policy, path=path, dtype="float32")
-    folded = load_adapters(single, [args.run / "adapter"], check_base=False, preference=ONE)
-    gaps: dict[str, float] = dict.fromkeys(ENGINES, 0.0)
-    equal = dict.fromkeys(ENGINES, 0)
-    chosen = [EIGHT[0], EIGHT[-1], ONE]
-    for preference in chosen:
-        refold_adapter_(folded, 0, args.run / "adapter", path, preference)
-        set_scales_(scaled, served.scales(preference))
-        for question in QUESTIONS[:3]:
-            chat = messages(question)
-            ids = tokenizer.apply_chat_template(
-                chat, add_generation_prompt=True, return_tensors="pt", return_dict=True
-            )["input_ids"]
-            with torch.no_grad():
-                expected = folded(ids).logits[0, -1].log_softmax(-1)
-                own = scaled(ids).logits[0, -1].log_softmax(-1)
-                replies = [
-                    model.generate(ids, max_new_tokens=args.tokens, do_sample=False)[
-                        0, ids.size(1) :
-                    ]
-                    for model in (folded, scaled)
-                ]
-            likely = expected.topk(20).indices
-            gaps["peft"] = max(gaps["peft"], float((own - expected)[likely].abs().max()))
-            equal["peft"] += replies[0].tolist() == replies[1].tolist()
-            body = {"messages": chat, "temperature": 0, "max_tokens": args.tokens}
-            reply = engine.reply(
-                {**body, "logprobs": True, "top_logprobs": 20}, served.scales(preference)
-            )
-            assert reply is not None
-            [choice] = reply["choices"]
-            for entry in choice["logprobs"]["content"][0]["top_logprobs"]:
-                gap = abs(entry["logprob"] - float(expected[entry["id"]]))
-                gaps["llama.cpp"] = max(gaps["llama.cpp"], gap)
-            text = tokenizer.decode(replies[0], skip_special_tokens=True).strip()
-            equal["llama.cpp"] += choice["message"]["content"].strip() == text
-    total = len(chosen) * 3
-    rows = [[name, f"{gaps[name]:.1e}", f"{equal[name]} of {total}"] for name in ENGINES]
+    adapter, single = args.run / "adapter", replace(policy, dtype="float32")
+    tokenizer = AutoTokenizer.from_pretrained(policy.path)
+    rows = Front.load(args.run / FRONT_NAME).preferences().tolist()
+    folded = load_adapters(single, [adapter], check_base=False, preference=rows[0])
+    asked: Asked = [(row, question) for row in rows for question in QUESTIONS[:3]]
+    expected = []
+    for preference, question in asked:
+        refold_adapter_(folded, 0, adapter, policy.path, preference)
+        expected.append(greedy(folded, tokenizer, question, args.tokens))
+    with folded.disable_adapter():  # the size of an adapter's effect
+        base = [most_likely(greedy(folded, tokenizer, each, args.tokens)) for _, each in asked]
+    table = [["no adapter", *differences(base, expected)]]
+    (scratch / "asked.json").write_text(json.dumps(asked))
+    for engine in args.engines:
+        folder = whole_export(args, engine, scratch / engine, "--policy.dtype", "float32")
+        found = in_process(args, engine, folder, "--asked", str(scratch / "asked.json"))
+        table.append([engine, *differences([Reply(*each) for each in found], expected)])
     print_table(
-        f"Beside the folded adapter in float32, base model in {args.dtype}",
-        [
-            "engine",
-            "largest difference among the 20 likeliest log-probabilities",
-            "equal greedy replies",
-        ],
-        rows,
+        f"Beside the folded adapters in float32: {len(rows)} preferences, {args.tokens} tokens; "
+        "largest differences of log-probabilities",
+        ["engine", f"{LIKELY} likeliest first tokens", "whole replies", "equal greedy replies"],
+        table,
     )
 
 
+def differences(replies: Sequence[Reply], expected: Sequence[Reply]) -> list[str]:
+    """Returns the largest differences of first tokens and replies, and the number of equal ones."""
+    pairs = list(zip(replies, expected, strict=True))
+    gaps = [abs(p - other.first[token]) for own, other in pairs for token, p in own.first.items()]
+    whole = max(abs(own.score - other.score) for own, other in pairs)
+    equal = sum(own.text.strip() == other.text.strip() for own, other in pairs)
+    first = f"{max(gaps):.1e}" if gaps else "not reported"
+    return [first, f"{whole:.1e}", f"{equal} of {len(pairs)}"]
+
+
+def available(args: argparse.Namespace) -> list[str]:
+    """Returns the engines that can run here, and prints the reason for each of the others."""
+    missing = {}
+    if find_spec(PACKAGES[LLAMA]) is None:
+        missing[LLAMA] = install_command("serve")
+    if find_spec(PACKAGES[OPENVINO]) is None:
+        missing[OPENVINO] = "pip install openvino-genai"
+    elif args.openvino is None:
+        missing[OPENVINO] = "pass the converted base model as --openvino"
+    if args.vllm is None:
+        missing[VLLM] = "pass the Python of an environment with it as --vllm"
+    for engine in missing.keys() & args.engines:
+        print(f"{engine} is left out: {missing[engine]}.", file=sys.stderr)
+    return [engine for engine in args.engines if engine not in missing]
+
+
 def main() -> None:
-    """Measures, checks, or runs one batch."""
+    """Measures, checks, or runs one engine."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--run", type=Path, required=True, help="a finished conditioned run")
+    parser.add_argument("--run", type=Path, help="a finished conditioned run")
     parser.add_argument("--check", action="store_true", help="compare replies instead of speeds")
-    parser.add_argument("--dtype", default="float32", help="of the base model in --check")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--tokens", type=int, default=32)
     parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--openvino", type=Path, help="folder of the base model for OpenVINO")
     parser.add_argument("--vllm", help="Python of an environment with vLLM")
-    parser.add_argument("--engines", nargs="+", choices=[*ENGINES, VLLM])
-    parser.add_argument("--engine", choices=[*ENGINES, VLLM], help=argparse.SUPPRESS)
-    parser.add_argument("--setup", choices=SETUPS, help=argparse.SUPPRESS)
+    parser.add_argument("--engines", nargs="+", choices=FORMS, default=list(FORMS))
+    for key, kind in {"engine": str, "folder": Path, "setup": str, "asked": Path}.items():
+        parser.add_argument(f"--{key}", type=kind, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.engine:
-        measure(args)
+        (reply if args.asked else measure)(args)
         return
-    args.engines = args.engines or [*ENGINES, *([VLLM] if args.vllm else [])]
-    if VLLM in args.engines and not args.vllm:
-        parser.error("vLLM needs --vllm, the Python of an environment with it")
+    if args.run is None:
+        parser.error("--run must name a finished conditioned run")
+    args.engines = available(args)
     with tempfile.TemporaryDirectory(prefix="firm-serving-") as scratch:
         (check if args.check else compare)(args, Path(scratch))
 
