@@ -43,6 +43,7 @@ ALL = (*FIRST, *FURTHER)
 KL_SHARES = (0.5, 0.1, 0.9)
 """Preferences at which models with a smaller B were measured."""
 TEN, FIVE, REAL_SEEDS = range(100, 110), range(100, 105), range(300, 303)
+SIXTY = range(110, 170)
 
 Model = Mapping[str, Mapping[str, float]]
 """Figures of a model by split, as benchmarks/protocol_runs.py keeps them."""
@@ -241,13 +242,10 @@ def soups(models: Models, count: int) -> list[Model]:
 
 def family_a(folder: Path = PROTOCOL) -> list[Claim]:
     """Returns the claims of family A."""
-    fronts, others = parts("front", TEN, folder), parts("baselines", TEN, folder)
+    fronts = parts("front", TEN, folder)
 
     def folds(models: Models) -> float:
         return expected_utility(of(models, "conditioned"))
-
-    def value(name: str) -> Callable[[Models], float]:
-        return lambda models: float(rewards(models[name], "test").mean())
 
     def of_fronts(
         name: str, text: str, second: str, read: Callable[[Models], float], margin: float | None
@@ -255,11 +253,6 @@ def family_a(folder: Path = PROTOCOL) -> list[Claim]:
         less = tuple(folds(models) - read(models) for models in fronts.values())
         sides = ("one conditioned run", second)
         return Claim(name, text, sides, "expected utility", 10, less, "front", margin)
-
-    def of_runs(name: str, text: str, sides: tuple[str, str], keys: tuple[str, str]) -> Claim:
-        first, second = map(value, keys)
-        less = tuple(first(models) - second(models) for models in others.values())
-        return Claim(name, text, sides, "mean of the rewards", 10, less, "baselines", MARGIN)
 
     return [
         of_fronts(
@@ -276,19 +269,33 @@ def family_a(folder: Path = PROTOCOL) -> list[Claim]:
             lambda models: expected_utility(soups(models, 2)),
             None,
         ),
-        of_runs(
-            "A3",
-            "Training without a critic equals PPO",
-            ("without a critic", "PPO"),
-            ("fixed", "PPO"),
-        ),
-        of_runs(
-            "A4",
-            "FIRM without a preference equals fixed weights",
-            ("FIRM", "fixed weights"),
-            ("FIRM", "fixed"),
-        ),
+        *equal_weights(("A3", "A4"), TEN, folder),
     ]
+
+
+EQUAL_WEIGHTS = (
+    # text, sides, their models
+    ("Training without a critic equals PPO", ("without a critic", "PPO"), ("fixed", "PPO")),
+    (
+        "FIRM without a preference equals fixed weights",
+        ("FIRM", "fixed weights"),
+        ("FIRM", "fixed"),
+    ),
+)
+
+
+def equal_weights(names: Sequence[str], seeds: range, folder: Path) -> list[Claim]:
+    """Returns the two claims about estimator and solver at equal weights, on some seeds."""
+    data = parts("baselines", seeds, folder)
+    found = []
+    for name, (text, sides, (first, second)) in zip(names, EQUAL_WEIGHTS, strict=True):
+        less = tuple(
+            float((rewards(models[first], "test") - rewards(models[second], "test")).mean())
+            for models in data.values()
+        )
+        quantity = "mean of the rewards"
+        found.append(Claim(name, text, sides, quantity, len(seeds), less, "baselines", MARGIN))
+    return found
 
 
 REAL_SOUP = ("separate 0.1", "soup2 0.5", "separate 0.9")
@@ -392,6 +399,11 @@ def family_e(folder: Path = PROTOCOL) -> list[Claim]:
     return [Claim("E1", text, sides, quantity, 5, less, "uploads", script=script)]
 
 
+def family_f(folder: Path = PROTOCOL) -> list[Claim]:
+    """Returns the claims of family F."""
+    return equal_weights(("F1", "F2"), SIXTY, folder)
+
+
 def uploads(folder: Path = PROTOCOL) -> tuple[list[Gains], list[Gains]]:
     """Returns the gains with whole uploads and with uploads of two bits, by seed."""
     stored = stored_gains(folder, "uploads", "test")
@@ -482,22 +494,21 @@ def older_differences() -> dict[tuple[str, str, str], list[float]]:
     return found
 
 
-def older(data_name: str = "docs/fronts") -> list[list[str]]:
-    """Returns the rows of older runs: exploratory, with plain 95 % intervals."""
+def older_runs() -> str:
+    """Returns the table of older runs: exploratory, with plain 95 % intervals."""
     rows = []
     for (text, quantity, data), values in older_differences().items():
-        if not data.startswith(data_name):
-            continue
         found = mean_difference(values)
         word = ("first ahead" if found.mean > 0 else "second ahead") if found.is_clear else "open"
         row = [text, quantity, str(len(values)), found.text(), "none", f"exploratory: {word}"]
         rows.append([*row, "`findings.py`", f"`{data}`"])
-    return rows
+    return markdown_table(HEADER, rows)
 
 
 # --- The page's tables ----------------------------------------------------------------------------
 
 
+FAMILIES = (family_a, family_b, family_c, family_d, family_e, family_f)
 HEADER = (
     *("claim", "quantity, first less second", "n", "95 % interval", "margin", "verdict"),
     *("command", "data"),
@@ -508,8 +519,7 @@ HEADER = (
 def findings(folder: Path = PROTOCOL) -> str:
     """Returns the table of findings."""
     rows = []
-    families = (family_a, family_b, family_c, family_d, family_e)
-    for family in (claims_of(folder) for claims_of in families):
+    for family in (claims_of(folder) for claims_of in FAMILIES):
         for claim, verdict in zip(family, verdicts(family), strict=True):
             margin = "difference" if claim.margin is None else f"± {claim.margin:.3f}"
             rows.append([
@@ -522,12 +532,7 @@ def findings(folder: Path = PROTOCOL) -> str:
                 f"`{claim.script} {claim.part}`",
                 f"`docs/results/data/protocol/{claim.part}_*.json`",
             ])  # fmt: skip
-    return markdown_table(HEADER, [*rows, *older()])
-
-
-def older_runs() -> str:
-    """Returns the table of older runs with PPO, by final rewards."""
-    return markdown_table(HEADER, older("docs/figures"))
+    return markdown_table(HEADER, rows)
 
 
 def front_table(folder: Path = PROTOCOL) -> str:
@@ -706,17 +711,15 @@ def seeds_for_equality(deviation: float, margin: float, *, power: float, alpha: 
 
 
 def baseline_table(folder: Path = PROTOCOL) -> str:
-    """Returns the rewards, true scores and KL behind A3 and A4."""
-    data = list(parts("baselines", TEN, folder).values())
+    """Returns the rewards, true scores and KL behind A3, A4, F1 and F2."""
     keys = [*(f"reward {name}" for name in OBJECTIVES), *(f"true_{n}" for n in OBJECTIVES), "KL"]
-    rows = [
-        [label, *(interval([m[a]["test"][key] - m[b]["test"][key] for m in data]) for key in keys)]
-        for label, a, b in (
-            ("without a critic less PPO", "fixed", "PPO"),
-            ("FIRM less fixed weights", "FIRM", "fixed"),
-        )
-    ]
-    return markdown_table([f"{len(data)} seeds", *(key.replace("_", " ") for key in keys)], rows)
+    rows = []
+    for seeds in (TEN, SIXTY):
+        data = list(parts("baselines", seeds, folder).values())
+        for _, (first, second), (a, b) in EQUAL_WEIGHTS:
+            less = (interval([m[a]["test"][key] - m[b]["test"][key] for m in data]) for key in keys)
+            rows.append([f"{first} less {second}", str(len(data)), *less])
+    return markdown_table(["", "n", *(key.replace("_", " ") for key in keys)], rows)
 
 
 def weights_table(folder: Path = PROTOCOL) -> str:

@@ -92,6 +92,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--objectives", type=int, nargs="+", default=[1, 2, 4])
     parser.add_argument("--replies", type=int, default=16, help="in a step or round")
     parser.add_argument("--minibatches", type=int, default=1)
+    parser.add_argument("--rows", type=int, help="of a pass with gradients; a minibatch by default")
     parser.add_argument("--clients", type=int, default=4, help="of a stacked round")
     parser.add_argument("--prompt_tokens", type=int, default=64)
     parser.add_argument("--new_tokens", type=int, default=32)
@@ -161,7 +162,7 @@ def compare(options: Namespace) -> None:
     print_table(
         f"median of {options.repeats} steps, {where}: {options.replies} replies "
         f"of {options.new_tokens} tokens to prompts of {options.prompt_tokens}, "
-        f"{options.minibatches} minibatches, {options.dtype}",
+        f"{options.minibatches} minibatches, {options.rows or 'all'} rows a pass, {options.dtype}",
         ["", "whole", "/ TRL", *STAGES, "peak, GB"],
         [
             [
@@ -267,6 +268,7 @@ def trainer_of(
     config = ESTIMATORS[estimator](
         batch_size=replies,
         minibatch_size=replies // options.minibatches,
+        micro_batch_size=options.rows and min(options.rows, replies // options.minibatches),
         num_epochs=1,
         kl=KLConfig(controller="fixed"),
     )
@@ -332,7 +334,7 @@ def stacked_round(
     new_trainer, prompts = stacked_trainers(trainer), prompts_of(options)
     names = [f"client_{at}" for at in range(options.clients)]
     clients = [client_of(n, prompts[i:], new_trainer(), i, **own) for i, n in enumerate(names)]
-    engine = StackedEngine(clients, max_rows=options.replies)
+    engine = StackedEngine(clients, max_rows=options.rows or options.replies)
     start = copy_adapter(trainer.adapter_parameters)
     state = ServerState(start, objectives=trainer.objectives, seed=0)
     clock = clock_of(options)
@@ -402,6 +404,8 @@ def trl_step(options: Namespace) -> Callable[[], Stages]:
         for prompt in prompts_of(options)
     ]
     texts = tokenizer.batch_decode(ids)
+    minibatch = options.replies // options.minibatches
+    rows = options.rows or minibatch
 
     def step() -> Stages:
         times = _StepTimes(clock_of(options))
@@ -414,8 +418,9 @@ def trl_step(options: Namespace) -> Callable[[], Stages]:
             trainer = GRPOTrainer(
                 args=GRPOConfig(
                     output_dir=folder,
-                    per_device_train_batch_size=options.replies // options.minibatches,
-                    steps_per_generation=options.minibatches,
+                    per_device_train_batch_size=rows,
+                    gradient_accumulation_steps=minibatch // rows,
+                    steps_per_generation=options.replies // rows,
                     num_generations=GROUP,
                     max_completion_length=options.new_tokens,
                     max_steps=2 * options.minibatches,

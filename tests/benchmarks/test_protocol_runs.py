@@ -15,6 +15,7 @@ from firm.run.config import compose
 
 MAPS = {name: {"method": "sigmoid", "mean": 0.0, "scale": 2.0} for name in ("helpful", "harmless")}
 SEEDS = {
+    "baselines": (*findings.TEN, *findings.SIXTY),
     "weights": findings.FIVE,
     "real_front": findings.REAL_SEEDS,
     "real_baselines": findings.REAL_SEEDS,
@@ -83,8 +84,8 @@ def data(tmp_path_factory):
 
 def test_every_claim_and_table_finds_its_models(data):
     out, _ = data
-    for family in (findings.family_a(out), findings.family_b(out), findings.family_c(out),
-                   findings.family_d(out), findings.family_e(out)):  # fmt: skip
+    for claims_of in findings.FAMILIES:
+        family = claims_of(out)
         assert all(claim.is_complete for claim in family)
         assert not any(verdict.startswith("open:") for verdict in findings.verdicts(family))
     for table in (findings.front_table, findings.number_table, findings.kl_table,
