@@ -16,6 +16,8 @@ from firm.solvers.checks import as_shares
 
 FRONT_NAME = "front.json"
 """File of a front in the folder of a conditioned run, or of an export."""
+KL = "kl"
+"""Name of the KL from the base model in requirements and errors."""
 _FORMAT = 1
 
 SAME_FIGURE = 1e-6
@@ -36,7 +38,7 @@ class Point:
     rewards: dict[str, float]
     """Mean calibrated reward on the test prompts, by objective."""
     errors: dict[str, float]
-    """Standard errors of the rewards over the prompts."""
+    """Standard errors over the prompts, of the rewards and, if known, of `scores` and `kl`."""
     scores: dict[str, float]
     """Further mean scores, such as the ground truth; not part of the hypervolume."""
     kl: float
@@ -108,7 +110,9 @@ class Front:
         ):
             _check_shown(what, text)
         self._check_figures(f"the rewards of {point.name!r}", point.rewards)
-        self._check_figures(f"the errors of {point.name!r}", point.errors)
+        others = {KL, *point.scores} - set(self.objectives)
+        errors = {name: error for name, error in point.errors.items() if name not in others}
+        self._check_figures(f"the errors of {point.name!r}", errors)
         if point.preference is not None:
             self._shares(point)
         place = PurePosixPath(point.adapter)

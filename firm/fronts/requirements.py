@@ -8,14 +8,12 @@ import numpy as np
 from scipy.optimize import linprog
 from scipy.stats import norm
 
-from firm.fronts.front import Front, Point
+from firm.fronts.front import KL, Front, Point
 from firm.fronts.nearest import sound
 from firm.fronts.preferences import in_words
 from firm.fronts.reach import mean_preference, neighbourhoods
 from firm.solvers.checks import as_shares
 
-KL = "kl"
-"""Name of the KL from the base model in requirements."""
 _SAME = 1e-9
 """Margins closer to zero than this are zero, because of rounding."""
 
@@ -34,8 +32,8 @@ class Requirement:
     def margin(self, point: Point, confidence: float) -> float:
         """Returns how far a model's one-sided bound is inside the requirement; negative if outside.
 
-        The bound is mean ∓ z · standard error, z the normal quantile of the confidence. KL and
-        scores other than objectives have no standard error on a front, so their means count.
+        The bound is mean ∓ z · standard error, z the normal quantile of the confidence. A mean
+        whose standard error the front lacks counts as it is.
         """
         values = {**point.scores, **point.rewards, KL: point.kl}
         error = float(norm.ppf(confidence)) * point.errors.get(self.name, 0.0)

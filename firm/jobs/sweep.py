@@ -371,7 +371,7 @@ def _rows(fronts: Mapping[str, Front]) -> list[dict[str, Any]]:
             "preference": ", ".join(f"{share:.4g}" for share in point.preference or ()),
             "seed": point.seed,
             **point.scores,
-            **{f"{name} se": error for name, error in point.errors.items()},
+            **{f"{name} se": point.errors[name] for name in point.rewards},
             **point.rewards,
             "KL": point.kl if math.isfinite(point.kl) else None,
             "adapter": point.adapter,

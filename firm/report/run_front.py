@@ -7,7 +7,7 @@ import numpy as np
 
 from firm.federation.outside import printable
 from firm.fronts.collapse import collapse_reason
-from firm.fronts.front import Front, Point
+from firm.fronts.front import KL, Front, Point
 from firm.fronts.hypervolume import hypervolume
 from firm.fronts.preferences import preference_folder
 from firm.report import formats
@@ -45,12 +45,14 @@ def point_of(
         for key, row in (("parse_rate", final), ("base_parse_rate", base))
         if "parse" in row["scores"]
     }
+    errors = {n: s["se"] for n, s in final["scores"].items()} | {KL: final.get("kl_se", math.nan)}
     return Point(
         name=name,
         preference=preference,
         seed=seed,
         rewards={n: final["rewards"][n]["mean"] for n in objectives},
-        errors={n: final["rewards"][n]["se"] for n in objectives},
+        errors={n: error for n, error in errors.items() if math.isfinite(error)}
+        | {n: final["rewards"][n]["se"] for n in objectives},
         scores={n: s["mean"] for n, s in final["scores"].items() if n not in objectives},
         kl=final.get("kl", math.nan),
         adapter=adapter,

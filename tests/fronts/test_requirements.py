@@ -1,5 +1,6 @@
 """The chosen model meets the requirements, and no other one that does has larger rewards."""
 
+from dataclasses import replace
 from itertools import pairwise
 
 import numpy as np
@@ -97,7 +98,12 @@ def test_a_bound_is_one_sided():
     assert low == pytest.approx(point.rewards["a"] - 1.6449 * point.errors["a"], abs=1e-4)
     high = Requirement("a", False, 1.0).margin(point, 0.95)
     assert 1 - high == pytest.approx(point.rewards["a"] + 1.6449 * point.errors["a"], abs=1e-4)
-    assert Requirement("kl", False, 5.0).margin(point, 0.95) == 5 - point.kl  # no standard error
+    kl = Requirement("kl", False, 5.0)
+    assert kl.margin(point, 0.95) == 5 - point.kl  # no standard error
+    known = replace(point, errors={**point.errors, "kl": 0.1, "parse": 0.01})
+    assert kl.margin(known, 0.95) == pytest.approx(5 - point.kl - 0.16449, abs=1e-4)
+    parse = Requirement("parse", True, 0.0).margin(known, 0.95)
+    assert parse == pytest.approx(point.scores["parse"] - 0.016449, abs=1e-5)
 
 
 def test_requirements_are_read_as_they_are_written():

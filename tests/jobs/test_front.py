@@ -53,6 +53,8 @@ def test_the_run_s_page_is_the_front_and_its_points_are_ordinary_adapters(traine
         (row,) = read_rows(trained, "evaluation", split=split_at("test", point.preference))
         assert row["preference"] == list(point.preference)
         assert point.rewards == {name: row["rewards"][name]["mean"] for name in front.objectives}
+        assert point.errors["kl"] == row["kl_se"] > 0
+        assert all(point.errors[name] == row["scores"][name]["se"] for name in point.scores)
         *_, row = read_rows(trained, "evaluation", split=split_at("validation", point.preference))
         means = {name: row["rewards"][name]["mean"] for name in front.objectives}
         assert front.validation[point.name] == means != point.rewards
