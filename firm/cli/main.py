@@ -1,7 +1,7 @@
 """The `firm` command: a table of jobs, each a function of one configuration."""
 
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from importlib import import_module
 from importlib.metadata import version
@@ -66,8 +66,6 @@ class Command:
 
             return parse_over_run(config, arguments, key=self.over, description=description)
         from firm.run.command_line import parse
-        from firm.run.directory import run_to_resume
-        from firm.run.resuming import study_to_resume
 
         return parse(
             config,
@@ -75,17 +73,17 @@ class Command:
             description=description,
             default_file=self.default,
             keys=load(self.keys) if self.keys else None,
-            resumed={"run": run_to_resume, "study": study_to_resume, None: None}[self.resumed],
+            resumed=self._resumed_settings(),
         )
 
     def check(self, argv: Sequence[str] | None = None) -> None:
-        """Raises the errors of `parse` about single keys and values, within a fraction of a second.
+        """Raises the errors of `parse` about folders, keys and single values, within a second.
 
         Once the job's modules are imported, `parse` is as fast, and knows components that a program
         has registered.
 
         Raises:
-            UserError: A key is unknown, or a value has the wrong type or is out of range.
+            UserError: A key is unknown, a value is invalid, or there is no run in a folder.
         """
         module, _, name = self.config.partition(":")
         if f"firm.jobs.{module}" in sys.modules:
@@ -99,8 +97,8 @@ class Command:
             config,
             self._arguments(argv, config, below),
             default_file=self.default,
-            can_resume=self.resumed is not None,
-            is_whole=self.over is None,
+            resumed=self._resumed_settings(),
+            over=self.over,
         )
 
     def run(self, argv: Sequence[str] | None = None, *, description: str = "") -> None:
@@ -112,6 +110,12 @@ class Command:
         job = load(self.job)
         with exit_on_user_error():
             job(self.parse(argv, description=description))
+
+    def _resumed_settings(self) -> Callable[[Path], Any] | None:
+        """Returns the function that reads the settings in the folder passed to `--resume`."""
+        from firm.run.resuming import run_to_resume, study_to_resume
+
+        return {"run": run_to_resume, "study": study_to_resume, None: None}[self.resumed]
 
     def _arguments(self, argv: Sequence[str] | None, config: type, below: type | None) -> list[str]:
         """Returns the arguments, all as `--key VALUE`."""

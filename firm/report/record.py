@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from firm.run.directory import Row, Run
-from firm.run.errors import UserError
+from firm.run.resuming import CONFIG_NAME, check_run
 from firm.run.rows import as_one_training
 from firm.run.sweep import Sweep
 
@@ -129,10 +129,8 @@ def read_record(run_path: Path) -> Record:
         UserError: There is no run at `run_path`.
         ValueError: One of its files is malformed.
     """
-    config_path = run_path / "config.yaml"
-    if not config_path.exists() or not (run_path / "run.json").exists():
-        raise UserError(f"there is no run at {run_path}; pass the folder that contains run.json.")
-    config = config_path.read_text(encoding="utf-8")
+    check_run(run_path)
+    config = (run_path / CONFIG_NAME).read_text(encoding="utf-8")
     run = Run(run_path)
     rows, left_out = run.checked_rows()
     samples = [row for row in run.samples() if {"prompt", "completion"} <= row.keys()]

@@ -14,12 +14,12 @@ if TYPE_CHECKING:
     from firm.run.command_line import parse, run_cli
     from firm.run.config import compose, to_dict, to_yaml
     from firm.run.differences import leaves
-    from firm.run.directory import CheckpointConfig, Run, run_to_resume
+    from firm.run.directory import CheckpointConfig, Run
     from firm.run.errors import UserError, exit_on_user_error
     from firm.run.files import make_private_folder
     from firm.run.names import check_folder_name, check_slugs, dated_folder, slug
     from firm.run.progress import Progress, print_table
-    from firm.run.resuming import Resume, continued_later, study_to_resume
+    from firm.run.resuming import Resume, continued_later, run_to_resume, study_to_resume
     from firm.run.sweep import Outcome, Sweep, summarise
     from firm.run.tracking import Tracker, TrackingConfig
     from firm.run.yaml_text import read_yaml

@@ -11,6 +11,7 @@ from firm.run.config import PartialConfig, PluginsMissing, build, lay_out, membe
 from firm.run.errors import UserError, exit_on_user_error
 from firm.run.help_page import help_page
 from firm.run.plugins import code_in
+from firm.run.resuming import check_run
 from firm.run.yaml_text import read_yaml
 
 Config = TypeVar("Config")
@@ -90,8 +91,8 @@ def check(
     argv: Sequence[str],
     *,
     default_file: str | Path | None = None,
-    can_resume: bool = False,
-    is_whole: bool = True,
+    resumed: Callable[[Path], Any] | None = None,
+    over: str | None = None,
 ) -> None:
     """Checks the keys and values of a command line against the outline of a configuration.
 
@@ -102,28 +103,32 @@ def check(
         outline: A frozen dataclass.
         argv: Arguments without the program's name.
         default_file: As for `parse`.
-        can_resume: Whether `--resume` takes a folder.
-        is_whole: Whether the files and the command line contain all required keys.
+        resumed: As for `parse`.
+        over: Key of a run, or of a list of runs, whose first one has the required keys.
 
     Raises:
-        UserError: A key is unknown, a value has the wrong type or is out of range, or a file is
-            missing or malformed.
+        UserError: A key is unknown, a value has the wrong type or is out of range, a file is
+            missing or malformed, or there is no run in a folder.
     """
     arguments = list(argv)
     if _take_help(arguments) is not None:
         return
     try:
-        tree, (base, _) = _lay_out_arguments(
+        tree, _ = _lay_out_arguments(
             outline,
             arguments,
             default_file=default_file,
-            resumed=(lambda folder: {}) if can_resume else None,
+            resumed=resumed,
             base={},
             has_plugins=False,
         )
     except PluginsMissing:
         return
-    if is_whole and not base and not tree.values.get("plugins"):
+    if over is not None:
+        run = tree.values.get(over)
+        if folder := next(iter(run), None) if isinstance(run, list) else run:
+            check_run(folder)
+    elif not tree.values.get("plugins"):
         build(tree)
 
 

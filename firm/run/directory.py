@@ -43,15 +43,13 @@ from firm.run.files import (
     sync,
 )
 from firm.run.lock import LOCK_NAME, check_not_held, hold
-from firm.run.resuming import Resume, is_resumed
+from firm.run.resuming import CONFIG_NAME, RESTORE, Resume, is_resumed, read_settings
 from firm.run.rows import Row, load_quantities, valid_rows
 from firm.run.session import now, session
-from firm.run.yaml_text import read_yaml
 
 logger = logging.getLogger(__name__)
 
-_CONFIG, _RUN, _METRICS, _SAMPLES = "config.yaml", "run.json", "metrics.jsonl", "samples.jsonl"
-_RESTORE = "restore the file from a backup, or start a new run."
+_RUN, _METRICS, _SAMPLES = "run.json", "metrics.jsonl", "samples.jsonl"
 
 
 @configuration
@@ -73,21 +71,11 @@ def check_free(path: str | Path, config: Mapping[str, Any]) -> None:
     path = Path(path)
     check_not_held(path)
     if path.exists() and (not path.is_dir() or any(path.iterdir())):
-        is_resumable = "resume" in config and (path / _CONFIG).exists()
+        is_resumable = "resume" in config and (path / CONFIG_NAME).exists()
         raise UserError(
             f"the run directory {path} exists and is not empty; "
             f"{f'continue it with --resume {path} or ' if is_resumable else ''}choose another path."
         )
-
-
-def run_to_resume(path: Path) -> Any:
-    """Returns the configuration of the run in a folder, as plain data.
-
-    Raises:
-        UserError: There is no run at `path`.
-    """
-    is_resumed(path, True, _CONFIG)
-    return Run(path).settings()
 
 
 class Run:
@@ -115,7 +103,7 @@ class Run:
         """Raises the `UserError` that `open` would raise, without side effects."""
         run = cls(path)
         with file_errors(f"the run directory {run.path}"):
-            if is_resumed(run.path, resume, _CONFIG):
+            if is_resumed(run.path, resume, CONFIG_NAME):
                 run._check_resumable(config, ignore)
                 place = run.path
             else:
@@ -145,7 +133,7 @@ class Run:
                 for remains in draft.iterdir():
                     if remains.name != LOCK_NAME:
                         remains.unlink()
-                replace_text(draft / _CONFIG, to_yaml(config))
+                replace_text(draft / CONFIG_NAME, to_yaml(config))
                 replace_text(draft / _RUN, json.dumps({"status": "running", **session()}, indent=2))
                 draft.rename(place)
                 on_error.pop_all()
@@ -173,7 +161,7 @@ class Run:
                 are shorter than the checkpoint records, or it is not writable.
         """
         run = cls(path)
-        is_resumed(run.path, True, _CONFIG)
+        is_resumed(run.path, True, CONFIG_NAME)
         with file_errors(f"the run directory {run.path}"):
             run._check_resumable(config, [*ignore, *renew])
             run._lock = hold(run.path)
@@ -205,7 +193,7 @@ class Run:
         """Restores the directory to its state at the latest checkpoint."""
         settings = self.settings()
         if any(settings.get(key) != value for key, value in renewed.items()):
-            replace_text(self.path / _CONFIG, to_yaml({**settings, **renewed}))
+            replace_text(self.path / CONFIG_NAME, to_yaml({**settings, **renewed}))
         envelope, record = self._latest_envelope(), self.record()
         for name, length in _log_lengths(envelope).items():
             log = self.path / name
@@ -233,7 +221,7 @@ class Run:
         Raises:
             UserError: As for the methods `create` and `resume`.
         """
-        if is_resumed(Path(path), resume, _CONFIG):
+        if is_resumed(Path(path), resume, CONFIG_NAME):
             return cls.resume(path, config, ignore=ignore, renew=renew)
         return cls.create(path, config)
 
@@ -272,12 +260,11 @@ class Run:
     def record(self) -> Row:
         """Returns the contents of run.json."""
         path = self.path / _RUN
-        return parse_object(read_text(path, remedy=_RESTORE), where=str(path), remedy=_RESTORE)
+        return parse_object(read_text(path, remedy=RESTORE), where=str(path), remedy=RESTORE)
 
     def settings(self) -> Any:
         """Returns the contents of config.yaml as plain data."""
-        path = self.path / _CONFIG
-        return read_yaml(read_text(path, remedy=_RESTORE), str(path))
+        return read_settings(self.path)
 
     def log(self, row: Mapping[str, Any]) -> None:
         """Appends one row to metrics.jsonl.
@@ -303,12 +290,12 @@ class Run:
 
     def checked_rows(self) -> tuple[list[Row], list[str]]:
         """Returns the valid rows, and descriptions of the data that `valid_rows` dropped."""
-        load_quantities(self.settings() if (self.path / _CONFIG).exists() else None)
-        return valid_rows(read_rows(self.path / _METRICS, remedy=_RESTORE))
+        load_quantities(self.settings() if (self.path / CONFIG_NAME).exists() else None)
+        return valid_rows(read_rows(self.path / _METRICS, remedy=RESTORE))
 
     def samples(self) -> list[Row]:
         """Returns the valid rows of samples.jsonl; empty if there is no file."""
-        return valid_rows(read_rows(self.path / _SAMPLES, remedy=_RESTORE), kind="sample")[0]
+        return valid_rows(read_rows(self.path / _SAMPLES, remedy=RESTORE), kind="sample")[0]
 
     def save_checkpoint(
         self, round: int, state: State, *, keep_last: int = 3, quality: float | None = None

@@ -16,8 +16,12 @@ Resume = bool | Literal["auto"]
 """Continue the run in a folder: true requires a run, "auto" starts one if there is none,
 and false refuses a folder that is not empty."""
 
+CONFIG_NAME = "config.yaml"
+"""File with the resolved configuration of a run, in its folder."""
 STUDY_NAME = "study.yaml"
 """File with the configuration of a study or sweep, in its folder."""
+RESTORE = "restore the file from a backup, or start a new run."
+"""Remedy for a damaged file of a run."""
 
 
 def is_resumed(path: Path, resume: Resume, marker: str) -> bool:
@@ -54,6 +58,28 @@ def check_out(resume: Resume, out: Path | None) -> None:
         )
 
 
+def check_run(path: Path) -> None:
+    """Raises `UserError` unless there is a run at `path`."""
+    if not all((path / name).exists() for name in (CONFIG_NAME, "run.json")):
+        raise UserError(f"there is no run at {path}; pass the folder that contains run.json.")
+
+
+def read_settings(path: Path) -> Any:
+    """Returns the configuration of the run in a folder, as plain data."""
+    file = path / CONFIG_NAME
+    return read_yaml(read_text(file, remedy=RESTORE), str(file))
+
+
+def run_to_resume(path: Path) -> Any:
+    """Returns the configuration of the run in a folder, as plain data.
+
+    Raises:
+        UserError: There is no run at `path`.
+    """
+    is_resumed(path, True, CONFIG_NAME)
+    return read_settings(path)
+
+
 def study_to_resume(path: Path) -> Any:
     """Returns the configuration of the study in a folder, as plain data.
 
@@ -78,7 +104,7 @@ def continued_later(path: Path) -> Iterator[None]:
     try:
         yield
     except KeyboardInterrupt as interrupt:
-        files = [path / name for name in ("config.yaml", STUDY_NAME)]
+        files = [path / name for name in (CONFIG_NAME, STUDY_NAME)]
         if file := next((file for file in files if file.exists()), None):
             allowed = ["--allow_code"] if code_in({"base": str(file)}) else []
             line = shlex.join(["firm", "resume", str(path), *allowed])

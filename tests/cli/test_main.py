@@ -111,7 +111,7 @@ def test_a_command_whose_extra_is_not_installed_names_it_in_one_line():
         [sys.executable, "-c", code, "network", "status", "--kit", "kit"],
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=300,
     )
     assert ended.returncode == 2
     assert ended.stderr == (

@@ -11,6 +11,7 @@ from firm.cli.main import COMMANDS, load
 from firm.run.command_line import check
 from firm.run.config import init_fields
 from firm.run.errors import UserError
+from firm.run.resuming import run_to_resume
 from firm.run.shipped import CONFIGS
 
 HEAVY = {"torch", "transformers", "trl", "peft", "datasets", "accelerate", "cvxpy", "scipy"}
@@ -65,7 +66,7 @@ def test_a_typo_is_reported_as_by_the_configuration_itself(words):
     with pytest.raises(UserError) as told:
         COMMANDS["align"].parse(words)
     with pytest.raises(UserError) as checked:
-        check(outline_of(COMMANDS["align"].config), words, can_resume=True)
+        check(outline_of(COMMANDS["align"].config), words, resumed=run_to_resume)
     assert str(checked.value) == str(told.value)
 
 
@@ -74,7 +75,7 @@ def test_a_typo_is_reported_as_by_the_configuration_itself(words):
 )
 def test_the_outline_accepts_every_shipped_configuration(name):
     words = ["--config", "smoke", "--config", name]  # some add to another one
-    check(outline_of(COMMANDS["align"].config), words, can_resume=True)
+    check(outline_of(COMMANDS["align"].config), words, resumed=run_to_resume)
 
 
 def test_keys_of_plugins_are_left_to_the_configuration(tmp_path):
@@ -83,9 +84,14 @@ def test_keys_of_plugins_are_left_to_the_configuration(tmp_path):
     check(outline_of(COMMANDS["align"].config), words)
 
 
-def test_settings_of_a_folder_may_be_missing_on_the_command_line():
-    check(outline_of(COMMANDS["align"].config), ["--resume", "run"], can_resume=True)
-    check(outline_of(COMMANDS["chat"].config), ["--run", "run"], is_whole=False)
+def test_settings_of_a_folder_may_be_missing_on_the_command_line(tmp_path):
+    (tmp_path / "config.yaml").write_text("policy: {path: p}\nestimator: {name: critic_free}\n")
+    (tmp_path / "run.json").write_text("{}")
+    words = ["--resume", str(tmp_path), "--estimator.num_replies", "8"]
+    check(outline_of(COMMANDS["align"].config), words, resumed=run_to_resume)
+    check(outline_of(COMMANDS["chat"].config), ["--run", str(tmp_path)], over="run")
+    runs = ["--runs", f"[{tmp_path}]"]
+    check(outline_of(COMMANDS["evaluate"].config), runs, over="runs")
 
 
 @pytest.mark.parametrize(
@@ -97,6 +103,11 @@ def test_settings_of_a_folder_may_be_missing_on_the_command_line():
         ["sweep", "--rounds", "3", "--roundz", "3"],
         ["evaluate", "run", "--num_prompts", "many"],
         ["classic", "--roundz", "3"],
+        ["resume", "no_such_run"],
+        ["align", "--resume", "no_such_run"],
+        ["sweep", "--resume", "no_such_run"],
+        ["chat", "no_such_run"],
+        ["evaluate", "no_such_run"],
     ],
     ids=" ".join,
 )
@@ -105,4 +116,4 @@ def test_a_typo_is_reported_before_the_libraries_that_take_seconds_are_imported(
     code += f"except SystemExit as end: print(end.code, sorted({HEAVY} & sys.modules.keys()))"
     ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     assert ended.stdout.splitlines()[-1] == "2 []", ended.stderr
-    assert "did you mean" in ended.stderr or "must be" in ended.stderr
+    assert any(text in ended.stderr for text in ("did you mean", "must be", "there is no run"))
