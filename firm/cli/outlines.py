@@ -579,6 +579,9 @@ class ChatConfig(SpeakersConfig):
     run: Path | None = None
     adapter: Path | None = None
     preference: list[float] | None = None
+    target: str = ''
+    require: str = ''
+    confidence: Annotated[float, Gt(gt=0.5), Lt(lt=1)] = 0.95
     show_rewards: bool = True
 
 

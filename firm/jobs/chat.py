@@ -4,8 +4,10 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated
 
 import torch
+from annotated_types import Gt, Lt
 from rich import box
 from rich.console import Console
 from rich.table import Table
@@ -18,9 +20,13 @@ from firm.federation.randomness import RandomStream
 from firm.fields import configuration
 from firm.jobs.fetch import fetch_policy
 from firm.jobs.finished_runs import adapter_folder, check_code, checked_record, frozen_calibrations
+from firm.jobs.pick import conditioned_front
 from firm.jobs.speakers import Speakers, SpeakersConfig
+from firm.report import formats
 from firm.run.directory import Run
+from firm.run.errors import UserError
 from firm.run.shipped import with_shipped_paths
+from firm.serving.front import TRADE_OFFS, stated_preference
 
 SIDES = {"base": None, "aligned": 0}
 """Index of each model's adapter, by the model's displayed name; None for the base model."""
@@ -36,6 +42,12 @@ class ChatConfig(SpeakersConfig):
     """PEFT folder, or run directory to take only the adapter from; default: the run's adapter."""
     preference: list[float] | None = None
     """Shares of the objectives, in order, for a conditioned adapter; null: equal shares."""
+    target: str = ""
+    """Where to end up on a conditioned run's front, instead of `preference`; see `firm pick`."""
+    require: str = ""
+    """Requirements that the best preference must meet, instead of `preference`; see `firm pick`."""
+    confidence: Annotated[float, Gt(0.5), Lt(1)] = 0.95
+    """Confidence of the one-sided bounds that must meet `require`."""
     show_rewards: bool = True
     """Load the reward models and show the scores, except of models that need further data
     fields."""
@@ -45,6 +57,11 @@ class ChatConfig(SpeakersConfig):
             raise ValueError(
                 "chat needs a model: pass --run runs/mine, or --adapter with --policy.path."
             )
+        given = [key for key in TRADE_OFFS if getattr(self, key)]
+        if len(given) > 1:
+            raise ValueError(f"pass one of preference, target and require, got {', '.join(given)}.")
+        if self.run is None and (self.target or self.require):
+            raise ValueError(f"{given[0]} needs the front of a run: pass --run runs/mine.")
         super().__post_init__()
 
 
@@ -77,7 +94,9 @@ class Conversation:
         """Folder of the aligned model's adapter."""
         rewards = cfg.rewards if cfg.show_rewards else {}
         self._seed = cfg.seed
-        self._speakers = Speakers(cfg, [self.folder], rewards, preference=cfg.preference)
+        self.preference = _preference(cfg)
+        """Shares of the objectives at which a conditioned adapter replies; None: equal shares."""
+        self._speakers = Speakers(cfg, [self.folder], rewards, preference=self.preference)
         self._scores_texts = _has_texts(cfg.run) if cfg.run else True
         self._calibrations = frozen_calibrations(rewards, record) if record else {}
         self.reset()
@@ -132,6 +151,18 @@ class Conversation:
         return ChatReply(replies.completions[0].strip(), in_words(scores, self._calibrations))
 
 
+def _preference(cfg: ChatConfig) -> Sequence[float] | None:
+    """Returns the preference that leads to the target or meets the requirements, if given."""
+    if not (cfg.target or cfg.require):
+        return cfg.preference
+    front = conditioned_front(cfg.run or Path(), "chat")
+    request = {"target": cfg.target or None, "require": cfg.require or None}
+    try:
+        return stated_preference(front, **request, confidence=cfg.confidence)
+    except ValueError as error:
+        raise UserError(str(error)) from error
+
+
 def _has_texts(run: Path) -> bool:
     """Returns whether a run's prompts were texts rather than chats, judging by its samples."""
     rows = [row for row in Run(run).samples() if {"prompt", "messages"} <= row.keys()]
@@ -158,7 +189,7 @@ def main(cfg: ChatConfig, console: Console | None = None) -> None:
     """Replies to every line of the input until its end."""
     console = console or Console(highlight=False)
     conversation = Conversation(cfg)
-    show_welcome(console, cfg, conversation.folder)
+    show_welcome(console, cfg, conversation)
     for turn, line in enumerate(turns(console)):
         if line == "/reset":
             conversation.reset()
@@ -186,10 +217,12 @@ def turns(console: Console) -> Iterator[str]:
             yield line
 
 
-def show_welcome(console: Console, cfg: ChatConfig, folder: Path) -> None:
+def show_welcome(console: Console, cfg: ChatConfig, conversation: Conversation) -> None:
     """On a terminal, prints which models reply and how to quit."""
     if console.is_terminal:
-        say(console, f"base     {cfg.policy.path}\naligned  {folder}\n{COMMANDS}\n")
+        at = conversation.preference and f", at {formats.shares(conversation.preference)}"
+        aligned = f"{conversation.folder}{at or ''}"
+        say(console, f"base     {cfg.policy.path}\naligned  {aligned}\n{COMMANDS}\n")
 
 
 def show(console: Console, answers: Mapping[str, ChatReply]) -> None:

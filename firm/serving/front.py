@@ -101,27 +101,41 @@ class ServedFront:
             ValueError: When more than one is given, one is malformed, or no mixture of measured
                 points meets the requirements.
         """
-        given = zip(TRADE_OFFS, (preference, target, require), strict=True)
-        if len(names := [name for name, value in given if value is not None]) > 1:
-            raise ValueError(f"pass one of preference, target and require, got {', '.join(names)}.")
-        objectives = self.front.objectives
-        if preference is not None:
-            return _preference(preference, objectives)
-        if target is not None:
-            shares = parse_shares(_as_text(target, objectives, "target"), objectives)
-            return mean_preference(reaching(self.front, shares))
-        if require is not None:
-            if not isinstance(require, str):
-                raise ValueError(f"require must be a text such as 'kl<=3', got {_shown(require)}.")
-            requirements = parse_requirements(require, self.front)
-            parts = meeting(self.front, requirements, confidence=confidence, is_mixed=True)
-            return mean_preference(parts)
-        return [1 / len(objectives)] * len(objectives)
+        return stated_preference(
+            self.front, preference, target=target, require=require, confidence=confidence
+        )
 
     def scales(self, preference: Shares | None = None, **request: Any) -> dict[str, float]:
         """Returns the scale of each objective's adapter for a request; see `preference`."""
         shares = self.preference(preference, **request)
         return dict(zip(self.adapters, shares, strict=True))
+
+
+def stated_preference(
+    front: Front,
+    preference: Shares | None = None,
+    *,
+    target: Shares | None = None,
+    require: str | None = None,
+    confidence: float = 0.95,
+) -> list[float]:
+    """Returns the preference [M] that a request to a front states; see `ServedFront.preference`."""
+    given = zip(TRADE_OFFS, (preference, target, require), strict=True)
+    if len(names := [name for name, value in given if value is not None]) > 1:
+        raise ValueError(f"pass one of preference, target and require, got {', '.join(names)}.")
+    objectives = front.objectives
+    if preference is not None:
+        return _preference(preference, objectives)
+    if target is not None:
+        shares = parse_shares(_as_text(target, objectives, "target"), objectives)
+        return mean_preference(reaching(front, shares))
+    if require is not None:
+        if not isinstance(require, str):
+            raise ValueError(f"require must be a text such as 'kl<=3', got {_shown(require)}.")
+        requirements = parse_requirements(require, front)
+        parts = meeting(front, requirements, confidence=confidence, is_mixed=True)
+        return mean_preference(parts)
+    return [1 / len(objectives)] * len(objectives)
 
 
 def _preference(value: Shares, objectives: Sequence[str]) -> list[float]:

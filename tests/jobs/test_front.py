@@ -20,6 +20,7 @@ from firm.jobs.pick import PickConfig, main
 from firm.report import formats
 from firm.report.run_front import split_at
 from firm.run import UserError, parse
+from firm.serving.front import stated_preference
 from tests import smoke
 from tests.runs import read_adapter, read_rows
 from tests.smoke import FRONT
@@ -154,10 +155,14 @@ def test_a_point_measures_what_its_folded_adapter_does(trained, tmp_path):
     assert row["kl"] == pytest.approx(expected["kl"], abs=1e-4)
 
 
-def _answer(run, *options):
+def _conversation(run, *options):
     arguments = ["--run", str(run), "--policy.path", str(smoke.POLICY), *options]
     cfg = parse_over_run(ChatConfig, arguments, key="run", description="")
-    return Conversation(replace(cfg, check_base=False)).answer("Where is my ladder?", 0)["aligned"]
+    return Conversation(replace(cfg, check_base=False))
+
+
+def _answer(run, *options):
+    return _conversation(run, *options).answer("Where is my ladder?", 0)["aligned"]
 
 
 def test_a_conditioned_adapter_answers_at_the_preference_that_is_asked_for(trained, tmp_path):
@@ -169,6 +174,21 @@ def test_a_conditioned_adapter_answers_at_the_preference_that_is_asked_for(train
     answers = {_answer(strong, "--preference", p).text for p in ("[1, 0]", "[0, 1]", "[1, 1]")}
     assert len(answers) == 3
     assert _answer(strong).text in answers  # at equal shares
+
+
+def test_a_chat_takes_a_target_or_requirements_as_requests_do(trained):
+    front = Front.load(trained / "front.json")
+    first, second = front.objectives
+    target, require = f"{first}=0.7,{second}=0.3", f"{first}>=0.01, kl<=100"
+    asked = {"--target": {"target": target}, "--require": {"require": require}}
+    for option, request in asked.items():
+        (value,) = request.values()
+        expected = stated_preference(front, **request)
+        assert _conversation(trained, option, value).preference == expected != [0.5, 0.5]
+    with pytest.raises(UserError, match="no mixture meets"):
+        _conversation(trained, "--require", f"{first}>=2")
+    with pytest.raises(UserError, match="pass one of preference, target and require"):
+        _conversation(trained, "--require", require, "--target", target)
 
 
 def test_the_terminal_shows_the_policy_at_equal_shares(trained, tmp_path, capsys):
