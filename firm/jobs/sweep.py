@@ -36,6 +36,12 @@ from firm.run.progress import print_table
 from firm.run.sweep import Sweep
 from firm.run.trackers import open_tracker
 
+MEASURED = {
+    "rewards": "rewards in [0, 1] on",
+    "pairs": "accuracies on held-out pairs of replies to",
+}
+"""Description of a front's figures, by the key of the objectives."""
+
 
 @dataclass(frozen=True)
 class MethodConfig:
@@ -110,7 +116,7 @@ class SweepResult:
 
 def sweep_configs(cfg: SweepConfig, out: Path) -> dict[str, AlignmentConfig]:
     """Returns the validated configurations of all points, by name."""
-    objectives = tuple(_base(cfg).rewards)
+    objectives = _base(cfg).objectives
     points = _points(cfg, objectives)
     return {name: _run_config(cfg, point, out, objectives) for name, point in points.items()}
 
@@ -126,7 +132,7 @@ def sweep(cfg: SweepConfig) -> SweepResult | None:
             exceed the reference point.
     """
     out, base = cfg.out or dated_folder(cfg.name), _base(cfg)
-    objectives = tuple(base.rewards)
+    objectives = base.objectives
     points = {name: vars(point) for name, point in _points(cfg, objectives).items()}
     runs = sweep_configs(cfg, out)
     folder = run_points(
@@ -250,7 +256,7 @@ def front_of(
         objectives=objectives,
         points=tuple(points),
         reference=tuple(reference or [0.0] * len(objectives)),
-        calibrations={name: header["calibration"][name] for name in objectives},
+        calibrations={name: header["calibration"].get(name, {}) for name in objectives},
         base={name: first[0]["rewards"][name]["mean"] for name in objectives},
         strategy=method,
         num_prompts=first[0]["num_prompts"],
@@ -398,23 +404,25 @@ def main(cfg: SweepConfig) -> Path | None:
     result = sweep(cfg)
     if result is None:
         return None
+    key = _base(cfg).objectives_key
     for method, front in result.fronts.items():
-        _print_front(method, front)
+        _print_front(method, front, MEASURED[key])
     print(legible(f"report   {result.report}"))
     return result.path
 
 
-def _print_front(method: str, front: Front) -> None:
+def _print_front(method: str, front: Front, measured: str) -> None:
+    has_kl = any(math.isfinite(point.kl) for point in front.points)
     rows = [
         [
             ", ".join(f"{share:.2f}" for share in point.preference or ()),
             str(point.seed),
             *(f"{point.rewards[n]:.3f} ± {point.errors[n]:.3f}" for n in front.objectives),
             *(f"{value:.3f}" for value in point.scores.values()),
-            f"{point.kl:.2f}",
-            point.collapse or "",
+            *([f"{point.kl:.2f}", point.collapse or ""] if has_kl else []),
         ]
         for point in front.points
     ]
-    header = ["preference", "seed", *front.objectives, *front.points[0].scores, "KL", "collapsed"]
-    print_table(f"{method}: rewards in [0, 1] on {front.prompts()}", header, rows)
+    header = ["preference", "seed", *front.objectives, *front.points[0].scores]
+    header += ["KL", "collapsed"] if has_kl else []
+    print_table(f"{method}: {measured} {front.prompts()}", header, rows)

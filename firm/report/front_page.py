@@ -4,6 +4,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from html import escape
+from math import isfinite
 from pathlib import Path
 from typing import Any
 
@@ -205,15 +206,17 @@ def _methods(fronts: Mapping[str, Front]) -> list[Setting]:
 
 
 def _spot(method: str, point: Point, *, is_dominated: bool) -> Spot:
+    has_kl = isfinite(point.kl)  # held-out pairs measure none
     facts = {
         "method": method,
         "preference": formats.shares(point.preference),
         "seed": str(point.seed),
-        "KL": f"{formats.number(point.kl)} nats",
+        **({"KL": f"{formats.number(point.kl)} nats"} if has_kl else {}),
         "adapter": point.adapter,
         **({"collapsed": point.collapse} if point.collapse else {}),
     }
-    return Spot({**point.rewards, KL: point.kl}, point.errors, facts, is_dominated=is_dominated)
+    place = point.rewards | ({KL: point.kl} if has_kl else {})
+    return Spot(place, point.errors, facts, is_dominated=is_dominated)
 
 
 def _facts(method: str, preference: Sequence[float], points: Sequence[Point]) -> dict[str, str]:

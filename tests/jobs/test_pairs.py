@@ -1,13 +1,17 @@
 """Runs that learn from pairs alone."""
 
 import json
+from collections import Counter
 from dataclasses import replace
 
 import pytest
 
+from firm.fronts import Front
 from firm.jobs.alignment import align, main
 from firm.jobs.alignment_config import AlignmentConfig
 from firm.jobs.interface import align as firm_align
+from firm.jobs.sweep import SweepConfig
+from firm.jobs.sweep import main as sweep_main
 from firm.run.config import compose
 from firm.run.directory import Run
 from firm.run.errors import UserError
@@ -154,6 +158,30 @@ def test_the_front_of_a_conditioned_run_is_printed(pairs, tmp_path, capsys):
     printed = capsys.readouterr().out
     assert "the same pairs at each measured preference" in printed
     assert "helpful, accuracy" in printed
+
+
+def test_a_sweep_over_preferences_learns_from_pairs(pairs, tmp_path, capsys):
+    base = tmp_path / "base.yaml"
+    base.write_text("name: pairs\n")
+    keys = {
+        "out": tmp_path / "sweep",
+        "base": base,
+        "seeds": [0, 1],
+        "overrides": settings(pairs, groups={}, **{"strategy.name": "fedavg"}),
+        "preferences": [[0.6, 0.4], [0.5, 0.5]],
+        "methods": {"one run": {"kind": "front"}, "separate runs": {}},
+    }
+    sweep_main(compose(SweepConfig, [], list(keys.items())))
+    told = capsys.readouterr()
+    assert told.out.count("accuracies on held-out pairs of replies to ") == 2
+    assert "nan" not in told.out
+    assert "could not" not in told.err
+    for name in ("one_run", "separate_runs"):
+        front = Front.load(tmp_path / "sweep" / f"{name}.front.json")
+        assert front.objectives == ("helpful", "harmless")
+        assert Counter(front.preferences()[:, 0].round(3)) == {0.6: 2, 0.5: 2}
+        assert front.base == {"helpful": 0.5, "harmless": 0.5}
+        assert (front.rewards() > 0.5).all()
 
 
 def test_stacked_clients_train_as_alone(pairs, tmp_path):
