@@ -70,7 +70,6 @@ def comparison_table(
         rows,
         name="evaluation",
         chips=chips or {},
-        is_stacked=True,
     )
 
 

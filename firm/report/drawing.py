@@ -261,6 +261,20 @@ def nonempty(panels: Iterable[Panel]) -> list[Panel]:
     return [panel for panel in panels if panel.figure["data"]]
 
 
+def constant(panel: Panel) -> str:
+    """Returns the value that all lines have in all of several rounds, or "" if it varies.
+
+    Values that are equal to three digits count as one.
+    """
+    data = panel.figure["data"]
+    values = {f"{y:.3g}" for trace in data for y in trace["y"]}
+    if len(values) != 1 or len({x for trace in data for x in trace["x"]}) == 1:
+        return ""
+    (value,) = values
+    is_share = "%" in panel.figure["layout"]["yaxis"].get("tickformat", "")
+    return f"{100 * float(value):g} %" if is_share else value
+
+
 def series_panel(
     name: str,
     title: str,

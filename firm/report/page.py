@@ -73,6 +73,8 @@ class Section:
     """Why the figures could not be drawn; empty if they could."""
     is_wide: bool = False
     """True if figures need at least half of the page's width."""
+    is_text: bool = False
+    """True if the section remains without figures."""
 
 
 @dataclass(frozen=True)
@@ -100,8 +102,6 @@ class Table:
     name: str = "table"
     chips: Mapping[str, str] = field(default_factory=dict)
     """Colours of rows by their first cell."""
-    is_stacked: bool = False
-    """True if a narrow screen shows each row as a list of its cells."""
 
     @classmethod
     def of(
@@ -158,7 +158,7 @@ def is_shown(block: Block) -> bool:
     """Returns whether a block has content."""
     match block:
         case Section():
-            return bool(block.panels or block.note)
+            return bool(block.panels or block.note or block.is_text)
         case Table():
             return bool(block.rows)
         case Bars():

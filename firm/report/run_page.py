@@ -15,7 +15,7 @@ from firm.quantities import shown
 from firm.report import formats, front_tables
 from firm.report import run_figures as figures
 from firm.report.comparison import Comparison, best_comparison, comparison_table
-from firm.report.drawing import INK, MUTED, LegendEntry
+from firm.report.drawing import INK, MUTED, LegendEntry, constant
 from firm.report.front_page import plane_section, preference_section
 from firm.report.ledger import total_bytes, uploads_so_far
 from firm.report.page import (
@@ -362,7 +362,7 @@ def _truth(run: Setting) -> Section:
 
 
 def _quantities(run: Setting, name: str) -> Section:
-    """Returns all registered quantities of a section."""
+    """Returns all registered quantities of a section; constants are named, not drawn."""
     title, text = TEXTS[name]
     panels, keys = figures.quantity_panels(run, name)
     drawn = {panel.name for panel in panels}
@@ -374,7 +374,13 @@ def _quantities(run: Setting, name: str) -> Section:
     ]
     if figures.SERVER in keys:
         texts.append("In this run, the server solves for the weights of all clients.")
-    return Section(name, title, " ".join(texts), panels, keys)
+    constants = {panel.name: value for panel in panels if (value := constant(panel))}
+    varying = [panel for panel in panels if panel.name not in constants]
+    named = [f"{p.title} {constants[p.name]}" for p in panels if p.name in constants]
+    note = f"Constant over the rounds: {'; '.join(named)}." if named else ""
+    if not varying:
+        return Section(name, title, note, [], is_text=bool(note))
+    return Section(name, title, " ".join(filter(None, [*texts, note])), varying, keys)
 
 
 def _cost(run: Setting) -> Section:

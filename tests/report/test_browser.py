@@ -38,10 +38,13 @@ def test_a_browser_draws_all_without_complaint_network_or_sideways_scrolling(
     page("document.querySelectorAll('details').forEach((part) => { part.open = true })")
     assert page("innerWidth") == width
     assert page("document.documentElement.scrollWidth") <= width
+    assert page(HIDDEN_COLUMNS) == []
     assert page.requests
     assert {url.partition(":")[0] for url in page.requests} <= {"file", "data", "blob"}
 
 
+HIDDEN_COLUMNS = """[...document.querySelectorAll(".scroll")]
+    .filter((box) => box.scrollWidth > box.clientWidth).map((box) => box.innerText)"""
 WORDS_IN_FIGURES = """[...document.querySelectorAll("[data-figure]")].flatMap((plot) => {
     const frame = plot.getBoundingClientRect();
     const words = [...plot.querySelectorAll("text")].filter((node) => node.textContent.trim())

@@ -32,7 +32,7 @@ def run_path(make_run, surprise):
         if row["kind"] == "client":
             row["surprise"] = {"helpful": 0.25 * row["round"], "harmless": 1.0}
         if row["kind"] == "round":
-            row["calm"] = 2.0 if row["round"] < 3 else -1.0
+            row["calm"] = 2.0 + row["round"] if row["round"] < 3 else -1.0
         return row
 
     edit_rows(path, with_numbers)
@@ -50,7 +50,32 @@ def test_it_stands_on_the_page_of_the_run_with_its_title_unit_and_help(run_path)
     html = path.read_text(encoding="utf-8")
     assert "How new replies are." in html
     assert "calm of round 3: -1.0" in html  # its range is checked when the log is read
-    assert shown["calm"]["figure"]["data"][0]["y"] == [2.0, 2.0]
+    assert shown["calm"]["figure"]["data"][0]["y"] == [3.0, 4.0]
+
+
+def test_a_constant_is_named_not_drawn(run_path):
+    path = write_report(run_path, final=False)
+    assert "surprise-harmless" not in figures_in(path)
+    html = path.read_text(encoding="utf-8")
+    assert "Constant over the rounds: Surprise at harmless 1." in html
+
+
+def test_a_section_of_constants_is_one_sentence(make_run):
+    path = make_run(num_clients=2, num_rounds=3, num_done=3)
+
+    def fixed(row):
+        if row["kind"] == "client":
+            row["weights"] = [[0.25, 0.75]] * len(row["weights"])
+        if row["kind"] == "round":
+            row["weights_spread"] = dict.fromkeys(row["weights_spread"], 0.0)
+        return row
+
+    edit_rows(path, fixed)
+    html = write_report(path, final=False).read_text(encoding="utf-8")
+    assert not [name for name in figures_in(path / "report.html") if name.startswith("weights")]
+    sentence = "Constant over the rounds: λ of helpful 0.25; Spread of λ over clients 0."
+    assert sentence in html
+    assert "Weights of the clients" in html
 
 
 def test_it_stands_in_the_study_and_in_the_data_of_its_figures(run_path, tmp_path):
