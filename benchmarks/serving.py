@@ -261,7 +261,7 @@ def exports(args: argparse.Namespace, engine: str, scratch: Path) -> dict[str, P
     if engine == PEFT:
         exported(run, form, whole / "folded", *at_one)
         return folders
-    # the folded adapter in the first one's place, at scale 1: both engines skip those of scale 0
+    # the folded adapter in the first one's place, at scale 1: those of scale 0 take no time
     folders[FOLDED] = Path(shutil.copytree(whole, scratch / "folded", symlinks=True))
     [adapter] = exported(run, form, scratch / "one", *at_one).iterdir()
     first = next(iter(ServedFront.load(whole).adapters.values()))
