@@ -30,11 +30,11 @@ ADAPTERS: dict[str, dict[str, Any]] = {
 }
 RATE = "estimator.actor_learning_rate"
 RATES = (0.001, 0.0025, 0.006)
-CHOSEN = {"LoRA r = 16": 0.006}
+CHOSEN = {"LoRA r = 16": 0.006, "LoRA-XS r = 8": 0.006}
 """Learning rates that the part rates has chosen."""
-CLIP = {"LoRA r = 16": 2.2}
-"""Clip norms of configs/private.yaml, which has the same rates: mean lengths of the updates in the
-sixth round of a run without noise."""
+CLIP = {"LoRA r = 16": 2.2, "LoRA-XS r = 8": 0.23}
+"""Clip norms: mean lengths of the updates in the sixth round of a run without noise. That of LoRA
+is of configs/private.yaml, which has the same rate, and that of LoRA-XS of a run of seed 199."""
 LEVELS: dict[str, tuple[float, ...]] = {
     "LoRA r = 16": (inf, 550, 750),
     "LoRA-XS r = 8": (inf, 42, 55),

@@ -190,8 +190,10 @@ class PromptSource:
         if preferences is not None:
             queries = replace(queries, preferences=preferences)
         with self._rollout:
-            rollouts = trainer.sample(queries, measures_mismatch=round == 1)
-        scored = trainer.score(rollouts, self._judges, rounds_done=rounds_done)
+            sampled = trainer.sample(queries)
+        scoring = trainer.begin_scoring(sampled, self._judges, rounds_done=rounds_done)
+        rollouts = trainer.with_logprobs(sampled, measures_mismatch=round == 1)
+        scored = scoring()
         return estimator.experience(rollouts, scored.scores, scored.rewards), scored.truncated
 
     def skip(self) -> None:

@@ -8,7 +8,7 @@ import asyncio
 import atexit
 import os
 import threading
-from collections.abc import Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from typing import Any
 
 import torch
@@ -18,25 +18,29 @@ _loops: dict[int, asyncio.AbstractEventLoop] = {}
 """Event loop by process id, since a forked process does not inherit its parent's threads."""
 
 
-def gathered(coroutines: Sequence[Coroutine[Any, Any, Any]]) -> list[Any]:
-    """Runs coroutines concurrently and returns their results in order.
+def started(coroutines: Sequence[Coroutine[Any, Any, Any]]) -> Callable[[], list[Any]]:
+    """Starts coroutines, which run concurrently, and returns a function that waits for the results.
 
-    Exceptions are raised after all coroutines have ended; if there are several, the first
-    coroutine's. Interrupting the caller cancels the coroutines.
+    The results are in order. Exceptions are raised after all coroutines have ended; if there are
+    several, the first coroutine's. Interrupting the wait cancels the coroutines.
     """
 
     async def gather() -> list[Any]:
         return await asyncio.gather(*coroutines, return_exceptions=True)
 
     future = asyncio.run_coroutine_threadsafe(gather(), _loop())
-    try:
-        results = future.result()
-    except BaseException:  # Ctrl-C, or a passed time limit
-        future.cancel()
-        raise
-    for result in results:
-        if isinstance(result, BaseException):
-            raise result
+
+    def results() -> list[Any]:
+        try:
+            found = future.result()
+        except BaseException:  # Ctrl-C, or a passed time limit
+            future.cancel()
+            raise
+        for result in found:
+            if isinstance(result, BaseException):
+                raise result
+        return found
+
     return results
 
 

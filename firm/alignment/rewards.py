@@ -12,7 +12,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence, Set
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, fields
 from decimal import Decimal
-from functools import partial
+from functools import cache, partial
 from itertools import combinations
 from numbers import Real
 from typing import Any, Literal, cast
@@ -20,7 +20,7 @@ from typing import Any, Literal, cast
 import torch
 from transformers import TrainerState
 
-from firm.alignment.event_loop import gathered
+from firm.alignment.event_loop import started
 from firm.alignment.prompts import ChatMessage, Prompt, prompt_of
 from firm.federation.outside import printable
 from firm.federation.user_code import user_code
@@ -79,7 +79,7 @@ def score(
     objectives = list(reward_fns.items())
     groups = [[objectives[at] for at in group] for group in _same_calls([*reward_fns.values()])]
     batch = [prompt_of(prompt) for prompt in prompts], completions, completion_ids, trainer_state
-    answers = _answers([_Question(group, *batch) for group in groups])
+    answers = _asked([_Question(group, *batch) for group in groups])()
     rows = {
         name: row
         for group, answer in zip(groups, answers, strict=True)
@@ -167,25 +167,28 @@ def _log_extra(reward: str, column: str, values: Sequence[Any]) -> None:
     logger.debug("reward %r: the column %s is not kept", reward, printable(column))
 
 
-def _answers(questions: Sequence[_Question]) -> list[list[RawScores]]:
-    """Returns the scores for each question, by its objectives in order.
+def _asked(questions: Sequence[_Question]) -> Callable[[], list[list[RawScores]]]:
+    """Calls the reward functions; returns a function that waits for the scores.
 
-    Functions are called sequentially; the results of coroutine functions are awaited concurrently.
+    It returns the scores for each question, by its objectives in order. Functions are called
+    sequentially; coroutine functions run concurrently meanwhile.
     """
     calls = [(at, *call) for at, question in enumerate(questions) for call in question.calls()]
-    results, truncated = _called(
-        [(*questions[at].objectives[0], arguments) for at, _, arguments in calls]
-    )
-    answers: list[list[RawScores]] = []
-    for at, question in enumerate(questions):
-        own = [
-            (places, values, cut)
-            for (whose, places, _), values, cut in zip(calls, results, truncated, strict=True)
-            if whose == at
-        ]
-        answers.append(
-            [_answer(*objective, len(question.prompts), own) for objective in question.objectives]
-        )
+    finish = _called([(*questions[at].objectives[0], arguments) for at, _, arguments in calls])
+
+    def answers() -> list[list[RawScores]]:
+        results, truncated = finish()
+        found: list[list[RawScores]] = []
+        for at, question in enumerate(questions):
+            own = [
+                (places, values, cut)
+                for (whose, places, _), values, cut in zip(calls, results, truncated, strict=True)
+                if whose == at
+            ]
+            size = len(question.prompts)
+            found.append([_answer(*objective, size, own) for objective in question.objectives])
+        return found
+
     return answers
 
 
@@ -206,30 +209,40 @@ def _answer(
 
 def _called(
     calls: Sequence[tuple[str, RewardFn, Arguments]],
-) -> tuple[list[Any], list[list[bool] | None]]:
-    """Returns the results of reward functions, and whether they truncated each input.
+) -> Callable[[], tuple[list[Any], list[list[bool] | None]]]:
+    """Calls reward functions; returns a function that waits for the coroutines among them.
 
-    Errors name the objective.
+    It returns the results, and whether the functions truncated each input. Errors name the
+    objective.
     """
     results: list[Any] = []
     truncated: list[list[bool] | None] = []
+
+    def cut_by(name: str, reward_fn: RewardFn, arguments: Arguments) -> list[bool] | None:
+        return _truncated(name, reward_fn, len(arguments["completions"]))
+
     with ExitStack() as stack:
-        for name, reward_fn, arguments in calls:
+        for call in calls:
+            name, reward_fn, arguments = call
             with _reward_code(name):
                 values = reward_fn(**arguments)
             if inspect.iscoroutine(values):
-                stack.callback(values.close)  # in case another function raises before it is awaited
+                stack.callback(values.close)  # in case another function raises before it is started
             results.append(values)
-            truncated.append(_truncated(name, reward_fn, len(arguments["completions"])))
-        waiting = [at for at, values in enumerate(results) if inspect.isawaitable(values)]
-        awaited = []
-        if waiting:
-            awaited = gathered([_result(calls[at][0], results[at]) for at in waiting])
-    for at, values in zip(waiting, awaited, strict=True):
-        name, reward_fn, arguments = calls[at]
-        results[at] = values
-        truncated[at] = _truncated(name, reward_fn, len(arguments["completions"]))
-    return results, truncated
+            truncated.append(cut_by(*call))
+        stack.pop_all()
+    waiting = [at for at, values in enumerate(results) if inspect.isawaitable(values)]
+    if not waiting:
+        return lambda: (results, truncated)
+    awaited = started([_result(calls[at][0], results[at]) for at in waiting])
+
+    def finish() -> tuple[list[Any], list[list[bool] | None]]:
+        for at, values in zip(waiting, awaited(), strict=True):
+            results[at] = values
+            truncated[at] = cut_by(*calls[at])
+        return results, truncated
+
+    return finish
 
 
 def _reward_code(name: str) -> AbstractContextManager[None]:
@@ -521,37 +534,51 @@ class Scored:
     """Truncated inputs, as a flag per input, by objective, for reward models that report them."""
 
 
-def scored(asked: ScoringRequest) -> Scored:
-    """Returns the scores of one batch of replies.
+def scored(asked: ScoringRequest) -> Callable[[], Scored]:
+    """Begins to score a batch of replies; returns a function that waits for the scores.
+
+    Coroutine functions run meanwhile, all others are called at once.
 
     Raises:
-        ValueError: As for ``score``.
+        ValueError: As for ``score``; the returned function, too.
     """
-    return _scored_at_once([asked])[0]
+    finish = _scored_at_once([asked])
+    return lambda: finish()[0]
 
 
-def scores_together(asked: Sequence[ScoringRequest]) -> list[Scored | ValueError]:
-    """Scores several batches of replies; returns the scores or the error of each.
+def scored_together(
+    asked: Sequence[ScoringRequest],
+) -> list[Callable[[], Scored] | ValueError]:
+    """Begins to score several batches of replies; returns for each as ``scored``, or the error.
 
     A reward model shared by several batches scores all their replies in one call. If that fails,
     each batch is tried separately.
     """
     try:
-        return list(_scored_at_once(asked))
+        finish = _scored_at_once(asked)
     except ValueError as error:
         if len(asked) == 1:
             return [error]
-        return [result for each in asked for result in scores_together([each])]
+        return [result for each in asked for result in scored_together([each])]
+
+    def own(at: int) -> Scored:
+        try:
+            return finish()[at]
+        except ValueError:
+            if len(asked) == 1:
+                raise
+            return scored(asked[at])()
+
+    return [partial(own, at) for at in range(len(asked))]
 
 
-def _scored_at_once(asked: Sequence[ScoringRequest]) -> list[Scored]:
+def _scored_at_once(asked: Sequence[ScoringRequest]) -> Callable[[], list[Scored]]:
     askers = [
         (at, name, fn)
         for at, each in enumerate(asked)
         for name in each.objectives
         if (fn := each.judges.reward_fns.get(name)) is not None
     ]
-    results = [Scored(torch.zeros(len(e.objectives), len(e.completions)), {}) for e in asked]
     groups = [[askers[place] for place in group] for group in _same_calls([a[2] for a in askers])]
     # clients can share a call only at the same training progress, which is an argument
     groups = [
@@ -560,16 +587,23 @@ def _scored_at_once(asked: Sequence[ScoringRequest]) -> list[Scored]:
         for state in _distinct([asked[asker[0]].trainer_state for asker in group])
     ]
     questions = [_joined_question(asked, group) for group in groups]
-    for group, question, answers in zip(groups, questions, _answers(questions), strict=True):
-        start, slices = 0, {}
-        for at in dict.fromkeys(at for at, _, _ in group):
-            slices[at] = slice(start, start := start + len(asked[at].completions))
-        for at, name, fn in group:
-            row, truncated = answers[question.objectives.index((name, fn))]
-            results[at].scores[list(asked[at].objectives).index(name)] = row[slices[at]]
-            if truncated is not None:
-                results[at].truncated[name] = truncated[slices[at]]
-    return results
+    answers = _asked(questions)
+
+    @cache
+    def finish() -> list[Scored]:
+        results = [Scored(torch.zeros(len(e.objectives), len(e.completions)), {}) for e in asked]
+        for group, question, own in zip(groups, questions, answers(), strict=True):
+            start, slices = 0, {}
+            for at in dict.fromkeys(at for at, _, _ in group):
+                slices[at] = slice(start, start := start + len(asked[at].completions))
+            for at, name, fn in group:
+                row, truncated = own[question.objectives.index((name, fn))]
+                results[at].scores[list(asked[at].objectives).index(name)] = row[slices[at]]
+                if truncated is not None:
+                    results[at].truncated[name] = truncated[slices[at]]
+        return results
+
+    return finish
 
 
 def _joined_question(

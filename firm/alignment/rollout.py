@@ -7,7 +7,7 @@ everywhere, and the text is cut before the stop string.
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import cached_property
 from typing import Any, Literal
 
@@ -34,6 +34,7 @@ from firm.alignment.sequences import (
     Alone,
     Queries,
     Rollouts,
+    SampledSequences,
     Sequences,
     by_chunks,
     left_padded,
@@ -117,24 +118,17 @@ class Sampler:
 
 
 @torch.no_grad()
-def rollout(
-    sampler: Sampler,
-    queries: Queries,
-    *,
-    measures_mismatch: bool = False,
-    on_progress: Callable[[float], None] = lambda _: None,
-) -> Rollouts:
-    """Samples responses to left-padded prompts, with log-probabilities of policy and reference.
+def sample(
+    sampler: Sampler, queries: Queries, *, on_progress: Callable[[float], None] = lambda _: None
+) -> SampledSequences:
+    """Samples responses to left-padded prompts.
 
     Args:
         sampler: The policy's sampler.
         queries: B prompts, left-padded to Q tokens.
-        measures_mismatch: Whether to measure the `mismatch` even if log-probabilities come from
-            generation, at the cost of a forward pass.
         on_progress: Called at each token with the number of replies so far, including fractions of
             unfinished ones.
     """
-    config = sampler.config
     sampled, at_generation = _sampled(sampler, queries, on_progress)
     num_tokens, ended, completions = find_ends(
         sampled[:, queries.token_ids.size(1) :],
@@ -142,12 +136,33 @@ def rollout(
         end_ids=sampler.end_ids,
         stop_strings=sampler.stop_strings,
     )
-    query_responses = sampled.masked_fill(sampled < 0, sampler.pad_token_id)
-    sequences = Sequences(queries, query_responses, num_tokens)
-    padding = ~sequences.mask  # [B, T]
+    return SampledSequences(
+        queries,
+        sampled.masked_fill(sampled < 0, sampler.pad_token_id),
+        num_tokens,
+        completions=completions,
+        ended=ended,
+        generation_logprobs=at_generation,
+    )
+
+
+@torch.no_grad()
+def with_logprobs(
+    sampler: Sampler, sampled: SampledSequences, *, measures_mismatch: bool = False
+) -> Rollouts:
+    """Returns sampled responses with their log-probabilities under policy and reference.
+
+    Args:
+        sampler: The policy's sampler.
+        sampled: B responses.
+        measures_mismatch: Whether to measure the `mismatch` even if log-probabilities come from
+            generation, at the cost of a forward pass.
+    """
+    config, at_generation = sampler.config, sampled.generation_logprobs
+    padding = ~sampled.mask  # [B, T]
 
     def passed(*, of_reference: bool) -> torch.Tensor:
-        logprobs = sampler.logprobs(sequences, of_reference=of_reference)
+        logprobs = sampler.logprobs(sampled, of_reference=of_reference)
         return logprobs.masked_fill(padding, INVALID_LOGPROB)
 
     precision = str(sampler.model.get_input_embeddings().weight.dtype).removeprefix("torch.")
@@ -160,18 +175,25 @@ def rollout(
         mismatch = None if logprobs is None else logprobs - own
         logprobs = own if is_forward else logprobs
     if mismatch is not None and config.engine.samples_itself:
-        config.engine.check_mismatch(masked_mean(mismatch**2, sequences.mask).sqrt().item())
+        config.engine.check_mismatch(masked_mean(mismatch**2, sampled.mask).sqrt().item())
     assert logprobs is not None
+    reference_logprobs = passed(of_reference=True)
+    known = {field.name: getattr(sampled, field.name) for field in fields(sampled)}
     return Rollouts(
-        queries,
-        query_responses,
-        num_tokens,
-        completions=completions,
-        logprobs=logprobs,
-        reference_logprobs=passed(of_reference=True),
-        ended=ended,
-        mismatch=mismatch,
+        **known, logprobs=logprobs, reference_logprobs=reference_logprobs, mismatch=mismatch
     )
+
+
+def rollout(
+    sampler: Sampler,
+    queries: Queries,
+    *,
+    measures_mismatch: bool = False,
+    on_progress: Callable[[float], None] = lambda _: None,
+) -> Rollouts:
+    """Samples responses with log-probabilities of policy and reference; see the two stages."""
+    sampled = sample(sampler, queries, on_progress=on_progress)
+    return with_logprobs(sampler, sampled, measures_mismatch=measures_mismatch)
 
 
 def _sampled(

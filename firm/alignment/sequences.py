@@ -226,28 +226,36 @@ class Sequences(Rows):
         return torch.arange(num_positions, device=self.query_responses.device).unsqueeze(0)
 
 
-@dataclass(frozen=True)
-class Rollouts(Sequences):
+@dataclass(frozen=True, kw_only=True)
+class SampledSequences(Sequences):
     """B sampled responses of at most T tokens to prompts of Q tokens."""
 
     completions: list[str]
     """Texts of the responses, cut before stop strings, without special tokens."""
-    logprobs: torch.Tensor
-    """Log-probabilities of the response tokens under the sampling policy, [B, T], from the source
-    `RolloutConfig.logprobs`."""
-    reference_logprobs: torch.Tensor
-    """Log-probabilities under the reference (the policy without its adapter), [B, T]."""
     ended: torch.Tensor
     """True if the response ended with an end token or stop string, bool [B]."""
-    mismatch: torch.Tensor | None = None
-    """Difference of log-probabilities between generation and a forward pass, [B, T], 0 at padding;
-    normally rounding only. None without a forward pass."""
+    generation_logprobs: torch.Tensor | None = None
+    """Log-probabilities of the response tokens from generation, [B, T], if the engine has them."""
 
     @property
     def completion_ids(self) -> list[list[int]]:
         """Token ids of each response, including the end token."""
         rows = zip(self.responses.tolist(), self.num_tokens.tolist(), strict=True)
         return [ids[:length] for ids, length in rows]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rollouts(SampledSequences):
+    """B sampled responses with their log-probabilities."""
+
+    logprobs: torch.Tensor
+    """Log-probabilities of the response tokens under the sampling policy, [B, T], from the source
+    `RolloutConfig.logprobs`."""
+    reference_logprobs: torch.Tensor
+    """Log-probabilities under the reference (the policy without its adapter), [B, T]."""
+    mismatch: torch.Tensor | None = None
+    """Difference of log-probabilities between generation and a forward pass, [B, T], 0 at padding;
+    normally rounding only. None without a forward pass."""
 
     @property
     def value_mask(self) -> torch.Tensor:

@@ -36,9 +36,16 @@ from firm.alignment.pairs import Pair
 from firm.alignment.policy import adapter_parameters, set_mode
 from firm.alignment.prompts import Prompt, PromptFormat
 from firm.alignment.rewards import Judges, RewardFn, Scored, ScoringRequest, filled, scored
-from firm.alignment.rollout import Sampler, encode_prompts, rollout
+from firm.alignment.rollout import Sampler, encode_prompts, sample, with_logprobs
 from firm.alignment.rollout_engines import RolloutEngine
-from firm.alignment.sequences import ALONE, Alone, Examples, Queries, Rollouts
+from firm.alignment.sequences import (
+    ALONE,
+    Alone,
+    Examples,
+    Queries,
+    Rollouts,
+    SampledSequences,
+)
 from firm.federation.client import Gradients
 from firm.federation.devices import memory_advice
 from firm.federation.engines.processes import Team
@@ -113,7 +120,7 @@ class MultiObjectiveTrainer:
     """
 
     trl: Any = None
-    _scored: Callable[[ScoringRequest], Scored] = staticmethod(scored)
+    _scored: Callable[[ScoringRequest], Callable[[], Scored]] = staticmethod(scored)
     _clock: Callable[[], float] = staticmethod(time.perf_counter)
 
     def __init__(
@@ -215,14 +222,22 @@ class MultiObjectiveTrainer:
             max_prompt_tokens=self.rollout_config.max_prompt_tokens,
         )
 
-    def sample(self, queries: Queries, *, measures_mismatch: bool = False) -> Rollouts:
+    def sample(self, queries: Queries) -> SampledSequences:
         """Stage 2: samples replies to prompts; replies to the same prompt are adjacent."""
         queries = queries.to(self.device)
         if self.config.replies_per_prompt > 1:
             queries = queries.repeated(self.config.replies_per_prompt)
         set_mode(self.policy_model, is_training=False)
         with self._sampling_advice(), self.timed("rollout"):
-            return rollout(self._sampler, queries, measures_mismatch=measures_mismatch)
+            return sample(self._sampler, queries)
+
+    def with_logprobs(
+        self, sampled: SampledSequences, *, measures_mismatch: bool = False
+    ) -> Rollouts:
+        """Stage 2, ended: returns the replies with log-probabilities of policy and reference."""
+        set_mode(self.policy_model, is_training=False)
+        with self._sampling_advice(), self.timed("rollout"):
+            return with_logprobs(self._sampler, sampled, measures_mismatch=measures_mismatch)
 
     def replies(
         self,
@@ -320,19 +335,21 @@ class MultiObjectiveTrainer:
         return batch.to(self.device)
 
     @torch.no_grad()
-    def score(
-        self, rollouts: Rollouts, judges: Judges | None = None, *, rounds_done: float = 0.0
-    ) -> ScoredReplies:
-        """Stage 3: returns the replies' scores and rewards, by default of all reward functions.
+    def begin_scoring(
+        self, sampled: SampledSequences, judges: Judges | None = None, *, rounds_done: float = 0.0
+    ) -> Callable[[], ScoredReplies]:
+        """Stage 3: begins to score replies, by default by all reward functions.
 
-        If a reward does not apply, the score is NaN, and the reward is neutral among the replies to
-        the prompt; see `filled`.
+        Returns a function that waits for the replies' scores and rewards. Coroutine functions, such
+        as remote judges, run meanwhile; all others are called at once. If a reward does not apply,
+        the score is NaN, and the reward is neutral among the replies to the prompt; see `filled`.
 
         Raises:
-            ValueError: When a reward function does not return B finite numbers or None.
+            ValueError: When a reward function does not return B finite numbers or None; the
+                returned function, too.
         """
         judges = judges or Judges(self.reward_fns)
-        own = rollouts.rows(self.team.share(rollouts.num_rows))
+        own = sampled.rows(self.team.share(sampled.num_rows))
         progress = TrainerState(
             epoch=rounds_done,
             global_step=int(rounds_done),
@@ -341,14 +358,30 @@ class MultiObjectiveTrainer:
         )
         prompts, completions, ids = own.queries.prompts, own.completions, own.completion_ids
         asked = ScoringRequest(judges, self.objectives, prompts, completions, ids, progress)
-        with memory_advice("lower rewards.NAME.batch_size"), self.timed("reward"):
-            with self.team.unanimous():
-                own_scores = self._scored(asked)
-            scores = torch.cat(self.team.gather(own_scores.scores), dim=1)  # [M, B]
-            rewards = judges.rewards(self.objectives, scores).to(rollouts.logprobs.device)
-            rewards = filled(rewards, self.config.replies_per_prompt)
-            rewards = rewards - self.config.missing_end_penalty * (~rollouts.ended)
-        return ScoredReplies(scores, rewards, own_scores.truncated)
+        with self._scoring():
+            answer = self._scored(asked)
+
+        def finish() -> ScoredReplies:
+            with self._scoring():
+                found = answer()
+            with self.timed("reward"):
+                scores = torch.cat(self.team.gather(found.scores), dim=1)  # [M, B]
+                rewards = judges.rewards(self.objectives, scores).to(sampled.device)
+                rewards = filled(rewards, self.config.replies_per_prompt)
+                rewards = rewards - self.config.missing_end_penalty * (~sampled.ended)
+            return ScoredReplies(scores, rewards, found.truncated)
+
+        return finish
+
+    def score(self, sampled: SampledSequences, **options: Any) -> ScoredReplies:
+        """Stage 3 at once: returns the replies' scores and rewards; see `begin_scoring`."""
+        return self.begin_scoring(sampled, **options)()
+
+    @contextmanager
+    def _scoring(self) -> Iterator[None]:
+        advice = memory_advice("lower rewards.NAME.batch_size")
+        with advice, self.timed("reward"), self.team.unanimous():
+            yield
 
     def minibatch_indices(self) -> Iterator[np.ndarray]:
         """Yields the row indices of every minibatch: a fresh permutation in each epoch.

@@ -139,8 +139,9 @@ class MultiObjectivePPOTrainer(PPOTrainer):
             query_ids, lengths = batch["input_ids"], batch["attention_mask"].sum(1)
             texts = self.processing_class.batch_decode(query_ids, skip_special_tokens=True)
             queries = Queries([Prompt(text) for text in texts], query_ids, lengths)
-            rollouts = stages.sample(queries)
-            scored = stages.score(rollouts, rounds_done=state.global_step)
+            sampled = stages.sample(queries)
+            scoring = stages.begin_scoring(sampled, rounds_done=state.global_step)
+            rollouts, scored = stages.with_logprobs(sampled), scoring()
             experience = learner.estimator.experience(rollouts, scored.scores, scored.rewards)
             stages.set_learning_rates(learner, state.global_step)
             minibatches = []

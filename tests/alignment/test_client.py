@@ -620,15 +620,15 @@ def test_a_client_that_met_a_bad_prompt_goes_on_with_the_next_batch(trainer):
     """The reward function raises on one prompt of the second round, whatever is drawn with it."""
     prompts = [prompt_of(f"\n\nHuman: {a}{b} cab\n\nAssistant:") for a in "abcde" for b in LETTERS]
     client = AlignmentClient("client_0", prompts, trainer, seed=SEED)
-    drawn, score = [], trainer.score
+    drawn, begin_scoring = [], trainer.begin_scoring
 
-    def fussy(rollouts, *judges, **options):
-        drawn.append(texts := rollouts.queries.prompts)
+    def fussy(sampled, *judges, **options):
+        drawn.append(texts := sampled.queries.prompts)
         if len(drawn) == 2 or (len(drawn) > 2 and drawn[1][0] in texts):
             raise ValueError("cannot score this prompt")
-        return score(rollouts, *judges, **options)
+        return begin_scoring(sampled, *judges, **options)
 
-    trainer.score = fussy
+    trainer.begin_scoring = fussy
     others = [prompt_of(prompt.text.replace("cab", "bac")) for prompt in PROMPTS]
     other = AlignmentClient("other", others, trainer, seed=SEED)
     engine, names = LocalEngine([client, other]), ["client_0"]

@@ -25,7 +25,7 @@ from firm.alignment.policy import (
     set_mode,
 )
 from firm.alignment.prompts import Prompt
-from tests.stages import experience_of
+from tests.stages import experience_of, rollouts_of
 
 SIZES = {
     "vocab_size": 32,
@@ -157,7 +157,7 @@ def test_the_first_ratio_of_a_run_is_one(name, make_trainer, letter_count):
     trainer = a_trainer(make_trainer, letter_count, policy=adapted(make(name)))
     torch.manual_seed(0)
     prompts = [Prompt(text) for text in ("abc", "bade", "cafe ab", "d")] * 4
-    experience = experience_of(trainer, trainer.sample(trainer.encode(prompts)))
+    experience = experience_of(trainer, rollouts_of(trainer, trainer.encode(prompts)))
     means = [masked_mean(row, experience.rollouts.mask) for row in experience.advantages]
     losses = trainer.gradients(
         trainer.learner, experience

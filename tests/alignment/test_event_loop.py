@@ -7,9 +7,13 @@ import pytest
 import torch
 
 from firm.alignment import event_loop
-from firm.alignment.event_loop import gathered
+from firm.alignment.event_loop import started
 from firm.federation.engines.time_limit import time_limit
 from firm.federation.errors import TimeLimitError
+
+
+def gathered(coroutines):
+    return started(coroutines)()
 
 
 async def doubled(value):
@@ -31,6 +35,18 @@ def test_coroutines_run_concurrently():
         return True
 
     assert gathered([meets(here, there), meets(there, here)]) == [True, True]
+
+
+def test_they_run_before_anyone_waits_for_them():
+    ran = threading.Event()
+
+    async def runs():
+        ran.set()
+        return 5
+
+    results = started([runs()])
+    assert ran.wait(30)
+    assert results() == results() == [5]
 
 
 def test_it_works_inside_a_running_loop_and_from_several_threads():
@@ -112,7 +128,9 @@ import sys
 spec = importlib.util.spec_from_file_location("event_loop", sys.argv[1])  # without the package
 module = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(module)
-gathered = module.gathered
+
+def gathered(coroutines):
+    return module.started(coroutines)()
 
 async def one():
     return 1

@@ -49,7 +49,7 @@ from firm.jobs.plan.record import RewardFigures
 from firm.run import parse, print_table
 from tests.runs import read_rows
 from tests.smoke import POLICY, ROOT, SMOKE
-from tests.stages import experience_of
+from tests.stages import experience_of, rollouts_of
 from tests.tokens import queries
 
 
@@ -244,7 +244,7 @@ def test_the_memory_of_an_update_is_what_the_trainer_takes(
     torch.manual_seed(5)
     query_ids = torch.randint(4, 10, (trainer.config.num_prompts, 40))
     prompts = trainer.tokenizer.batch_decode(query_ids)
-    experience = experience_of(trainer, trainer.sample(queries(query_ids, prompts)))
+    experience = experience_of(trainer, rollouts_of(trainer, queries(query_ids, prompts)))
     minibatch = experience.rows(np.arange(8))
     with LiveBytes(trainer.policy_model) as live:
         gradients = trainer.gradients(trainer.learner, minibatch)
@@ -279,7 +279,7 @@ def test_the_memory_of_gradients_by_preference_is_what_the_trainer_takes(
     prompts = trainer.tokenizer.batch_decode(query_ids)
     preferences = torch.tensor([[0.1, 0.9], [0.3, 0.7], [0.6, 0.4], [1.0, 0.0]])
     experience = experience_of(
-        trainer, trainer.sample(queries(query_ids, prompts, preferences=preferences))
+        trainer, rollouts_of(trainer, queries(query_ids, prompts, preferences=preferences))
     )
     minibatch = experience.rows(np.array([0, 1, 4, 5, 8, 9, 12, 13]))  # two replies to each prompt
     with LiveBytes(trainer.policy_model) as live:
@@ -315,7 +315,7 @@ def test_the_memory_of_stacked_updates_is_what_their_trainers_take(
     trainers = [new_trainer() for _ in range(3)]
     for each in trainers:
         each.learner = each.new_learner()
-    minibatches = [experience_of(t, t.sample(asked)).rows(np.arange(8)) for t in trainers]
+    minibatches = [experience_of(t, rollouts_of(t, asked)).rows(np.arange(8)) for t in trainers]
     with LiveBytes(trainer.policy_model) as live:
         pairs = zip(trainers, minibatches, strict=True)
         found = lockstep([partial(t.gradients, t.learner, minibatch) for t, minibatch in pairs])

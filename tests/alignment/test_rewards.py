@@ -21,7 +21,7 @@ from firm.alignment.rewards import (
     filled,
     reward_diagnostics,
     score,
-    scores_together,
+    scored_together,
     values_or_none,
 )
 from firm.federation import ProcessLost
@@ -68,7 +68,7 @@ def test_batches_that_are_scored_together_keep_their_own_fields():
         ScoringRequest(judges, ["right"], [Prompt("?")], ["b"], [[2]]),
         ScoringRequest(judges, ["right"], [Prompt("?", columns={"answer": "b"})], ["b"], [[2]]),
     ]
-    scores = [scored.scores.tolist() for scored in scores_together(batches)]
+    scores = [scored().scores.tolist() for scored in scored_together(batches)]
     assert scores == [[[1.0, 0.0]], [[0.0]], [[1.0]]]
 
 
@@ -106,9 +106,9 @@ def test_a_reward_that_reads_prompts_gets_them_in_one_call():
     asked = ScoringRequest(
         Judges({"r": Reader()}), ["r"], [Prompt("t"), CHAT, CHAT], REPLIES, [[1]] * 3
     )
-    (scored,) = scores_together([asked])
-    assert scored.scores.tolist() == [[1.0, 2.0, 2.0]]
-    assert scored.truncated == {"r": [False, True, True]}
+    (scored,) = scored_together([asked])
+    assert scored().scores.tolist() == [[1.0, 2.0, 2.0]]
+    assert scored().truncated == {"r": [False, True, True]}
 
 
 def test_what_was_cut_stays_with_its_row_in_a_batch_of_texts_and_chats():
@@ -120,8 +120,8 @@ def test_what_was_cut_stays_with_its_row_in_a_batch_of_texts_and_chats():
     asked = ScoringRequest(
         Judges({"r": Cutter()}), ["r"], [Prompt("t"), CHAT, Prompt("u")], REPLIES, [[1]] * 3
     )
-    (scored,) = scores_together([asked])
-    assert scored.truncated == {"r": [False, True, False]}
+    (scored,) = scored_together([asked])
+    assert scored().truncated == {"r": [False, True, False]}
 
 
 def test_coroutine_functions_and_callables_that_return_awaitables_are_awaited():
@@ -223,7 +223,7 @@ def test_a_reward_that_says_of_too_few_inputs_which_it_cut_is_named():
     asked = ScoringRequest(
         Judges({"short": Forgetful()}), ["short"], [Prompt("x")] * 3, REPLIES, [[1]] * 3
     )
-    (error,) = scores_together([asked])
+    (error,) = scored_together([asked])
     assert isinstance(error, ValueError)
     assert "reward 'short' has 1 entries in `truncated` for 3 completions" in str(error)
 
@@ -550,7 +550,7 @@ def test_clients_and_objectives_share_a_call_and_groups_may_judge_otherwise():
         ScoringRequest(one, ["brief", "long"], prompts_of(PROMPTS[:1]), ["ccc"], [[1]]),
         ScoringRequest(mixed, ["brief", "long"], prompts_of(PROMPTS[:1]), ["dddd"], [[1]]),
     ]
-    scores = [scored.scores.tolist() for scored in scores_together(asked)]
+    scores = [scored().scores.tolist() for scored in scored_together(asked)]
     assert scores == [[[-1, -2], [1, 2]], [[0], [3]], [[-4], [4]]]
     assert (counting.calls, other.calls) == ([4], [1])
 
@@ -564,7 +564,7 @@ def test_clients_that_are_not_as_far_are_not_joined():
 
     own = Judges({"r": shaped}), ["r"], prompts_of(["p"]), ["a"], [[1]]
     asked = [ScoringRequest(*own, TrainerState(global_step=step)) for step in (1, 2, 1)]
-    assert [scored.scores.tolist() for scored in scores_together(asked)] == [[[1]], [[2]], [[1]]]
+    assert [scored().scores.tolist() for scored in scored_together(asked)] == [[[1]], [[2]], [[1]]]
     assert sorted(seen) == [(1, 2), (2, 1)]
     assert score({"r": shaped}, ["p"], ["a"]).tolist() == [[0]]
 

@@ -1,7 +1,9 @@
 """The trainer's stages: its gradients against single objectives, its options and its state."""
 
+import asyncio
 import dataclasses
 import sys
+import threading
 from dataclasses import replace
 
 import numpy as np
@@ -20,7 +22,7 @@ from firm.alignment.advantages import masked_mean
 from firm.alignment.prompts import prompt_of
 from firm.federation import RandomStream, local_training
 from firm.federation.training import LocalTraining
-from tests.stages import experience_of
+from tests.stages import experience_of, rollouts_of
 from tests.tokens import queries
 
 
@@ -80,7 +82,27 @@ def some_experience(trainer):
     torch.manual_seed(5)
     query_ids = torch.randint(4, 10, (16, 6))
     prompts = trainer.tokenizer.batch_decode(query_ids)
-    return experience_of(trainer, trainer.sample(queries(query_ids, prompts)))
+    return experience_of(trainer, rollouts_of(trainer, queries(query_ids, prompts)))
+
+
+def test_a_remote_judge_is_at_work_while_log_probabilities_are_computed(make_trainer, monkeypatch):
+    began = threading.Event()
+
+    async def judge(completions, **kwargs):
+        await asyncio.to_thread(began.wait, 30)
+        return [float(began.is_set())] * len(completions)
+
+    trainer = make_trainer(rewards={"judge": judge})
+    with_logprobs = trainer.with_logprobs
+    monkeypatch.setattr(
+        trainer, "with_logprobs", lambda *args, **kw: began.set() or with_logprobs(*args, **kw)
+    )
+    client = AlignmentClient("client_0", [prompt_of("?")] * 16, trainer, seed=4)
+    adapter = copy_adapter(trainer.adapter_parameters)
+    request = LocalTraining(
+        adapter=adapter, round=1, objectives=("judge",), num_local_steps=1, weighting="firm"
+    )
+    assert local_training(client, request).metrics["scores"] == {"judge": 1.0}
 
 
 @pytest.mark.parametrize("size", [3, 8, 16])
@@ -121,7 +143,7 @@ def test_empty_replies_add_nothing_in_micro_batches_as_in_whole_ones(
         torch.manual_seed(5)
         query_ids = torch.randint(4, 10, (32, 6))
         prompts = trainer.tokenizer.batch_decode(query_ids)
-        rollouts = trainer.sample(queries(query_ids, prompts))
+        rollouts = rollouts_of(trainer, queries(query_ids, prompts))
         num_tokens = rollouts.num_tokens.clone()
         num_tokens[list(empty)] = 0
         rollouts = replace(rollouts, num_tokens=num_tokens)

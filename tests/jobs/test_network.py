@@ -412,22 +412,22 @@ def test_no_prompt_no_reply_and_no_score_of_one_crosses(tmp_path, monkeypatch, e
     cfg = compose(AlignmentConfig, [SMOKE], settings)
     loaded = load(cfg, Processes())
     seen_texts, seen_scores, fails = [], [], []
-    score = loaded.trainer.score
+    begin_scoring = loaded.trainer.begin_scoring
 
-    def overheard(rollouts, *judges, **options):
-        result = score(rollouts, *judges, **options)
-        texts = [prompt.transcript for prompt in rollouts.queries.prompts]
+    def overheard(sampled, *judges, **options):
+        result = begin_scoring(sampled, *judges, **options)()
+        texts = [prompt.transcript for prompt in sampled.queries.prompts]
         seen_texts.extend(texts)
         seen_texts.extend(
-            loaded.trainer.tokenizer.batch_decode(rollouts.responses, skip_special_tokens=True)
+            loaded.trainer.tokenizer.batch_decode(sampled.responses, skip_special_tokens=True)
         )
         seen_scores.extend(result.scores.flatten().tolist())
         seen_scores.extend(result.rewards.flatten().tolist())
         if fails:
             raise ValueError(f"cannot score {texts[0]} and {seen_texts[-1]}")
-        return result
+        return lambda: result
 
-    monkeypatch.setattr(loaded.trainer, "score", overheard)
+    monkeypatch.setattr(loaded.trainer, "begin_scoring", overheard)
     calibrations = common_calibrations(loaded, cfg, tmp_path / "run")
     places = {site: [f"client_{index}" for index in own] for site, own in SITES.items()}
     told = jobs_network.fingerprint(cfg, loaded)

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from firm.alignment.rewards import Scored, ScoringRequest, scores_together
+from firm.alignment.rewards import Scored, ScoringRequest, scored_together
 from firm.alignment.stacked.client import StackedPolicy, StackedSampler
 from firm.alignment.stacked.model import StackedModel
 from firm.alignment.trainer import MultiObjectiveTrainer
@@ -24,8 +24,8 @@ def stacked_trainers(trainer: MultiObjectiveTrainer) -> "Callable[[], StackedTra
     return partial(StackedTrainer, stack, **{**trainer.settings(), "rollout_engine": engine})
 
 
-def _scored(asked: ScoringRequest) -> Scored:
-    return together(scores_together, asked, size=len(asked.completions))
+def _scored(asked: ScoringRequest) -> Callable[[], Scored]:
+    return together(scored_together, asked, size=len(asked.completions))
 
 
 class StackedTrainer(MultiObjectiveTrainer):
