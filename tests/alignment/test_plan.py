@@ -625,7 +625,7 @@ def test_absolute_positions_and_conv1d_layers_are_planned_too(tmp_path):
     plan = plan_of(cfg)
     assert plan.policy.trainable_by_module == {"c_attn": 2 * 4 * (16 + 48)}
     assert plan.policy.layers_by_module == {"c_attn": 2}
-    assert ("  c_attn", "512 in 2 layers") in rows_of(plan, "Models")
+    assert dict(rows_of(plan, "Models"))["adapted layers"] == "c_attn in 2 layers"
     assert plan.memory.update[True] < plan.memory.update[False]
 
 
@@ -635,7 +635,7 @@ def test_layers_are_counted_by_target_module(make_model, tmp_path):
     plan = plan_without_memory(config("--policy.path", tmp_path, *modules))
     assert plan.policy.layers_by_module == {"q_proj": 3, "down_proj": 3, "lm_head": 1}
     rows = dict(rows_of(plan, "Models"))
-    assert rows["  lm_head"].endswith(" in 1 layer")
+    assert rows["adapted layers"] == "q_proj, down_proj in 3 layers; lm_head in 1 layer"
     one_matrix = plan_without_memory(
         config("--policy.path", tmp_path, *modules, "--policy.lora.freeze_a", "true")
     )
@@ -824,6 +824,13 @@ def test_the_tables_are_printed_whole_in_a_pipe():
         assert figure in text.getvalue()
     assert "None" not in text.getvalue()  # values as YAML has them
     assert "…" not in text.getvalue()
+
+
+def test_a_plan_fits_on_a_screen():
+    text = io.StringIO()
+    for table in plan_tables(plan_of(config(file="miniature"))):
+        print_table(table.title, table.header, table.rows, console=Console(file=text, width=120))
+    assert 20 < len(text.getvalue().splitlines()) < 50
 
 
 @pytest.mark.parametrize(

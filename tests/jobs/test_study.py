@@ -37,7 +37,7 @@ def test_a_study_is_planned_by_its_runs_and_the_first_one(capsys):
     printed = capsys.readouterr().out
     assert "6 runs" in printed
     assert "b-seed_2" in printed
-    assert "optimizer steps per client and round" in printed
+    assert "optimizer steps" in printed
 
 
 def test_keys_of_all_runs_and_of_a_setting_are_given_as_those_of_a_run():

@@ -14,7 +14,11 @@ from firm.run.shipped import with_shipped_paths
 
 
 def print_plan(cfg: AlignmentConfig) -> None:
-    """Prints the plan of a run, in the first of a launcher's processes."""
+    """Prints the plan of a run, in the first of a launcher's processes.
+
+    Raises:
+        SystemExit: With code 1, if the policy's configuration could not be read.
+    """
     if int(os.environ.get("RANK", 0)):
         return
     processes = Processes(0, int(os.environ.get("WORLD_SIZE", 1)), cfg.processes_per_client)
@@ -23,6 +27,8 @@ def print_plan(cfg: AlignmentConfig) -> None:
         print_table(table.title, table.header, table.rows)
     for note in [*plan.notes, *alarms_at_start(cfg)]:
         print(printable(note, max_length=5_000))
+    if plan.policy is None:
+        raise SystemExit(1)
 
 
 def print_plans(runs: Mapping[str, AlignmentConfig], noun: str) -> None:

@@ -11,7 +11,9 @@ from firm.report import formats
 
 def plan_tables(plan: RunPlan) -> list[PlanTable]:
     """Returns the tables of a plan, without its notes; see `paper_tables` for the settings."""
-    tables = [_model_table(plan), _work_table(plan), _placement_table(plan)]
+    tables = [_model_table(plan), _work_table(plan)]
+    if len(plan.places) > 1 or len(plan.memory_by_device()) > 1:
+        tables.append(_placement_table(plan))
     return [*tables, *_memory_tables(plan)]
 
 
@@ -25,11 +27,13 @@ def _model_table(plan: RunPlan) -> PlanTable:
         rows += [
             ("parameters", f"{figures.num_parameters:,} in {plan.dtype}"),
             ("trainable", trainable),
-            *_module_rows(figures),
+            ("adapted layers", _layers_text(figures)),
             ("adapter", f"{formats.size(figures.adapter_bytes)} ({figures.adapter_bytes:,} bytes)"),
-            ("down, per client and round", formats.size(figures.bytes_down)),
-            ("up, per client and round", formats.size(figures.bytes_up)),
-            ("up and down, in total", formats.size(both)),
+            (
+                "down and up, per client and round",
+                f"{formats.size(figures.bytes_down)} and {formats.size(figures.bytes_up)}",
+            ),
+            ("down and up, in total", formats.size(both)),
         ]
     for name, reward in plan.rewards.items():
         count = reward.num_parameters
@@ -40,11 +44,15 @@ def _model_table(plan: RunPlan) -> PlanTable:
     return PlanTable("Models", ("", ""), rows)
 
 
-def _module_rows(figures: PolicyFigures) -> Iterator[tuple[str, str]]:
-    """Yields the adapter's parameters and layers, by layer name."""
-    for name, count in figures.trainable_by_module.items():
-        num_layers = figures.layers_by_module[name]
-        yield f"  {name}", f"{count:,} in {num_layers:,} layer{'s' * (num_layers > 1)}"
+def _layers_text(figures: PolicyFigures) -> str:
+    """Returns the adapted modules with the number of layers that have them."""
+    names: dict[int, list[str]] = {}
+    for name, num_layers in figures.layers_by_module.items():
+        names.setdefault(num_layers, []).append(name)
+    return "; ".join(
+        f"{', '.join(own)} in {num_layers:,} layer{'s' * (num_layers > 1)}"
+        for num_layers, own in names.items()
+    )
 
 
 def _inspection_rows(plan: RunPlan) -> list[tuple[str, str]]:
@@ -76,9 +84,11 @@ def _work_table(plan: RunPlan) -> PlanTable:
         ("rounds", f"{work.rounds:,}"),
         ("clients per round", f"{visits:,}"),
         *_share_rows(work),
-        ("optimizer steps per client and round", f"{work.optimizer_steps:,}"),
-        ("optimizer steps per round", f"{visits * work.optimizer_steps:,}"),
-        ("optimizer steps in total", f"{work.rounds * visits * work.optimizer_steps:,}"),
+        (
+            "optimizer steps",
+            f"{work.optimizer_steps:,} per client and round, "
+            f"{work.rounds * visits * work.optimizer_steps:,} in total",
+        ),
         (
             "solves for weights in total",
             f"{work.rounds * (visits * work.solves + work.server_solves):,}",
@@ -96,8 +106,10 @@ def _sampling_rows(work: Work) -> list[tuple[str, str]]:
         return []
     return [
         ("replies sampled in training", f"{work.training_replies:,}"),
-        ("replies sampled in evaluations", f"at most {work.evaluation_replies:,}"),
-        ("replies sampled for calibration", f"at most {work.calibration_replies:,}"),
+        (
+            "replies sampled to evaluate and calibrate",
+            f"at most {work.evaluation_replies:,} and {work.calibration_replies:,}",
+        ),
         ("reward calls, one per reply and score", f"at most {work.scored_replies:,}"),
     ]
 
@@ -131,7 +143,7 @@ def _memory_tables(plan: RunPlan) -> Iterator[PlanTable]:
         used = {plan.gradient_checkpointing: ", as configured"}
         sizes = plan.policy.bytes_by_dtype.items()
         rows = [
-            *((f"policy, {dtype}", formats.size(size)) for dtype, size in sizes),
+            ("policy", ", ".join(f"{formats.size(size)} {dtype}" for dtype, size in sizes)),
             *_shard_rows(plan.policy),
             ("adapter", formats.size(plan.policy.adapter_bytes)),
             ("client in training: critic, moments, saved state", formats.size(memory.training)),
@@ -140,18 +152,16 @@ def _memory_tables(plan: RunPlan) -> Iterator[PlanTable]:
         ]
         for is_on, peak in memory.update.items():
             mode = f"{'with' if is_on else 'without'} gradient checkpointing"
-            rows += [
-                (f"update {mode}{used.get(is_on, '')}", formats.size(peak)),
-                ("  saved for the backward pass", formats.size(memory.saved[is_on])),
-            ]
+            saved = f" ({formats.size(memory.saved[is_on])} saved for the backward pass)"
+            rows.append((f"update {mode}{used.get(is_on, '')}", formats.size(peak) + saved))
         rows += [
             ("values and advantages", formats.size(memory.values)),
             *_pass_rows(plan),
         ]
-        yield PlanTable("Memory of a process", ("", "bytes"), rows)
+        yield PlanTable("Memory of a process", ("", ""), rows)
     by_device = sorted(plan.memory_by_device().items())
     if rows := [(name, formats.size(size)) for name, size in by_device if size]:
-        yield PlanTable("Peak memory by device", ("", "bytes"), rows)
+        yield PlanTable("Peak memory by device", ("", ""), rows)
 
 
 def _pass_rows(plan: RunPlan) -> list[tuple[str, str]]:
@@ -161,8 +171,10 @@ def _pass_rows(plan: RunPlan) -> list[tuple[str, str]]:
     if not plan.work.training_replies:
         return [("passes over pairs without gradients", formats.size(memory.evaluation))]
     return [
-        ("rollout, with log-probabilities", formats.size(memory.rollout)),
-        ("  keys and values", formats.size(memory.cache)),
+        (
+            "rollout, with log-probabilities",
+            f"{formats.size(memory.rollout)} ({formats.size(memory.cache)} keys and values)",
+        ),
         ("rollout of an evaluation or calibration", formats.size(memory.evaluation)),
         *([("rollout engine's copy and cache", formats.size(memory.engine))] * bool(memory.engine)),
     ]
