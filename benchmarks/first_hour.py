@@ -148,10 +148,9 @@ def run(task: Task, folder: Path, binaries: Path) -> str:
         RuntimeError: A command fails, or the last one does not print the pattern.
     """
     path = f"{binaries}{os.pathsep}{os.environ['PATH']}"
-    environment = {**os.environ, **OFFLINE, "PATH": path, "COLUMNS": "100"}
-    environment.pop("PYTHONPATH", None)
-    if task.text == "install":
-        environment = dict(os.environ)
+    environment = {**os.environ, "PATH": path, "COLUMNS": "100"}
+    environment |= {} if task.text == "install" else OFFLINE
+    environment.pop("PYTHONPATH", None)  # the wheel's modules, not the clone's
     output = ""
     for command in task.commands:
         done = subprocess.run(
