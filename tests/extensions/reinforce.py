@@ -11,6 +11,7 @@ import torch
 from annotated_types import Ge
 
 from firm.alignment.estimators import (
+    Estimator,
     EstimatorConfig,
     Experience,
     MinibatchGradients,
@@ -44,7 +45,7 @@ class ReinforceExperience(Experience):
     """c, the reward over its group's mean, [M, B]."""
 
 
-class Reinforce:
+class Reinforce(Estimator):
     """One learner's REINFORCE, which has nothing to learn beside the adapter."""
 
     def __init__(self, config: ReinforceConfig, policy) -> None:
@@ -69,18 +70,3 @@ class Reinforce:
             coefficients @ reply_losses,
             {"reply_loss": reply_losses.sum() / minibatch.num_rows},
         )
-
-    def step(self, own) -> None:
-        assert own is None
-
-    def end_batch(self, experience) -> None: ...
-
-    def set_learning_rate(self, factor) -> None: ...
-
-    def metrics(self, experience) -> dict[str, float]:
-        return {}
-
-    def state(self) -> dict:
-        return {}
-
-    def restore(self, state) -> None: ...

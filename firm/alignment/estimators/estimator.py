@@ -170,9 +170,14 @@ class Policy:
 
 
 class Estimator(Protocol):
-    """Computes M losses and their gradients from examples, for one learner."""
+    """Computes M losses and their gradients from examples, for one learner.
+
+    A class that derives from it needs only `experience` and `gradients`: it then has no parameters
+    or state besides the adapter, and logs nothing else.
+    """
 
     @property
+    @abstractmethod
     def experience(self) -> Callable[..., Any]:
         """Stage 4: returns a batch with all inputs of its losses, a record of `Examples`.
 
@@ -182,6 +187,7 @@ class Estimator(Protocol):
         """
         ...
 
+    @abstractmethod
     def gradients(
         self, part: Any, minibatch: Any, weights: torch.Tensor | None = None
     ) -> MinibatchGradients:
@@ -208,11 +214,11 @@ class Estimator(Protocol):
 
     def metrics(self, experience: Any) -> dict[str, float]:
         """Returns metrics of a batch, which are registered as quantities."""
-        ...
+        return {}
 
     def state(self) -> dict[str, Any]:
         """Returns all state that training changes, for a checkpoint; may share memory."""
-        ...
+        return {}
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """Restores a state, of which this estimator takes ownership."""
