@@ -145,6 +145,9 @@ def run_points(
     work = f"{len(points)} runs, {len(pending)} unfinished, {cfg.num_workers} at a time"
     print(printable(f"{out}: {work}"), flush=True)
 
+    def tell(name: str, line: str) -> None:
+        print(printable(f"{name}: {line}", max_length=500), flush=True)
+
     def show() -> None:
         if set(sweep.pending()) < set(points):
             with drawing("The page of the finished runs"):
@@ -153,7 +156,8 @@ def run_points(
     for wave in waves:
         with continued_later(out):
             try:
-                for outcome in sweep.work(_run_point, wave, num_workers=cfg.num_workers):
+                done = sweep.work(_run_point, wave, num_workers=cfg.num_workers, on_progress=tell)
+                for outcome in done:
                     outcomes.append(outcome)
                     state = printable(outcome.problem or f"{outcome.seconds:.0f} s")
                     print(f"[{len(outcomes)}/{len(pending)}] {outcome.name}: {state}", flush=True)

@@ -44,6 +44,8 @@ from firm.run.resuming import STUDY_NAME, Resume, is_resumed
 SWEEP_NAME = "sweep.json"
 START_METHOD = "spawn"
 """Start method of workers, since CUDA does not work in forked processes."""
+PROGRESS_SECONDS = 15.0
+"""Time without a finished point after which the progress of the running ones is reported."""
 
 
 @dataclass(frozen=True)
@@ -170,6 +172,7 @@ class Sweep:
         settings: Mapping[str, dict[str, Any]],
         *,
         num_workers: int = 1,
+        on_progress: Callable[[str, str], Any] = lambda name, line: None,
     ) -> Iterator[Outcome]:
         """Runs the unfinished points in several processes; yields each outcome as it completes.
 
@@ -181,11 +184,14 @@ class Sweep:
                 must resume the run if it exists.
             settings: Plain data by point; points that are not listed are not run.
             num_workers: Number of concurrent processes.
+            on_progress: Called from time to time with the name of a running point and the line on
+                its latest round.
         """
         queue = [name for name in settings if not self.is_done(name)]
         context = multiprocessing.get_context(START_METHOD)
         with ProcessPoolExecutor(num_workers, context, initializer=_end_with_parent) as pool:
-            running: set[Future[Outcome | None]] = set()
+            running: dict[Future[Outcome | None], Path] = {}
+            shown: dict[Path, str] = {}
             try:
                 while queue or running:
                     while queue and len(running) < num_workers:
@@ -195,11 +201,16 @@ class Sweep:
                         log = self.path / "logs" / f"{name}.txt"
                         log.parent.mkdir(exist_ok=True)
                         place = str(self.run_path(name))
-                        running.add(
-                            pool.submit(_run_point, run, name, place, settings[name], str(log))
-                        )
-                    done, running = wait(running, return_when=FIRST_COMPLETED)
+                        shown[log] = _last_round(log)
+                        point = (run, name, place, settings[name], str(log))
+                        running[pool.submit(_run_point, *point)] = log
+                    done, _ = wait(running, PROGRESS_SECONDS, return_when=FIRST_COMPLETED)
+                    for log in running.values() if not done else ():
+                        if (line := _last_round(log)) != shown[log]:
+                            shown[log] = line
+                            on_progress(log.stem, line)
                     for future in done:
+                        del running[future]
                         if outcome := future.result():
                             yield outcome
             except Terminated:  # only this process got the signal, unlike Ctrl-C
@@ -254,6 +265,14 @@ def _run_point(
         with open(log, "a", encoding="utf-8") as file:
             traceback.print_exc(file=file)
     return Outcome(name, time.perf_counter() - start, problem)
+
+
+def _last_round(log: Path) -> str:
+    """Returns the last line on a round in a point's log; empty if there is none."""
+    with suppress(OSError):
+        lines = log.read_text(encoding="utf-8", errors="replace").splitlines()
+        return next((line for line in reversed(lines) if line.startswith("round ")), "")
+    return ""
 
 
 def _is_held(place: str) -> bool:

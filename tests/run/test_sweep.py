@@ -22,6 +22,7 @@ from firm.run import Run
 
 def work(place, settings):
     print("working on", settings["n"])
+    print("round 1/2  ETA 0:00:05", flush=True)
     with Run.open(place, settings, resume="auto") as run:
         if settings["n"] < 0:
             raise ValueError(f"n must not be negative, got {settings['n']}.")
@@ -81,6 +82,21 @@ def test_every_point_is_run_once_in_another_process_and_says_so(tmp_path, work):
         assert row["pid"] != os.getpid()
         assert f"working on {settings['n']}" in (sweep.path / "logs" / f"{name}.txt").read_text()
     assert list(sweep.work(work, POINTS)) == []
+
+
+def test_the_rounds_of_a_running_point_are_told(tmp_path, work, monkeypatch):
+    monkeypatch.setattr("firm.run.sweep.PROGRESS_SECONDS", 0.1)
+    points = {"endless": {"n": 99}}
+    sweep = Sweep.open(tmp_path / "sweep", {}, points, resume=False)
+    told = []
+
+    def tell(name, line):
+        told.append((name, line))
+        sweep.run_path(name).with_suffix(".go").touch()  # the point waits for it
+
+    (outcome,) = sweep.work(work, points, on_progress=tell)
+    assert outcome.problem is None
+    assert told == [("endless", "round 1/2  ETA 0:00:05")]
 
 
 @pytest.fixture(scope="module")
@@ -156,6 +172,7 @@ def work(place, settings):
         lines = status.read_text().splitlines()
         return sum(int(line.split()[1]) for line in lines if "ctxt_switches" in line)
 
+    time.sleep(0.5)  # on a busy machine the watcher may not wait yet
     before = num_switches()
     time.sleep(1.5)
     Path(settings["out"]).write_text(str(num_switches() - before))
