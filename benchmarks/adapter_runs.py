@@ -37,7 +37,7 @@ CLIP = {"LoRA r = 16": 2.2, "LoRA-XS r = 8": 0.23}
 is of configs/private.yaml, which has the same rate, and that of LoRA-XS of a run of seed 199."""
 LEVELS: dict[str, tuple[float, ...]] = {
     "LoRA r = 16": (inf, 550, 640, 750),
-    "LoRA-XS r = 8": (inf, 42, 55, 160),
+    "LoRA-XS r = 8": (inf, 42, 55, 72, 82, 94, 160),
 }
 """Clients that the noise is made for; infinite without noise."""
 EPSILON, DELTA = 8.0, 1e-5
