@@ -3,7 +3,7 @@ import torch
 
 from firm.alignment.attacks import AttackConfig, as_attacker, attacked_judges
 from firm.alignment.prompts import Prompt
-from firm.alignment.rewards import Calibration, Judges, ScoringRequest, scores_together
+from firm.alignment.rewards import Calibration, Judges, ScoringRequest, scored_together
 from firm.federation.attackers import Attacker
 
 OBJECTIVES = ("length", "vowels")
@@ -33,8 +33,8 @@ def judges(calibrations=MAPS):
 
 
 def scored(judges, objectives=OBJECTIVES):
-    (result,) = scores_together([ScoringRequest(judges, objectives, PROMPTS, REPLIES, [[1]] * 4)])
-    return result
+    (begun,) = scored_together([ScoringRequest(judges, objectives, PROMPTS, REPLIES, [[1]] * 4)])
+    return begun if isinstance(begun, ValueError) else begun()
 
 
 def scores(attack, calibrations=MAPS):

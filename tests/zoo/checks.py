@@ -276,9 +276,8 @@ def check_logprobs(place: Place, found: Sequence[Case]) -> int:
     trainer = place.trainer()
     torch.manual_seed(1)
     per_prompt = trainer.config.replies_per_prompt
-    rollouts = trainer.sample(
-        trainer.encode([case.prompt for case in found]), measures_mismatch=True
-    )
+    sampled = trainer.sample(trainer.encode([case.prompt for case in found]))
+    rollouts = trainer.with_logprobs(sampled, measures_mismatch=True)
     num_ended = 0
     for at in range(rollouts.num_rows):
         prompt = _prompt_ids(rollouts, at)

@@ -22,7 +22,7 @@ from firm.alignment.policy import set_mode, without_needless_warnings
 from firm.alignment.sequences import INVALID_LOGPROB, response_logits, token_logprobs
 from firm.gradients import jacobian
 from tests.draws import draw_mask, draw_normal
-from tests.stages import experience_of
+from tests.stages import experience_of, rollouts_of
 from tests.tokens import queries
 
 seeds = st.integers(0, 2**32)
@@ -194,7 +194,7 @@ def moved_experience(trainer):
     count = trainer.config.num_prompts
     query_ids = torch.randint(4, 10, (count, 6))
     prompts = trainer.tokenizer.batch_decode(query_ids)
-    experience = experience_of(trainer, trainer.sample(queries(query_ids, prompts)))
+    experience = experience_of(trainer, rollouts_of(trainer, queries(query_ids, prompts)))
     with torch.no_grad():
         for parameter in trainer.adapter_parameters.values():
             parameter += 0.1 * torch.randn_like(parameter)

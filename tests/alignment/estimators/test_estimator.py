@@ -15,7 +15,7 @@ from firm.federation.strategies.firm import FirmConfig, firm_round
 from firm.run.plugins import import_plugin
 from tests.cabs import PROMPTS
 from tests.plugins import plugins_forgotten
-from tests.stages import experience_of
+from tests.stages import experience_of, rollouts_of
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -85,7 +85,7 @@ def test_replies_to_a_prompt_stand_together_and_an_epoch_has_each_prompt_once(ma
 def test_one_backward_pass_gives_all_gradients(make, micro_batch_size):
     trainer = make(micro_batch_size=micro_batch_size)
     torch.manual_seed(0)
-    experience = experience_of(trainer, trainer.sample(trainer.encode(PROMPTS[:4])))
+    experience = experience_of(trainer, rollouts_of(trainer, trainer.encode(PROMPTS[:4])))
     rollouts = experience.rollouts
     output = trainer.policy_model(
         input_ids=rollouts.query_responses, attention_mask=rollouts.attention_mask
