@@ -8,6 +8,7 @@ import asyncio
 import atexit
 import os
 import threading
+import weakref
 from collections.abc import Callable, Coroutine, Sequence
 from typing import Any
 
@@ -22,7 +23,8 @@ def started(coroutines: Sequence[Coroutine[Any, Any, Any]]) -> Callable[[], list
     """Starts coroutines, which run concurrently, and returns a function that waits for the results.
 
     The results are in order. Exceptions are raised after all coroutines have ended; if there are
-    several, the first coroutine's. Interrupting the wait cancels the coroutines.
+    several, the first coroutine's. Interrupting the wait, or dropping the function, cancels the
+    coroutines.
     """
 
     async def gather() -> list[Any]:
@@ -41,6 +43,8 @@ def started(coroutines: Sequence[Coroutine[Any, Any, Any]]) -> Callable[[], list
                 raise result
         return found
 
+    # an error elsewhere may leave nobody to wait
+    weakref.finalize(results, future.cancel).atexit = False
     return results
 
 

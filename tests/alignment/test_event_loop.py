@@ -120,6 +120,22 @@ def test_a_time_limit_cancels_what_runs():
     assert cancelled.wait(30)
 
 
+def test_coroutines_whose_results_nobody_can_ask_for_are_cancelled():
+    began, cancelled = threading.Event(), threading.Event()
+
+    async def hangs():
+        began.set()
+        try:
+            await asyncio.sleep(600)
+        finally:
+            cancelled.set()
+
+    results = started([hangs()])
+    assert began.wait(30)
+    del results
+    assert cancelled.wait(30)
+
+
 FORKED = """
 import importlib.util
 import os
