@@ -22,11 +22,11 @@ from transformers import AutoTokenizer
 from firm.alignment.adapter_files import load_adapters, save_adapter
 from firm.alignment.adapters.conditioned import ConditioningConfig
 from firm.alignment.policy import PolicyConfig, adapter_parameters, load_policy
-from firm.cache import cache_folder
 from firm.federation import RandomStream
 from firm.fronts import Front, Point
 from firm.jobs.export import ExportConfig, main
 from firm.serving.openvino import OpenVINOEngine
+from tests.real_model import real_model
 
 pytestmark = pytest.mark.filterwarnings("default")  # vLLM's own, and of what it imports
 
@@ -44,10 +44,7 @@ EFFECT = 0.02
 def path() -> str:
     if not any(map(find_spec, ("vllm", "openvino_genai"))):
         pytest.skip("neither vLLM nor OpenVINO GenAI is installed here: run `make test-vllm`")
-    folder = Path(os.environ.get("FIRM_MODEL") or cache_folder("models") / "smollm2")
-    if not (folder / "config.json").is_file():
-        pytest.skip(f"there is no model in {folder}: run `firm fetch smollm2`, or set FIRM_MODEL")
-    return str(folder)
+    return real_model()
 
 
 @pytest.fixture(scope="module")

@@ -3,12 +3,10 @@
 The model is SmolLM2-135M-Instruct as fetched by `firm fetch smollm2`, or that of FIRM_MODEL.
 """
 
-import os
 import shutil
 from dataclasses import replace
 from glob import glob
 from importlib.util import find_spec
-from pathlib import Path
 
 import pytest
 import torch
@@ -29,11 +27,11 @@ from firm.alignment.rollout import encode_prompts
 from firm.alignment.rollout_engines import SampleRequest, TransformersEngine, VLLMConfig, vllm
 from firm.alignment.rollout_engines.vllm import SHARED_MEMORY
 from firm.alignment.sequences import Sequences, response_logprobs, set_preferences
-from firm.cache import cache_folder
 from firm.federation import RandomStream
 from firm.jobs.alignment import align
 from firm.jobs.alignment_config import AlignmentConfig
 from firm.run.command_line import parse
+from tests.real_model import real_model
 from tests.runs import read_rows
 
 pytestmark = pytest.mark.filterwarnings("default")  # vLLM's own, and of what it imports
@@ -57,10 +55,7 @@ ROLLOUT = RolloutConfig(
 def path() -> str:
     if find_spec("vllm") is None:
         pytest.skip("vLLM is not installed here: run `make test-vllm`")
-    folder = Path(os.environ.get("FIRM_MODEL") or cache_folder("models") / "smollm2")
-    if not (folder / "config.json").is_file():
-        pytest.skip(f"there is no model in {folder}: run `firm fetch smollm2`, or set FIRM_MODEL")
-    return str(folder)
+    return real_model()
 
 
 @pytest.fixture(scope="module")
