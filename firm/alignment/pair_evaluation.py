@@ -119,6 +119,11 @@ class PairEvaluation:
         ]
 
 
+def reference_logprobs(pairs: Sequence[EncodedPair]) -> torch.Tensor:
+    """Returns the log-probabilities of the replies of N pairs under the reference, [N, 2]."""
+    return torch.tensor([pair.reference for pair in pairs]).view(-1, 2)
+
+
 def evaluate_pairs(
     logprobs: Callable[[Sequence[EncodedPair]], torch.Tensor],
     pairs: Sequence[EncodedPair],
@@ -138,8 +143,7 @@ def evaluate_pairs(
     Raises:
         ValueError: An objective has too few pairs for a standard error.
     """
-    reference = torch.tensor([pair.reference for pair in pairs]).view(-1, 2)
-    ratios = logprobs(pairs) - reference
+    ratios = logprobs(pairs) - reference_logprobs(pairs)
     margin = beta * (ratios[:, 0] - ratios[:, 1])
     ranked = torch.tensor([pair.objective for pair in pairs])
     groups = prompt_indices(pair.pair.prompt.transcript for pair in pairs)

@@ -18,7 +18,11 @@ from safetensors.torch import save_file
 
 from firm.alignment.adapter_files import save_adapter, save_folded
 from firm.alignment.evaluation import Evaluation, MetricComparison, evaluate
-from firm.alignment.pair_evaluation import PairEvaluation, evaluate_pairs
+from firm.alignment.pair_evaluation import (
+    PairEvaluation,
+    evaluate_pairs,
+    reference_logprobs,
+)
 from firm.alignment.pair_tokens import EncodedPair
 from firm.alignment.policy import load_adapter_
 from firm.alignment.rewards import Calibration
@@ -590,10 +594,11 @@ class _PairsWing(_LanguageWing):
             about = f"{split} pairs under the reference"
             self._pairs[split] = trainer.encode_pairs(pairs, on_progress=told(about))
         load_adapter_(trainer.adapter_parameters, adapter)
+        on_progress = told(f"{split} pairs")
+        own = partial(trainer.reply_logprobs, preference=preference, on_progress=on_progress)
+        is_base = adapter is self._loaded.fresh
         return evaluate_pairs(
-            partial(
-                trainer.reply_logprobs, preference=preference, on_progress=told(f"{split} pairs")
-            ),
+            reference_logprobs if is_base else own,
             self._pairs[split],
             cfg.objectives,
             beta=cfg.estimator.beta,  # type: ignore[attr-defined]  # of estimators on pairs

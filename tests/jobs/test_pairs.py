@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 
+from firm.alignment.trainer import MultiObjectiveTrainer
 from firm.fronts import Front
 from firm.jobs.alignment import align, main
 from firm.jobs.alignment_config import AlignmentConfig
@@ -79,6 +80,21 @@ def test_passes_under_the_reference_are_told(pairs, tmp_path, capsys):
         "test pairs: 12 replies of up to 16 tokens",
     ):
         assert told.count(line) == 1, told
+
+
+def test_the_base_model_takes_no_passes_besides_those_of_the_reference(
+    pairs, tmp_path, monkeypatch
+):
+    passed = []
+    original = MultiObjectiveTrainer.reply_logprobs
+
+    def noted(trainer, own, *, of_reference=False, **options):
+        passed.append(of_reference)
+        return original(trainer, own, of_reference=of_reference, **options)
+
+    monkeypatch.setattr(MultiObjectiveTrainer, "reply_logprobs", noted)
+    align(configured(pairs, tmp_path / "run", rounds=1))
+    assert passed.count(False) == 2  # the aligned model on validation and test pairs
 
 
 def test_a_run_learns_to_rank_held_out_pairs(pairs, tmp_path):
