@@ -14,7 +14,7 @@ from firm.alignment.head import Head, chosen_logprobs, head_of
 from firm.alignment.self_check import check_passes
 from firm.alignment.sequences import Queries, Sequences, forward, token_scores
 from firm.gradients.per_sequence import PerSequenceGradients
-from firm.jobs.plan.memory import LiveBytes
+from firm.jobs.plan.rehearsal import LiveBytes
 from tests.tokens import queries
 from tests.zoo.architectures import ARCHITECTURES
 

@@ -43,9 +43,9 @@ from firm.jobs.alignment import main
 from firm.jobs.alignment_config import AlignmentConfig
 from firm.jobs.alignment_data import data_of
 from firm.jobs.plan import make_plan, paper_tables, plan_tables, planning
-from firm.jobs.plan.memory import EVALUATION_BATCH, LiveBytes, evaluated_rows
 from firm.jobs.plan.passes import preferences_of_minibatch
 from firm.jobs.plan.record import RewardFigures
+from firm.jobs.plan.rehearsal import EVALUATION_BATCH, LiveBytes, evaluated_rows
 from firm.run import parse, print_table
 from tests.runs import read_rows
 from tests.smoke import POLICY, ROOT, SMOKE
@@ -80,7 +80,7 @@ def plan_of(cfg: AlignmentConfig, num_processes: int = 1):
 def plan_without_memory(cfg: AlignmentConfig, num_processes: int = 1):
     """A plan but for its memory, whose estimate takes a second and more."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("firm.jobs.plan.planning.process_memory", lambda *_: None)
+        patch.setattr("firm.jobs.plan.planning._costs", lambda *_: (None, None))
         return plan_of(cfg, num_processes)
 
 
@@ -355,7 +355,9 @@ def test_passes_are_those_of_a_run(engine, estimator, tmp_path, monkeypatch):
             rows.append(len(named["input_ids"]))
 
     monkeypatch.setattr("firm.jobs.alignment_loading.load_policy", watched)
-    monkeypatch.setattr("firm.jobs.alignment_loading.check_rows", lambda *_: None)  # a pass before
+    monkeypatch.setattr(
+        "firm.jobs.alignment_loading.check_rows", lambda *_: (None, None)
+    )  # a pass before
     main(cfg)
     planned = plan_without_memory(cfg).work.updates
     assert (len(rows), max(rows)) == (planned.count, planned.rows)

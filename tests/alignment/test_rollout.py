@@ -28,7 +28,7 @@ from firm.alignment.sequences import (
     token_logprobs,
 )
 from firm.federation import RandomStream, Team
-from firm.jobs.plan.memory import LiveBytes
+from firm.jobs.plan.rehearsal import LiveBytes
 from tests.sampling import generate
 from tests.tokens import queries
 

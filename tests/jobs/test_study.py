@@ -94,8 +94,8 @@ def test_the_seeds_of_a_setting_are_one_job_type_in_wandb():
 
 
 def test_a_setting_has_a_folder_of_its_own_below_the_study(capsys, monkeypatch):
-    takes_seconds = "firm.jobs.plan.planning.process_memory"
-    monkeypatch.setattr(takes_seconds, lambda *_: None)
+    takes_seconds = "firm.jobs.plan.planning._costs"
+    monkeypatch.setattr(takes_seconds, lambda *_: (None, None))
     settings = "{'../../β = 0.5': {}}"
     base = str(SMOKE)
     cfg = parse(study.StudyConfig, ["--base", base, "--settings", '{"β = 0.5": {}}', "--plan"])

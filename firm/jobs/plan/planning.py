@@ -11,6 +11,7 @@ from transformers import AutoModelForSequenceClassification, PretrainedConfig
 from firm.alignment.hyperparameters import hyperparameters
 from firm.alignment.placement import bytes_by_device, devices_by_module
 from firm.alignment.policy import adapter_parameters, read_architecture, read_tokenizer
+from firm.alignment.rollout_engines import TransformersConfig
 from firm.alignment.sharding import gathered_bytes, part_bytes
 from firm.federation.devices import named_device
 from firm.federation.engines.processes import Processes
@@ -22,9 +23,18 @@ from firm.jobs.alignment_config import (
 )
 from firm.jobs.alignment_data import data_of
 from firm.jobs.inspection import inspect_policy
-from firm.jobs.plan.memory import policy_without_storage, process_memory
 from firm.jobs.plan.passes import rollouts, updates
-from firm.jobs.plan.record import Placement, PolicyFigures, RewardFigures, RunPlan, Work
+from firm.jobs.plan.record import (
+    Memory,
+    Placement,
+    PolicyFigures,
+    RewardFigures,
+    RunPlan,
+    Seconds,
+    Work,
+)
+from firm.jobs.plan.rehearsal import policy_without_storage, rehearsed
+from firm.jobs.plan.seconds import estimated_seconds
 from firm.jobs.plan.traffic import Traffic, num_passes, round_traffic
 from reward_models.registry import RewardModelConfig
 from reward_models.sequence_classifier import adapter_base, adapter_sizes
@@ -33,6 +43,10 @@ LEFT_OUT = (
     "Memory is an estimate, for prompts and replies of maximum length. It excludes the reward "
     "models' activations, libraries and drivers (0.5 to 1 GB), workspaces of kernels, the blocks "
     "that the allocator holds back (many on a CPU), and texts."
+)
+LEFT_OUT_OF_TIME = (
+    "Time is an estimate for this machine and the same lengths, which excludes reward models. The "
+    "run itself shows the time that is left after its first round."
 )
 
 
@@ -49,7 +63,7 @@ def make_plan(cfg: AlignmentConfig, clients: Sequence[str], processes: Processes
             too few for the clients.
     """
     notes: list[str] = []
-    policy, memory, traffic = None, None, round_traffic(cfg, clients)
+    policy, memory, seconds, traffic = None, None, None, round_traffic(cfg, clients)
     policy_bytes: dict[str, int] = {}
     hosted = max(len(processes.hosted(clients, rank)) for rank in range(processes.size))
     busiest = min(hosted, cfg.strategy.clients_per_round or hosted)
@@ -63,15 +77,6 @@ def make_plan(cfg: AlignmentConfig, clients: Sequence[str], processes: Processes
             policy_bytes = bytes_by_device(model.get_base_model(), devices)
         except ValueError as error:  # the devices of another machine
             notes.append(f"{error} The policy is counted on one device.")
-        try:
-            device = _device_here(cfg.policy.device)
-            memory = process_memory(architecture, policy, cfg, traffic, busiest, device)
-        except (AttributeError, RuntimeError, TypeError, ValueError) as error:
-            # operations that depend on tensors' content, or that the engine lacks
-            notes.append(
-                f"{cfg.policy.path}: no estimate of its memory without weights "
-                f"({first_line(error)})."
-            )
     inspection = None
     if architecture is not None:
         inspection = inspect_policy(
@@ -89,7 +94,7 @@ def make_plan(cfg: AlignmentConfig, clients: Sequence[str], processes: Processes
     if cfg.strategy.num_local_epochs is not None:
         notes.append(
             "strategy.num_local_epochs: the local steps of an epoch depend on each client's "
-            "prompts; steps, replies and uploaded metrics are given for one step."
+            "prompts; steps, replies, time and uploaded metrics are given for one step."
         )
     shares = _prompts_per_client(cfg, has_tokenizer=inspection is not None)
     if shares is None:
@@ -97,6 +102,16 @@ def make_plan(cfg: AlignmentConfig, clients: Sequence[str], processes: Processes
             "data.train: the prompts per client are unknown, since the prompts, or the tokenizer "
             "needed for limits on tokens, are not on this machine."
         )
+    work = _work(cfg, len(clients), traffic, busiest, shares)
+    if architecture is not None and policy is not None:
+        try:
+            memory, seconds = _costs(architecture, policy, cfg, traffic, busiest, work)
+        except (AttributeError, RuntimeError, TypeError, ValueError) as error:
+            # operations that depend on tensors' content, or that the engine lacks
+            notes.append(
+                f"{cfg.policy.path}: no estimate of its memory and time without weights "
+                f"({first_line(error)})."
+            )
     return RunPlan(
         policy_path=cfg.policy.path,
         dtype=cfg.policy.dtype,
@@ -104,15 +119,36 @@ def make_plan(cfg: AlignmentConfig, clients: Sequence[str], processes: Processes
         inspection=inspection,
         policy=policy,
         memory=memory,
+        seconds=seconds,
         rewards=rewards,
-        work=_work(cfg, len(clients), traffic, busiest, shares),
+        work=work,
         places=[
             _place(rank, clients, processes, rewards, cfg.policy.device, policy_bytes)
             for rank in range(processes.size)
         ],
         hyperparameters=list(hyperparameters(cfg)),
-        notes=[*notes, LEFT_OUT],
+        notes=[*notes, LEFT_OUT, *([LEFT_OUT_OF_TIME] * (seconds is not None))],
     )
+
+
+def _costs(
+    architecture: PretrainedConfig,
+    policy: PolicyFigures,
+    cfg: AlignmentConfig,
+    traffic: Traffic,
+    busiest: int,
+    work: Work,
+) -> tuple[Memory, Seconds | None]:
+    """Returns the memory of the busiest process, and the run's time.
+
+    The time is None if the policy's device is not on this machine, or another engine samples.
+    """
+    device = _device_here(cfg.policy.device)
+    found = rehearsed(architecture, policy, cfg, traffic, busiest, device)
+    is_here = cfg.policy.device.partition(":")[0] in ("auto", device.type)
+    if not is_here or not isinstance(cfg.rollout.engine, TransformersConfig):
+        return found.memory, None
+    return found.memory, estimated_seconds(cfg, found, work, device)
 
 
 def _device_here(name: str) -> torch.device:
@@ -228,6 +264,7 @@ def _work(
     batches = traffic.num_trainings * (cfg.strategy.num_local_steps - 1) + 1
     training = samples * cfg.rounds * clients_per_round * batches * cfg.estimator.batch_size
     evaluated = samples * prompts * evaluation.num_samples
+    pairs = 0 if samples else prompts + num_clients * (prompts_per_client or (0, 0))[1]
     judges = len(cfg.rewards) + sum(len(group.rewards) for group in cfg.groups.values())
     return Work(
         optimizer_steps=traffic.num_trainings * num_passes(cfg),
@@ -239,6 +276,7 @@ def _work(
         training_replies=training,
         evaluation_replies=evaluated,
         calibration_replies=samples * evaluation.num_calibration_prompts,
+        evaluation_rows=evaluated + samples * evaluation.num_calibration_prompts + pairs,
         scored_replies=len(cfg.rewards) * training
         + judges * evaluation.num_calibration_prompts
         + (len(cfg.rewards) + len(evaluation.metrics)) * evaluated,

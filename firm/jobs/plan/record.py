@@ -124,12 +124,24 @@ class Work:
     """Maximum number of replies sampled in evaluations; the data may have fewer prompts."""
     calibration_replies: int
     """Maximum number of replies sampled for calibration."""
+    evaluation_rows: int
+    """Maximum number of replies or pairs in evaluations and calibration."""
     scored_replies: int
     """Maximum number of scores computed."""
     updates: Passes
     """Forward passes with gradients, per process and round."""
     rollouts: Passes
     """Batches of sampled replies, per process and round."""
+
+
+@dataclass(frozen=True)
+class Seconds:
+    """Estimated time on this machine, for rows of maximum length."""
+
+    round: float
+    """Sampling, log-probabilities and updates of a round."""
+    total: float
+    """All rounds, evaluations and calibration."""
 
 
 @dataclass(frozen=True)
@@ -154,6 +166,7 @@ class RunPlan:
     inspection: Inspection | None
     policy: PolicyFigures | None
     memory: Memory | None
+    seconds: Seconds | None
     rewards: dict[str, RewardFigures]
     work: Work
     places: list[Placement]

@@ -81,8 +81,7 @@ def _work_table(plan: RunPlan) -> PlanTable:
     work = plan.work
     visits = work.clients_per_round
     rows = [
-        ("rounds", f"{work.rounds:,}"),
-        ("clients per round", f"{visits:,}"),
+        ("rounds", f"{work.rounds:,}, with {formats.count(visits, 'client')} each"),
         *_share_rows(work),
         (
             "optimizer steps",
@@ -96,8 +95,17 @@ def _work_table(plan: RunPlan) -> PlanTable:
         *_sampling_rows(work),
         ("forward and backward passes", _passes_text(work.updates)),
         *([("rollouts", _passes_text(work.rollouts))] if work.training_replies else []),
+        *_time_rows(plan),
     ]
     return PlanTable("Work", ("", ""), rows)
+
+
+def _time_rows(plan: RunPlan) -> list[tuple[str, str]]:
+    """Returns the row on time, if it is known."""
+    if plan.seconds is None:
+        return []
+    one, total = map(formats.duration, (plan.seconds.round, plan.seconds.total))
+    return [("time on this machine, about", f"{one} a round, {total} in all")]
 
 
 def _sampling_rows(work: Work) -> list[tuple[str, str]]:

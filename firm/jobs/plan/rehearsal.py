@@ -1,9 +1,9 @@
-"""Estimates the memory of a process by rehearsing the stages of a local step on fake tensors.
+"""Estimates the memory and time of a process by rehearsing a local step on fake tensors.
 
 Fake tensors of torch have shapes and devices, but no content, so that no weights are needed. The
-rehearsal calls the trainers of a run, and counts the bytes of all tensors that live at a time. If
-the policy's device is on this machine, operations and attention kernels are those of the device;
-otherwise they are those of the CPU.
+rehearsal calls the trainers of a run, counts the bytes of all tensors that live at a time, and
+lists the operations on them. If the policy's device is on this machine, operations and attention
+kernels are those of the device; otherwise they are those of the CPU.
 
 On an accelerator the estimate stands for the bytes that torch allocates; whole runs are compared
 with it in `benchmarks/plan_memory.py`. On a CPU the resident set grows by more, as the allocator
@@ -18,7 +18,6 @@ from functools import partial, wraps
 from typing import Any
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 from transformers import AutoModelForCausalLM, PretrainedConfig
@@ -37,6 +36,7 @@ from firm.federation.objective_training import ObjectiveTraining
 from firm.jobs.alignment_config import AlignmentConfig, solves_at_preferences
 from firm.jobs.plan.passes import minibatch_share, preferences_of_minibatch, rollouts, updates
 from firm.jobs.plan.record import Memory, PolicyFigures
+from firm.jobs.plan.roofline import Operation, OperationCounter
 from firm.jobs.plan.traffic import Traffic
 
 EVALUATION_BATCH = 64
@@ -88,8 +88,25 @@ class LiveBytes(TorchDispatchMode):
 
 
 @dataclass(frozen=True)
-class UpdateMemory:
-    """Bytes of a minibatch's gradients, excluding parameters and learners."""
+class Sampled:
+    """A rollout's bytes, excluding parameters, and the operations of its passes."""
+
+    cache: int
+    """Keys and values."""
+    peak: int
+    """Peak of the pass that samples the last token, or of the pass that computes the replies'
+    log-probabilities, which takes more than the one over the prompts."""
+    whole: list[Operation]
+    """A pass over whole rows that keeps their keys and values."""
+    token: list[Operation]
+    """The pass that samples the last token."""
+    scoring: list[Operation]
+    """The pass that computes log-probabilities."""
+
+
+@dataclass(frozen=True)
+class Update:
+    """Bytes of a minibatch's gradients, excluding parameters and learners, and the operations."""
 
     values: int
     """Peak of the advantages, with the critic's pass over a batch."""
@@ -99,6 +116,23 @@ class UpdateMemory:
     """Bytes between forward and backward pass, excluding the Jacobian."""
     peak: int
     """Peak of both passes, excluding the Jacobian."""
+    advantages: list[Operation]
+    """The critic's pass over a batch, if any, and what else the advantages take."""
+    num_passes: int
+    """Parts of the minibatch that were rehearsed, each with a forward and backward pass."""
+    operations: list[Operation]
+    """Those of all these passes."""
+
+
+@dataclass(frozen=True)
+class Rehearsed:
+    """Figures of a rehearsal."""
+
+    memory: Memory
+    rollout: Sampled
+    evaluation: Sampled
+    """A rollout in evaluations and calibration."""
+    update: Update
 
 
 class Rehearsal:
@@ -124,7 +158,7 @@ class Rehearsal:
     ) -> None:
         self._cfg, self._device = cfg, device
         model = policy_without_storage(architecture, cfg.policy, len(cfg.objectives))
-        self._mode = FakeTensorMode(allow_non_fake_inputs=True)
+        self._mode = OperationCounter(allow_non_fake_inputs=True)
         with_fake_parameters(model, self._mode, device)
         self._model = model
         self.alone = MultiObjectiveTrainer(
@@ -158,11 +192,8 @@ class Rehearsal:
             with_fake_parameters(critic, self._mode, self._device)
         return critic
 
-    def sampling(self, trainers: Sequence[MultiObjectiveTrainer], num_rows: int) -> tuple[int, int]:
-        """Returns the bytes of a rollout's keys and values, and the rollout's peak.
-
-        The peak is that of the pass that samples the last token, or of the pass that computes the
-        replies' log-probabilities, which takes more than the one over the prompts.
+    def sampling(self, trainers: Sequence[MultiObjectiveTrainer], num_rows: int) -> Sampled:
+        """Rehearses a rollout.
 
         Args:
             trainers: Trainers whose passes are joint.
@@ -175,14 +206,17 @@ class Rehearsal:
             with self._counted() as last:
                 num_before = rollout.max_prompt_tokens + rollout.max_new_tokens - 1
                 cache = self._sampled_token(total, num_before)
+                whole = self._mode.take()
                 last.peak = cache_size = last.now  # excluding this pass, which no rollout has
                 self._sampled_token(total, num_before + 1, cache)
+                token = self._mode.take()
             del cache
             with self._counted() as scoring:
                 rows = [self._rollouts(num_rows) for _ in trainers]
                 samplers = [trainer._sampler for trainer in trainers]
                 self._together(lambda s, r: s.logprobs(r, of_reference=False), samplers, rows)
-        return cache_size, max(last.peak, scoring.peak)
+        peak = max(last.peak, scoring.peak)
+        return Sampled(cache_size, peak, whole, token, self._mode.take())
 
     def _sampled_token(self, num_rows: int, num_tokens: int, cache: Any = None) -> Any:
         """Samples a token after `num_tokens` others, and returns the keys and values.
@@ -201,8 +235,8 @@ class Rehearsal:
         sampled_tokens(logits / rollout.temperature, numbers)
         return output.past_key_values
 
-    def update(self, num_rows: int, num_preferences: int | None) -> UpdateMemory:
-        """Returns the memory of a minibatch's gradients.
+    def update(self, num_rows: int, num_preferences: int | None) -> Update:
+        """Rehearses a minibatch's gradients.
 
         Args:
             num_rows: Rows of each client's minibatch.
@@ -221,6 +255,7 @@ class Rehearsal:
 
         with self._counted() as live:
             experiences = self._experiences(size, num_preferences or 1)
+            advantages = self._mode.take()
             values, live.peak = live.peak, live.now
             minibatches = [experience.rows(slice(num_rows)) for experience in experiences]
             for trainer in self.trainers:
@@ -235,7 +270,15 @@ class Rehearsal:
             )
         jacobian = sum(each.jacobian.nbytes for each in gradients)
         sums = jacobian if num_rows > part else 0
-        return UpdateMemory(values, jacobian + sums, max(marks) - sums, live.peak - jacobian - sums)
+        return Update(
+            values,
+            jacobian + sums,
+            max(marks) - sums,
+            live.peak - jacobian - sums,
+            advantages,
+            num_passes=-(-num_rows // part),
+            operations=self._mode.take(),
+        )
 
     def _experiences(self, num_rows: int, num_preferences: int) -> list[Any]:
         """Returns the clients' batches with the inputs of their losses."""
@@ -286,14 +329,14 @@ class Rehearsal:
 class PairRehearsal(Rehearsal):
     """Trainers of a run on pairs, which samples no replies."""
 
-    def sampling(self, trainers: Sequence[MultiObjectiveTrainer], num_rows: int) -> tuple[int, int]:
-        """Returns 0, and the peak of the passes over pairs without gradients."""
+    def sampling(self, trainers: Sequence[MultiObjectiveTrainer], num_rows: int) -> Sampled:
+        """Rehearses the passes over pairs without gradients; there are no others."""
         set_mode(self._model, is_training=False)
         with torch.no_grad(), self._counted() as scoring:
             rows = self._rollouts(num_rows)
             set_preferences(self._model, rows.queries.preferences)
             self.alone._sampler.logprobs(rows, of_reference=False)
-        return 0, scoring.peak
+        return Sampled(0, scoring.peak, [], [], self._mode.take())
 
     def _experiences(self, num_rows: int, num_preferences: int) -> list[Any]:
         """Returns the clients' batches of pairs with prompts and replies of maximum length."""
@@ -322,7 +365,7 @@ def _no_reward(**_: Any) -> list[float]:
     raise AssertionError("a rehearsal has no texts to score")
 
 
-def with_fake_parameters(module: Any, mode: FakeTensorMode, device: torch.device) -> None:
+def with_fake_parameters(module: Any, mode: OperationCounter, device: torch.device) -> None:
     """Replaces meta tensors by fake ones on a device, and runs the passes in the fake mode.
 
     Tied parameters stay tied.
@@ -345,7 +388,7 @@ def with_fake_parameters(module: Any, mode: FakeTensorMode, device: torch.device
         model.forward = _within(mode, model.forward)
 
 
-def _within(mode: FakeTensorMode, forward: Callable[..., Any]) -> Callable[..., Any]:
+def _within(mode: OperationCounter, forward: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(forward)
     def call(*arguments: Any, **options: Any) -> Any:
         arguments, options = tree_map_only(torch.Tensor, mode.from_tensor, (arguments, options))
@@ -364,15 +407,15 @@ def policy_without_storage(
         return add_adapter(model, config, num_objectives=num_objectives)
 
 
-def process_memory(
+def rehearsed(
     architecture: PretrainedConfig,
     policy: PolicyFigures,
     cfg: AlignmentConfig,
     traffic: Traffic,
     num_clients: int,
     device: torch.device,
-) -> Memory:
-    """Returns the memory of a process that trains `num_clients` clients in a round.
+) -> Rehearsed:
+    """Rehearses a process that trains `num_clients` clients in a round.
 
     Args:
         architecture: The policy's architecture.
@@ -400,15 +443,14 @@ def process_memory(
         found[checkpointing] = rehearsal.update(share, num_preferences)
     rehearsal = rehearsals[False]
     own_rows = -(-sampled.rows // sampled.clients // cfg.processes_per_client)
-    cache, rollout = rehearsal.sampling(rehearsal.trainers[: sampled.clients], own_rows)
-    evaluation = rollout
+    evaluation = rollout = rehearsal.sampling(rehearsal.trainers[: sampled.clients], own_rows)
     if is_stacked or own_rows != evaluated_rows(cfg):
-        _, evaluation = rehearsal.sampling([rehearsal.alone], evaluated_rows(cfg))
+        evaluation = rehearsal.sampling([rehearsal.alone], evaluated_rows(cfg))
     critic, learner = _learner_bytes(architecture, policy, cfg)
     # the state before the first round has no moments
     oldest = critic if cfg.rounds == 1 else learner
     own_adapter = policy.adapter_bytes if is_stacked else 0
-    return Memory(
+    memory = Memory(
         training=learner + oldest + own_adapter,
         waiting=2 * learner + oldest + own_adapter,
         num_training=num_clients if is_stacked else 1,
@@ -416,15 +458,17 @@ def process_memory(
         update={key: update.peak for key, update in found.items()},
         saved={key: update.saved for key, update in found.items()},
         values=found[False].values,
-        cache=cache,
-        rollout=rollout,
-        evaluation=evaluation,
+        cache=rollout.cache,
+        rollout=rollout.peak,
+        evaluation=evaluation.peak,
         engine=cfg.rollout.engine.num_bytes(
             sum(size for kind, size in policy.bytes_by_dtype.items() if kind != "buffers"),
             policy.adapter_bytes,
         ),
         engine_devices=cfg.rollout.engine.own_devices,
     )
+    update = found.get(cfg.policy.gradient_checkpointing, found[False])
+    return Rehearsed(memory, rollout, evaluation, update)
 
 
 def evaluated_rows(cfg: AlignmentConfig) -> int:

@@ -1,0 +1,121 @@
+"""The time of a plan: its operations are those of the run, at the speeds of the device."""
+
+import math
+
+import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+from benchmarks.plan_memory import BFLOAT16, CHECKPOINTED, CRITIC_FREE, STACKED, Shape
+from benchmarks.plan_memory import configuration as random_run
+from firm.federation import Processes
+from firm.jobs.alignment import main
+from firm.jobs.alignment_config import client_names
+from firm.jobs.plan import make_plan, plan_tables
+from firm.jobs.plan.roofline import Operation, OperationCounter, Speeds
+
+COMMON = {"policy.lora.r": 2, "rollout.logprobs": "forward"}  # which does not depend on the round
+CPU = torch.device("cpu")
+
+
+def plan_of(cfg):
+    return make_plan(cfg, client_names(cfg), Processes())
+
+
+def operations(work, *sizes, dtype=torch.float32):
+    counter = OperationCounter()
+    with counter:
+        tensors = [torch.ones(size, dtype=dtype) for size in sizes]
+        counter.take()
+        work(*tensors)
+    return counter.take()
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        STACKED,
+        CRITIC_FREE,
+        {**CRITIC_FREE, **STACKED, **BFLOAT16},
+        {**CRITIC_FREE, **CHECKPOINTED},
+        {"estimator.micro_batch_size": 2, "estimator.critic": "network"},
+        {**CRITIC_FREE, "policy.conditioning.kind": "preference", "strategy.name": "fedavg"},
+    ],
+)
+def test_a_run_multiplies_as_much_as_its_plan_says(options, tmp_path, monkeypatch):
+    monkeypatch.setattr(Speeds, "seconds", lambda _, own: sum(each.flops for each in own))
+    shape = Shape(256, num_prompt_tokens=24, num_new_tokens=16, options={**COMMON, **options})
+    cfg = random_run(shape, tmp_path)
+    planned = plan_of(cfg).seconds
+    with FlopCounterMode(display=False) as counted:
+        main(cfg)
+    assert planned.total == pytest.approx(counted.get_total_flops(), rel=0.1)
+
+
+def test_matrix_products_are_counted_and_views_are_not():
+    (product,) = operations(lambda a, b: a.T @ b.view(8, 4), (8, 3), (4, 8))
+    assert product == Operation(2 * 3 * 8 * 4, 4 * (8 * 3 + 8 * 4 + 3 * 4), torch.float32)
+    (added,) = operations(lambda a: a.add_(1), (5,), dtype=torch.bfloat16)
+    assert added == Operation(0, 2 * 5 * 2, torch.bfloat16)
+
+
+def test_operations_made_of_others_count_once():
+    (softmax,) = operations(lambda a: torch.softmax(a, 0), (6,))
+    assert softmax.num_bytes == 2 * 4 * 6
+
+
+def test_an_operation_takes_the_longest_of_start_bytes_and_arithmetic(monkeypatch):
+    speeds = Speeds(CPU)
+    monkeypatch.setattr(Speeds, "start", 0.5)
+    monkeypatch.setattr(Speeds, "bytes_per_second", 10.0)
+    monkeypatch.setattr(Speeds, "flops_per_second", lambda _, dtype: 100.0 * dtype.itemsize)
+    sizes = [(0, 1), (0, 20), (1_600, 20)]
+    alone = [speeds.seconds([Operation(*size, torch.float32)]) for size in sizes]
+    assert alone == [0.5, 2.0, 4.0]
+    assert speeds.seconds([Operation(*size, torch.float32) for size in sizes]) == sum(alone)
+    assert speeds.seconds([Operation(1_600, 20, torch.bfloat16)]) == 8.0
+
+
+def test_the_speeds_of_this_machine_are_measured_once(monkeypatch):
+    monkeypatch.setattr("firm.jobs.plan.roofline.SIDES", {"cpu": 64})
+    monkeypatch.setattr("firm.jobs.plan.roofline.COPIED_BYTES", 1_000)
+    times = iter(range(1_000))
+    speeds = Speeds(CPU, clock=lambda: float(next(times)))  # everything takes a second
+    assert speeds.flops_per_second(torch.float32) == 2 * 64**3
+    assert speeds.bytes_per_second == 2_000
+    assert 0.001 < speeds.start < 0.1  # a second by the operations of a small model
+    used = next(times)
+    assert speeds.seconds([Operation(2 * 64**3, 0, torch.float32)]) == 1.0
+    assert next(times) == used + 1
+
+
+def test_a_plan_shows_the_time_where_it_is_known(tmp_path):
+    cfg = random_run(Shape(256, options={"num_threads": 1}), tmp_path)
+    plan = plan_of(cfg)
+    rows = dict(next(table.rows for table in plan_tables(plan) if table.title == "Work"))
+    assert rows["time on this machine, about"].endswith("in all")
+    assert plan.seconds.total > 2 * plan.seconds.round > 0
+    assert any("excludes reward models" in note for note in plan.notes)
+
+
+@pytest.mark.parametrize("options", [{"policy.device": "meta:7"}, {"rollout.engine.name": "vllm"}])
+def test_no_time_is_told_for_devices_and_engines_that_are_not_here(options, tmp_path):
+    plan = plan_of(random_run(Shape(256, options=options), tmp_path))
+    assert plan.memory is not None
+    assert plan.seconds is None
+    assert not any("Time is" in note for note in plan.notes)
+
+
+def test_the_threads_of_the_run_are_those_that_are_measured(tmp_path, monkeypatch):
+    seen = []
+
+    def seconds(_, operations):
+        seen.append(torch.get_num_threads())
+        return math.nan
+
+    monkeypatch.setattr(Speeds, "seconds", seconds)
+    before = torch.get_num_threads()
+    plan_of(random_run(Shape(256, options={"num_threads": before + 1}), tmp_path))
+    assert set(seen) == {before + 1}
+    assert torch.get_num_threads() == before
