@@ -2,6 +2,7 @@
 
     python benchmarks/protocol_runs.py front --seeds 100 101 102 103 104 105 106 107 108 109
     python benchmarks/protocol_runs.py weights --seeds 100 101 102 103 104
+    python benchmarks/protocol_runs.py front --world runs/world_1 --seeds 600 601
 
 Parts: front (A1, A2), weights (family B), baselines (A3, A4), equal_kl, nine and warm, of the
 miniature world; real_front (C1 to C3), real_baselines (C4 to C7) and real_constraint (D1), of
@@ -17,7 +18,7 @@ the same random stream.
 import argparse
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -81,6 +82,19 @@ COMMON = {
     "estimator.minibatch_size": 8,
 }
 MINIATURE = World(Path("configs/miniature.yaml"), COMMON, {"validation": 200, "test": 300})
+
+
+def miniature_in(folder: Path) -> World:
+    """Returns the miniature with the models and prompts of a folder of `recipes.miniature`."""
+    models = {f"rewards.{name}.path": str(folder / name) for name in ("helpful", "harmless")}
+    prompts = {
+        f"data.{split}.source": str(folder / f"prompts_{split}.jsonl")
+        for split in ("train", "validation", "test")
+    }
+    own = {"policy.path": str(folder / "policy"), **models, **prompts}
+    return replace(MINIATURE, common={**COMMON, **own})
+
+
 SMOLLM2 = World(
     Path("configs/smollm2_front.yaml"),
     {
@@ -454,8 +468,10 @@ PARTS = {
 """Functions that measure the models of a part; names that begin with real_ are on SmolLM2."""
 
 
-def lab_of(part: str, seed: int, runs: Path) -> Lab:
-    """Returns the lab of a part's world."""
+def lab_of(part: str, seed: int, runs: Path, folder: Path | None = None) -> Lab:
+    """Returns the lab of a part's world, or of the one in a folder."""
+    if folder is not None:
+        return Lab(seed, runs / folder.name, miniature_in(folder))
     return Lab(seed, runs, SMOLLM2) if part.startswith("real_") else Lab(seed, runs)
 
 
@@ -466,14 +482,17 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("part", choices=PARTS)
     parser.add_argument("--seeds", type=int, nargs="+", required=True)
     parser.add_argument("--runs", type=Path, default=Path("runs/protocol"))
+    parser.add_argument("--world", type=Path, help="folder of another world of the miniature")
     parser.add_argument("--out", type=Path, default=Path("docs/results/data/protocol"))
     options = parser.parse_args(arguments)
     quiet()
     options.out.mkdir(parents=True, exist_ok=True)
+    name = "_".join([options.part] + ([options.world.name] if options.world else []))
     for seed in options.seeds:
-        path = options.out / f"{options.part}_{seed}.json"
+        path = options.out / f"{name}_{seed}.json"
         if not path.exists():
-            figures = PARTS[options.part](lab_of(options.part, seed, options.runs))
+            lab = lab_of(options.part, seed, options.runs, options.world)
+            figures = PARTS[options.part](lab)
             replace_text(path, json.dumps(figures, indent=1) + "\n")
         print(path, flush=True)
 
