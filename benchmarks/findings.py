@@ -44,6 +44,7 @@ KL_SHARES = (0.5, 0.1, 0.9)
 """Preferences at which models with a smaller B were measured."""
 TEN, FIVE, REAL_SEEDS = range(100, 110), range(100, 105), range(300, 303)
 SIXTY = range(110, 170)
+WORLDS, WORLD_SEEDS = range(1, 5), (600, 601)
 
 Model = Mapping[str, Mapping[str, float]]
 """Figures of a model by split, as benchmarks/protocol_runs.py keeps them."""
@@ -98,13 +99,15 @@ class Claim:
     sides: tuple[str, str]
     quantity: str
     planned: int
-    """Seeds that the protocol names."""
+    """Seeds, or worlds, that the protocol names."""
     differences: tuple[float, ...]
     part: str
     """Part of benchmarks/protocol_runs.py."""
     margin: float | None = None
     """Of equality; None for a claim of a difference."""
     script: str = "protocol_runs.py"
+    files: str = ""
+    """Start of the names of the data's files, if it is not the part."""
 
     @property
     def is_complete(self) -> bool:
@@ -240,37 +243,34 @@ def soups(models: Models, count: int) -> list[Model]:
     ]
 
 
+UTILITY = "expected utility"
+FRONTS: tuple[tuple[str, Callable[[Models], list[Model]]], ...] = (
+    ("five separate runs", lambda models: of(models, "separate")),
+    ("a soup of two runs", lambda models: soups(models, 2)),
+)
+"""Sides with which a conditioned run is compared, with their models."""
+
+
 def family_a(folder: Path = PROTOCOL) -> list[Claim]:
     """Returns the claims of family A."""
-    fronts = parts("front", TEN, folder)
+    fronts = parts("front", TEN, folder).values()
+    claims = []
+    for name, text, margin, (second, side) in zip(
+        ("A1", "A2"),
+        ("equals five separate runs", "differs from a soup of two runs"),
+        (MARGIN, None),
+        FRONTS,
+        strict=True,
+    ):
+        sides, less = ("one conditioned run", second), [utility_less(m, side) for m in fronts]
+        text = f"One conditioned run {text}"
+        claims.append(Claim(name, text, sides, UTILITY, 10, tuple(less), "front", margin))
+    return [*claims, *equal_weights(("A3", "A4"), TEN, folder)]
 
-    def folds(models: Models) -> float:
-        return expected_utility(of(models, "conditioned"))
 
-    def of_fronts(
-        name: str, text: str, second: str, read: Callable[[Models], float], margin: float | None
-    ) -> Claim:
-        less = tuple(folds(models) - read(models) for models in fronts.values())
-        sides = ("one conditioned run", second)
-        return Claim(name, text, sides, "expected utility", 10, less, "front", margin)
-
-    return [
-        of_fronts(
-            "A1",
-            "One conditioned run equals five separate runs",
-            "five separate runs",
-            lambda models: expected_utility(of(models, "separate")),
-            MARGIN,
-        ),
-        of_fronts(
-            "A2",
-            "One conditioned run differs from a soup of two runs",
-            "the soup",
-            lambda models: expected_utility(soups(models, 2)),
-            None,
-        ),
-        *equal_weights(("A3", "A4"), TEN, folder),
-    ]
+def utility_less(models: Models, side: Callable[[Models], list[Model]]) -> float:
+    """Returns the expected utility of the conditioned run less that of another side."""
+    return expected_utility(of(models, "conditioned")) - expected_utility(side(models))
 
 
 EQUAL_WEIGHTS = (
@@ -404,6 +404,29 @@ def family_f(folder: Path = PROTOCOL) -> list[Claim]:
     return equal_weights(("F1", "F2"), SIXTY, folder)
 
 
+def family_h(folder: Path = PROTOCOL) -> list[Claim]:
+    """Returns the claims of family H; a world counts once all its seeds are there."""
+    claims = []
+    for name, (second, side) in zip(("H1", "H2"), FRONTS, strict=True):
+        text = f"In other worlds one conditioned run differs from {second}"
+        sides = ("one conditioned run", second)
+        less = tuple(fmean(own) for own in in_worlds(side, folder).values())
+        claims.append(
+            Claim(name, text, sides, UTILITY, len(WORLDS), less, "front", files="front_world")
+        )
+    return claims
+
+
+def in_worlds(side: Callable[[Models], list[Model]], folder: Path) -> dict[int, list[float]]:
+    """Returns the conditioned run's utility less a side's by seed, of each finished world."""
+    found = {}
+    for world in WORLDS:
+        fronts = parts(f"front_world_{world}", WORLD_SEEDS, folder)
+        if len(fronts) == len(WORLD_SEEDS):
+            found[world] = [utility_less(models, side) for models in fronts.values()]
+    return found
+
+
 def uploads(folder: Path = PROTOCOL) -> tuple[list[Gains], list[Gains]]:
     """Returns the gains with whole uploads and with uploads of two bits, by seed."""
     stored = stored_gains(folder, "uploads", "test")
@@ -508,7 +531,7 @@ def older_runs() -> str:
 # --- The page's tables ----------------------------------------------------------------------------
 
 
-FAMILIES = (family_a, family_b, family_c, family_d, family_e, family_f)
+FAMILIES = (family_a, family_b, family_c, family_d, family_e, family_f, family_h)
 HEADER = (
     *("claim", "quantity, first less second", "n", "95 % interval", "margin", "verdict"),
     *("command", "data"),
@@ -530,7 +553,7 @@ def findings(folder: Path = PROTOCOL) -> str:
                 margin,
                 verdict,
                 f"`{claim.script} {claim.part}`",
-                f"`docs/results/data/protocol/{claim.part}_*.json`",
+                f"`docs/results/data/protocol/{claim.files or claim.part}_*.json`",
             ])  # fmt: skip
     return markdown_table(HEADER, rows)
 
@@ -708,6 +731,16 @@ def seeds_for_equality(deviation: float, margin: float, *, power: float, alpha: 
     while not is_enough(most):
         most *= 2
     return bisect_left(range(most), True, lo=2, key=is_enough)
+
+
+def worlds_table(folder: Path = PROTOCOL) -> str:
+    """Returns the differences behind family H by world, each with those of its seeds."""
+    rows = []
+    for name, side in FRONTS:
+        for world, less in in_worlds(side, folder).items():
+            cells = ", ".join(f"{each:+.3f}" for each in less)
+            rows.append([f"less {name}", str(world), f"{fmean(less):+.3f}", cells])
+    return markdown_table(["the conditioned run", "world", "mean", "by seed"], rows)
 
 
 def baseline_table(folder: Path = PROTOCOL) -> str:
@@ -895,6 +928,7 @@ def _rows_of(points: Sequence[Point]) -> np.ndarray:
 TABLES: dict[str, Callable[[], str]] = {
     "findings": findings,
     "front": front_table,
+    "worlds": worlds_table,
     "number of runs": number_table,
     "equal KL": kl_table,
     "number of runs at equal KL": kl_number_table,

@@ -1,6 +1,7 @@
 """The parts of the protocol measure the models that its claims compare."""
 
 import json
+import shutil
 
 import numpy as np
 import pytest
@@ -9,9 +10,19 @@ from safetensors.torch import load_file, save_file
 
 from benchmarks import adapter_runs, findings
 from benchmarks.judges import grade, rarity
-from benchmarks.protocol_runs import MINIATURE, PARTS, SETTINGS, SHRUNK, SMOLLM2, Lab, lab_of
+from benchmarks.protocol_runs import (
+    MINIATURE,
+    PARTS,
+    SETTINGS,
+    SHRUNK,
+    SMOLLM2,
+    Lab,
+    lab_of,
+    miniature_in,
+)
 from firm.jobs.alignment_config import AlignmentConfig
-from firm.run.config import compose
+from firm.run.config import compose, to_dict
+from firm.run.differences import differences
 
 MAPS = {name: {"method": "sigmoid", "mean": 0.0, "scale": 2.0} for name in ("helpful", "harmless")}
 SEEDS = {
@@ -74,6 +85,11 @@ def data(tmp_path_factory):
             lab = PaperLab(seed, runs, world)
             (out / f"{part}_{seed}.json").write_text(json.dumps(measure(lab)))
             trained[world.base] |= lab.trained
+    for number in findings.WORLDS:
+        for seed in findings.WORLD_SEEDS:
+            lab = PaperLab(seed, runs / f"world_{number}", MINIATURE)
+            name = f"front_world_{number}_{seed}.json"
+            (out / name).write_text(json.dumps(PARTS["front"](lab)))
     for part, (jobs_of, split) in adapter_runs.PARTS.items():
         for seed in (1, 2, 3, 4, 5):
             jobs = [name for adapter in adapter_runs.CHOSEN for name in jobs_of(adapter, seed)]
@@ -92,8 +108,36 @@ def test_every_claim_and_table_finds_its_models(data):
                   findings.kl_number_table, findings.power_table, findings.rates_table,
                   findings.uploads_table, findings.privacy_tables, findings.baseline_table,
                   findings.weights_table, findings.real_table, findings.constraint_table,
-                  findings.findings):  # fmt: skip
+                  findings.worlds_table, findings.findings):  # fmt: skip
         assert "–" not in table(out)
+
+
+def test_a_world_counts_once_with_the_mean_of_its_seeds(data, tmp_path):
+    for path in data[0].glob("front_world_*"):
+        if path.name != "front_world_2_601.json":
+            shutil.copy(path, tmp_path)
+    for claim, whole in zip(findings.family_h(tmp_path), findings.family_h(data[0]), strict=True):
+        assert claim.differences == whole.differences[:1] + whole.differences[2:]
+        assert not claim.is_complete
+    (_, side), *_ = findings.FRONTS
+    by_seed = findings.in_worlds(side, tmp_path)[1]
+    assert len(by_seed) == 2
+    assert findings.family_h(tmp_path)[0].differences[0] == pytest.approx(sum(by_seed) / 2)
+
+
+def test_another_world_has_its_own_models_and_prompts_and_the_same_settings(tmp_path):
+    other, own = (
+        compose(AlignmentConfig, [world.base], list(world.common.items()))
+        for world in (miniature_in(tmp_path / "world_1"), MINIATURE)
+    )
+    assert lab_of("front", 600, tmp_path, tmp_path / "world_1").folder.parent.name == "world_1"
+    changed = {line.split(" was ")[0] for line in differences(to_dict(own), to_dict(other))}
+    assert changed == {
+        "policy.path", "rewards.helpful.path", "rewards.harmless.path",
+        "data.train.source", "data.validation.source", "data.test.source",
+    }  # fmt: skip
+    for value in (other.policy.path, other.rewards["helpful"].path, other.data.test.source):
+        assert value.startswith(str(tmp_path / "world_1"))
 
 
 def test_the_base_model_counts_once_per_seed(data):
