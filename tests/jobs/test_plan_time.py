@@ -4,7 +4,7 @@ import math
 
 import pytest
 import torch
-from torch.utils.flop_counter import FlopCounterMode
+from torch.utils.flop_counter import FlopCounterMode, flop_registry
 
 from benchmarks.plan_memory import BFLOAT16, CHECKPOINTED, CRITIC_FREE, STACKED, Shape
 from benchmarks.plan_memory import configuration as random_run
@@ -12,7 +12,7 @@ from firm.federation import Processes
 from firm.jobs.alignment import main
 from firm.jobs.alignment_config import client_names
 from firm.jobs.plan import make_plan, plan_tables
-from firm.jobs.plan.roofline import Operation, OperationCounter, Speeds
+from firm.jobs.plan.roofline import FLOPS, Operation, OperationCounter, Speeds
 
 COMMON = {"policy.lora.r": 2, "rollout.logprobs": "forward"}  # which does not depend on the round
 CPU = torch.device("cpu")
@@ -48,6 +48,8 @@ def test_a_run_multiplies_as_much_as_its_plan_says(options, tmp_path, monkeypatc
     shape = Shape(256, num_prompt_tokens=24, num_new_tokens=16, options={**COMMON, **options})
     cfg = random_run(shape, tmp_path)
     planned = plan_of(cfg).seconds
+    for operation, formula in FLOPS.items():
+        monkeypatch.setitem(flop_registry, operation, formula)
     with FlopCounterMode(display=False) as counted:
         main(cfg)
     assert planned.total == pytest.approx(counted.get_total_flops(), rel=0.1)
@@ -63,6 +65,23 @@ def test_matrix_products_are_counted_and_views_are_not():
 def test_operations_made_of_others_count_once():
     (softmax,) = operations(lambda a: torch.softmax(a, 0), (6,))
     assert softmax.num_bytes == 2 * 4 * 6
+
+
+def test_attention_on_the_cpu_is_counted():
+    attend = torch.nn.functional.scaled_dot_product_attention
+    counted = operations(attend, *[(2, 3, 5, 4)] * 3)
+    assert sum(each.flops for each in counted) == 2 * (2 * 2 * 3 * 5 * 5 * 4)
+
+
+def test_a_device_without_room_to_measure_leaves_the_memory_and_says_so(tmp_path, monkeypatch):
+    def full(*_):
+        raise torch.OutOfMemoryError("out of memory")
+
+    monkeypatch.setattr(Speeds, "seconds", full)
+    plan = plan_of(random_run(Shape(256), tmp_path))
+    assert plan.memory is not None
+    assert plan.seconds is None
+    assert any("no estimate of the time (out of memory)" in note for note in plan.notes)
 
 
 def test_an_operation_takes_the_longest_of_start_bytes_and_arithmetic(monkeypatch):

@@ -105,7 +105,7 @@ def make_plan(cfg: AlignmentConfig, clients: Sequence[str], processes: Processes
     work = _work(cfg, len(clients), traffic, busiest, shares)
     if architecture is not None and policy is not None:
         try:
-            memory, seconds = _costs(architecture, policy, cfg, traffic, busiest, work)
+            memory, seconds = _costs(architecture, policy, cfg, traffic, busiest, work, notes)
         except (AttributeError, RuntimeError, TypeError, ValueError) as error:
             # operations that depend on tensors' content, or that the engine lacks
             notes.append(
@@ -138,17 +138,23 @@ def _costs(
     traffic: Traffic,
     busiest: int,
     work: Work,
+    notes: list[str],
 ) -> tuple[Memory, Seconds | None]:
     """Returns the memory of the busiest process, and the run's time.
 
-    The time is None if the policy's device is not on this machine, or another engine samples.
+    The time is None if the policy's device is not on this machine, another engine samples, or the
+    speeds cannot be measured, which a note then says.
     """
     device = _device_here(cfg.policy.device)
     found = rehearsed(architecture, policy, cfg, traffic, busiest, device)
     is_here = cfg.policy.device.partition(":")[0] in ("auto", device.type)
     if not is_here or not isinstance(cfg.rollout.engine, TransformersConfig):
         return found.memory, None
-    return found.memory, estimated_seconds(cfg, found, work, device)
+    try:
+        return found.memory, estimated_seconds(cfg, found, work, device)
+    except RuntimeError as error:
+        notes.append(f"{device}: no estimate of the time ({first_line(error)}).")
+        return found.memory, None
 
 
 def _device_here(name: str) -> torch.device:

@@ -28,6 +28,18 @@ COPIED_BYTES = 2**27
 """Bytes of a measured copy; more than caches hold."""
 
 
+_aten = torch.ops.aten
+FLOPS: dict[Any, Callable[..., int]] = {
+    _aten._scaled_dot_product_flash_attention_for_cpu: flop_registry[
+        _aten._scaled_dot_product_flash_attention
+    ],
+    _aten._scaled_dot_product_flash_attention_for_cpu_backward: flop_registry[
+        _aten._scaled_dot_product_flash_attention_backward
+    ],
+}
+"""Formulas of operations that torch does not count; they begin with the same arguments."""
+
+
 @dataclass(frozen=True)
 class Operation:
     """Size of one operation on tensors."""
@@ -73,7 +85,7 @@ class OperationCounter(FakeTensorMode):
         outputs = [t for t in tree_leaves(result) if isinstance(t, torch.Tensor)]
         if not outputs:
             return
-        count = flop_registry.get(func._overloadpacket)
+        count = FLOPS.get(func._overloadpacket) or flop_registry.get(func._overloadpacket)
         self.operations.append(
             Operation(
                 count(*args, **kwargs, out_val=result) if count else 0,

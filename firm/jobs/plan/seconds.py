@@ -21,6 +21,9 @@ def estimated_seconds(
         rehearsed: Operations of a local step.
         work: The numbers of passes.
         device: Device of the policy.
+
+    Raises:
+        RuntimeError: The device is too full for the measurements, or cannot multiply a dtype.
     """
     threads = torch.get_num_threads()
     if isinstance(cfg.num_threads, int):
@@ -40,7 +43,6 @@ def _seconds(
     update = rehearsed.update
     trained = work.updates.count * seconds(update.operations) / update.num_passes
     rollout = cfg.rollout
-
     is_forward = logprobs_from(cfg.policy.dtype, rollout) == "forward"
     num_scorings = 1 + is_forward  # of the base model, and of the policy unless sampling gives them
 
