@@ -23,6 +23,7 @@ from benchmarks.findings import (
     family_a,
     family_b,
     family_c,
+    family_f,
     findings,
     gained_volume,
     holm,
@@ -233,14 +234,17 @@ def test_the_readme_states_the_intervals_of_the_findings():
     text = (ROOT / "README.md").read_text(encoding="utf-8")
     section = text[text.index("## What to expect") : text.index("SmolLM2 beside TRL")]
     found = {key[:2]: mean_difference(own) for key, own in older_differences().items()}
-    claims = {each.name: each for each in (*family_a(), *family_b(), *family_c())}
+    claims = {each.name: each for each in (*family_a(), *family_b(), *family_c(), *family_f())}
     ends = "With PPO: FIRM at p = ({}), at ({})"
     low, high = "0.1, 0.9", "0.9, 0.1"
     stated = [
         found["With PPO: fixed equal weights, FIRM", "reward helpful"].text(),
         f"{found[ends.format(high, low), 'reward helpful'].mean:.2f}",
         f"{found[ends.format(low, high), 'reward harmless'].mean:.2f}",
-        *(interval(claims[name].differences) for name in ("A1", "A3", "B5", "B6", "C1", "C2")),
+        *(
+            interval(claims[name].differences)
+            for name in ("A1", "F1", "B5", "B6", "C1", "C2", "C4")
+        ),
     ]
     for figure in stated:
         assert figure in section
