@@ -253,6 +253,7 @@ class Rehearsal:
             marks.append(live.now)
             return 0.0
 
+        self._mode.take()  # the learners' beginnings, which no step repeats
         with self._counted() as live:
             experiences = self._experiences(size, num_preferences or 1)
             advantages = self._mode.take()
