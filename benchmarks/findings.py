@@ -99,13 +99,15 @@ class Claim:
     sides: tuple[str, str]
     quantity: str
     planned: int
-    """Seeds, or worlds, that the protocol names."""
+    """Number of seeds, or of another `unit`, that the protocol names."""
     differences: tuple[float, ...]
     part: str
     """Part of benchmarks/protocol_runs.py."""
     margin: float | None = None
     """Of equality; None for a claim of a difference."""
     script: str = "protocol_runs.py"
+    unit: str = "seeds"
+    """What `planned` counts."""
     files: str = ""
     """Start of the names of the data's files, if it is not the part."""
 
@@ -134,7 +136,7 @@ def verdicts(family: Sequence[Claim]) -> list[str]:
     words = []
     for claim, kinds in zip(family, found, strict=True):
         if not claim.is_complete:
-            words.append(f"open: {len(claim.differences)} of {claim.planned} seeds")
+            words.append(f"open: {len(claim.differences)} of {claim.planned} {claim.unit}")
             continue
         ahead = claim.sides[0] if fmean(claim.differences) > 0 else claim.sides[1]
         parts = ["equal within the margin"] if "equality" in kinds else []
@@ -412,7 +414,17 @@ def family_h(folder: Path = PROTOCOL) -> list[Claim]:
         sides = ("one conditioned run", second)
         less = tuple(fmean(own) for own in in_worlds(side, folder).values())
         claims.append(
-            Claim(name, text, sides, UTILITY, len(WORLDS), less, "front", files="front_world")
+            Claim(
+                name,
+                text,
+                sides,
+                UTILITY,
+                len(WORLDS),
+                less,
+                "front",
+                unit="worlds",
+                files="front_world",
+            )
         )
     return claims
 
