@@ -1,5 +1,6 @@
 """The time of a plan: its operations are those of the run, at the speeds of the device."""
 
+import json
 import math
 
 import pytest
@@ -8,11 +9,13 @@ from torch.utils.flop_counter import FlopCounterMode, flop_registry
 
 from benchmarks.plan_memory import BFLOAT16, CHECKPOINTED, CRITIC_FREE, STACKED, Shape
 from benchmarks.plan_memory import configuration as random_run
+from benchmarks.random_models import dialogues
 from firm.federation import Processes
 from firm.jobs.alignment import main
-from firm.jobs.alignment_config import client_names
+from firm.jobs.alignment_config import AlignmentConfig, client_names
 from firm.jobs.plan import make_plan, plan_tables
 from firm.jobs.plan.roofline import FLOPS, Operation, OperationCounter, Speeds
+from firm.run import compose
 
 COMMON = {"policy.lora.r": 2, "rollout.logprobs": "forward"}  # which does not depend on the round
 CPU = torch.device("cpu")
@@ -47,6 +50,43 @@ def test_a_run_multiplies_as_much_as_its_plan_says(options, tmp_path, monkeypatc
     monkeypatch.setattr(Speeds, "seconds", lambda _, own: sum(each.flops for each in own))
     shape = Shape(256, num_prompt_tokens=24, num_new_tokens=16, options={**COMMON, **options})
     cfg = random_run(shape, tmp_path)
+    planned = plan_of(cfg).seconds
+    for operation, formula in FLOPS.items():
+        monkeypatch.setitem(flop_registry, operation, formula)
+    with FlopCounterMode(display=False) as counted:
+        main(cfg)
+    assert planned.total == pytest.approx(counted.get_total_flops(), rel=0.1)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_run_on_pairs_multiplies_as_much_as_its_plan_says(dtype, tmp_path, monkeypatch):
+    monkeypatch.setattr(Speeds, "seconds", lambda _, own: sum(each.flops for each in own))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    random_run(Shape(256, num_prompt_tokens=24, num_new_tokens=16), tmp_path)  # writes a policy
+    reply = " ".join(dialogues(256, 40, 1)[0].split()[1:])  # cut at the maximum length
+    settings = {
+        "policy.path": str(tmp_path / "policy"),
+        "policy.dtype": dtype,
+        "policy.lora.r": 2,
+        "rollout.max_prompt_tokens": 24,
+        "rollout.max_new_tokens": 16,
+        "num_clients": 2,
+        "rounds": 2,
+        "estimator.name": "dpo",
+        "estimator.batch_size": 8,
+        "estimator.minibatch_size": 4,
+        "evaluation.num_validation_prompts": 2,
+        "evaluation.num_test_prompts": 2,
+        "out": str(tmp_path / "run"),
+    }
+    for at, name in enumerate(("helpful", "harmless")):
+        rows = [
+            {"prompt": text, "chosen": reply, "rejected": reply + " more"}
+            for text in dialogues(256, 22, 64)[32 * at : 32 * (at + 1)]
+        ]
+        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        settings[f"pairs.{name}.source"] = str(tmp_path / f"{name}.jsonl")
+    cfg = compose(AlignmentConfig, [], list(settings.items()))
     planned = plan_of(cfg).seconds
     for operation, formula in FLOPS.items():
         monkeypatch.setitem(flop_registry, operation, formula)

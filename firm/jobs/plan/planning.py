@@ -270,7 +270,9 @@ def _work(
     batches = traffic.num_trainings * (cfg.strategy.num_local_steps - 1) + 1
     training = samples * cfg.rounds * clients_per_round * batches * cfg.estimator.batch_size
     evaluated = samples * prompts * evaluation.num_samples
-    pairs = 0 if samples else prompts + num_clients * (prompts_per_client or (0, 0))[1]
+    pairs = 0
+    if not samples:  # held out by objective, and all training pairs once under the reference
+        pairs = len(cfg.pairs) * prompts + num_clients * (prompts_per_client or (0, 0))[1]
     judges = len(cfg.rewards) + sum(len(group.rewards) for group in cfg.groups.values())
     return Work(
         optimizer_steps=traffic.num_trainings * num_passes(cfg),

@@ -43,8 +43,11 @@ def _seconds(
     update = rehearsed.update
     trained = work.updates.count * seconds(update.operations) / update.num_passes
     rollout = cfg.rollout
-    is_forward = logprobs_from(cfg.policy.dtype, rollout) == "forward"
-    num_scorings = 1 + is_forward  # of the base model, and of the policy unless sampling gives them
+    if work.training_replies:
+        # of the base model, and of the policy unless sampling gives its log-probabilities
+        num_scorings = 1 + (logprobs_from(cfg.policy.dtype, rollout) == "forward")
+    else:
+        num_scorings = 2  # a pair has two replies
 
     def taken(sampled: Sampled) -> float:
         """Returns the seconds of a rollout, with its log-probabilities."""
