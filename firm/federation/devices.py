@@ -183,6 +183,18 @@ def device_title(device: torch.device) -> str | None:
     return None if name is None else str(name(device))
 
 
+def prepare_attention(device: torch.device) -> None:
+    """Keeps this process from kernels that give wrong gradients of attention on a device.
+
+    Call it before a model is trained there. On NVIDIA's H100 and H200, torch 2.11 and later choose
+    cuDNN's kernels for attention with a mask. In bfloat16 and float16 their gradient of the queries
+    is NaN if the length is an odd multiple of 64 and the log-sum-exp of a row is below -88.7, which
+    real models reach (pytorch/pytorch#196678). Other kernels of torch take their place.
+    """
+    if device.type == "cuda":
+        torch.backends.cuda.enable_cudnn_sdp(False)
+
+
 def synchronize(device: torch.device) -> None:
     """Waits until a device has finished its work; the CPU always has."""
     if device.type != "cpu":

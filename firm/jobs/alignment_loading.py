@@ -33,7 +33,7 @@ from firm.alignment.stacked.trainer import stacked_trainers
 from firm.alignment.trainer import MultiObjectiveTrainer
 from firm.federation.aggregation import weighted_mean
 from firm.federation.client import Adapter, Client
-from firm.federation.devices import generator_note
+from firm.federation.devices import generator_note, prepare_attention
 from firm.federation.engines.engine import ENGINES, Engine
 from firm.federation.engines.local import LocalEngine
 from firm.federation.engines.processes import Processes, ProcessesEngine
@@ -134,6 +134,7 @@ def load(
         given=given.model,
     )
     team = processes.team()
+    prepare_attention(device)
     # the policy moves before anything refers to its parameters, which some backends replace
     if team and cfg.policy.shard:
         team = shard_(policy, processes, team, device)

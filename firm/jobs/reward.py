@@ -22,7 +22,7 @@ from trl.trainer.reward_trainer import RewardTrainer
 
 from firm.alignment.pairs import Pair, PairsConfig, load_pairs
 from firm.alignment.policy import checkpoint_errors, read_tokenizer, without_needless_warnings
-from firm.federation.devices import named_device
+from firm.federation.devices import named_device, prepare_attention
 from firm.federation.outside import printable
 from firm.federation.randomness import RandomStream
 from firm.fields import (
@@ -246,6 +246,7 @@ def _dtype(cfg: RewardConfig) -> Literal["float32", "bfloat16"]:
 def _new_reward(cfg: RewardConfig) -> SequenceClassifierReward:
     """Returns the base with a new head and adapter, as the reward model that it will be."""
     device = named_device(cfg.device)
+    prepare_attention(device)
     tokenizer = read_tokenizer(cfg.base)
     with (
         checkpoint_errors("language model", cfg.base),

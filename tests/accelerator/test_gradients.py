@@ -1,10 +1,11 @@
-"""Compressors of Jacobians on an accelerator."""
+"""Gradients of attention and compressors of Jacobians on an accelerator."""
 
 import pytest
 import torch
 
+from firm.federation.devices import prepare_attention
 from firm.gradients.messages import COMPRESSORS, message_from_dict, message_to_dict
-from tests.accelerator.device import IS_PRETEND, second
+from tests.accelerator.device import IS_PRETEND, NAME, second
 
 
 @pytest.mark.parametrize("name", COMPRESSORS)
@@ -22,3 +23,21 @@ def test_every_compressor_works_as_on_the_cpu(name):
         reconstructed.append(message.reconstruct().cpu())
     rounding = 1e-5 if IS_PRETEND else 1e-4
     torch.testing.assert_close(*reconstructed, atol=rounding, rtol=1e-4)
+
+
+@pytest.mark.parametrize("length", [128, 192])
+def test_masked_attention_has_gradients_where_all_scores_are_very_negative(length):
+    prepare_attention(torch.device(NAME))
+    generator = torch.Generator().manual_seed(0)
+    size, shift = 64, -100.0
+    inputs = [torch.randn(1, 1, length, size, generator=generator) / 8 for _ in range(3)]
+    inputs[0][..., 0], inputs[1][..., 0] = 1.0, shift * size**0.5
+    mask = torch.ones(length, length, dtype=torch.bool).tril()
+    gradients = []
+    for dtype, device in ((torch.float32, "cpu"), (torch.bfloat16, NAME)):
+        leaves = [each.bfloat16().to(device, dtype).requires_grad_() for each in inputs]
+        output = torch.nn.functional.scaled_dot_product_attention(*leaves, mask.to(device))
+        gradients.append(torch.autograd.grad(output.square().sum(), leaves))
+    for expected, found in zip(*gradients, strict=True):
+        error = (found.float().cpu() - expected)[..., 1:].norm()
+        assert error < 0.1 * expected[..., 1:].norm()

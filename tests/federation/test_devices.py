@@ -2,7 +2,7 @@ import pytest
 import torch
 
 from firm.alignment import take_device
-from firm.federation.devices import named_device
+from firm.federation.devices import named_device, prepare_attention
 
 
 @pytest.fixture(params=["cuda", "xpu"])
@@ -40,3 +40,19 @@ def test_only_an_index_changes_the_device_of_the_process(accelerator, monkeypatc
     assert taken == [1]
     with pytest.raises(ValueError, match=rf"must be auto or {accelerator} with 2 processes"):
         take_device(f"{accelerator}:1", num_processes=2)
+
+
+@pytest.fixture
+def cudnn_attention():
+    """Has torch choose cuDNN's kernels for attention, as it does by default."""
+    before = torch.backends.cuda.cudnn_sdp_enabled()
+    torch.backends.cuda.enable_cudnn_sdp(True)
+    yield torch.backends.cuda.cudnn_sdp_enabled
+    torch.backends.cuda.enable_cudnn_sdp(before)
+
+
+def test_attention_is_kept_from_cudnn_on_its_devices_only(cudnn_attention):
+    prepare_attention(torch.device("cpu"))
+    assert cudnn_attention()
+    prepare_attention(torch.device("cuda", 1))
+    assert not cudnn_attention()
