@@ -7,6 +7,7 @@ CUDA and ROCm ("cuda"), Apple ("mps"), Intel ("xpu"), and backends from other pa
 """
 
 import os
+import time
 import traceback
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -15,6 +16,11 @@ from typing import Any
 import torch
 import torch.distributed
 
+PRODUCT_SIDE = 384
+"""Rows and columns of a benchmarked product: large enough to tell dtypes apart, and small enough
+that the slowest takes a tenth of a second."""
+SLOW_RATIO = 2.0
+"""A dtype whose products take this many times as long as float32's deserves a line."""
 _ACCELERATE_DEVICE = "ACCELERATE_TORCH_DEVICE"
 """Variable in which Accelerate reads a process's device."""
 
@@ -126,6 +132,37 @@ def generator_note(device: torch.device) -> str | None:
         f"torch cannot save the random generators of {device.type} devices: a resumed run draws "
         "other numbers than one that was not stopped, and runs with equal seeds may differ."
     )
+
+
+def dtype_note(device: torch.device, dtype: torch.dtype, key: str) -> str | None:
+    """Returns a line for the user of a run in a dtype that the CPU multiplies slowly.
+
+    Args:
+        device: Device of the model.
+        dtype: Its data type.
+        key: Key of the configuration that sets it.
+    """
+    if device.type != "cpu" or dtype == torch.float32:
+        return None
+    ratio = product_seconds(dtype) / product_seconds(torch.float32)
+    if ratio < SLOW_RATIO:
+        return None
+    name = str(dtype).removeprefix("torch.")
+    return (
+        f"products of {name} matrices take {ratio:.0f} times as long as float32 ones on this CPU: "
+        f"set {key} to float32."
+    )
+
+
+def product_seconds(dtype: torch.dtype) -> float:
+    """Benchmarks a product of small square matrices on the CPU; returns the shortest time."""
+    matrix = torch.ones(PRODUCT_SIDE, PRODUCT_SIDE, dtype=dtype)
+    seconds = []
+    for _ in range(3):  # the first product initializes kernels
+        start = time.perf_counter()
+        torch.mm(matrix, matrix)
+        seconds.append(time.perf_counter() - start)
+    return min(seconds)
 
 
 def copy_of_generator(device: torch.device) -> torch.Generator:

@@ -33,7 +33,7 @@ from firm.alignment.stacked.trainer import stacked_trainers
 from firm.alignment.trainer import MultiObjectiveTrainer
 from firm.federation.aggregation import weighted_mean
 from firm.federation.client import Adapter, Client
-from firm.federation.devices import generator_note, prepare_attention
+from firm.federation.devices import dtype_note, generator_note, prepare_attention
 from firm.federation.engines.engine import ENGINES, Engine
 from firm.federation.engines.local import LocalEngine
 from firm.federation.engines.processes import Processes, ProcessesEngine
@@ -116,7 +116,9 @@ def load(
     )
     plain_tokenizer = given.tokenizer or read_tokenizer(cfg.policy.path)
     tokenizer = load_tokenizer(cfg.policy, plain_tokenizer)
-    notes = [note for note in [generator_note(device)] if note]
+    dtype = getattr(torch, cfg.policy.dtype)
+    notes = [generator_note(device), dtype_note(device, dtype, "policy.dtype")]
+    notes = [note for note in notes if note]
 
     is_measured = processes.is_server and measures
     splits = data_of(cfg).load(

@@ -1,6 +1,5 @@
 """Inspects a policy from its folder, without loading its weights."""
 
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
@@ -12,6 +11,7 @@ from firm.alignment.adapters.target_modules import empty_model, usual_names
 from firm.alignment.generation import RolloutConfig, end_token_ids, stop_strings
 from firm.alignment.policy import checkpoint_errors, is_gguf, read_architecture, read_tokenizer
 from firm.alignment.prompts import PromptFormat
+from firm.federation.devices import product_seconds
 
 
 @dataclass(frozen=True)
@@ -86,12 +86,5 @@ def fast_dtype() -> Literal["bfloat16", "float32"]:
     """Benchmarks matrix products on this machine and returns the faster dtype."""
     if torch.accelerator.is_available():
         return "bfloat16"
-    seconds = {}
-    for dtype in (torch.float32, torch.bfloat16):
-        matrix = torch.ones(768, 768, dtype=dtype)
-        torch.mm(matrix, matrix)  # warm-up: the first product initializes kernels
-        start = time.perf_counter()
-        for _ in range(3):
-            torch.mm(matrix, matrix)
-        seconds[dtype] = time.perf_counter() - start
-    return "bfloat16" if seconds[torch.bfloat16] < seconds[torch.float32] else "float32"
+    is_faster = product_seconds(torch.bfloat16) < product_seconds(torch.float32)
+    return "bfloat16" if is_faster else "float32"

@@ -13,6 +13,7 @@ from tests.alignment.test_gpu import Here, cells
 @pytest.mark.filterwarnings("ignore:.*gradient_checkpointing.*:FutureWarning")
 @pytest.mark.filterwarnings("ignore:.*script_method:DeprecationWarning")  # of torch.compile
 @pytest.mark.filterwarnings("ignore:TensorFloat32 tensor cores")
+@pytest.mark.filterwarnings("ignore:The CUDA Graph is empty")  # which inductor records
 def test_the_page_of_costs_has_every_case_with_its_figures(tmp_path, monkeypatch):
     for function in ("set_verbosity_error", "disable_progress_bar"):  # of this whole process
         monkeypatch.setattr(transformers.utils.logging, function, lambda: None)

@@ -2,6 +2,7 @@ import pytest
 import torch
 
 from firm.alignment import take_device
+from firm.federation import devices
 from firm.federation.devices import named_device, prepare_attention
 
 
@@ -56,3 +57,24 @@ def test_attention_is_kept_from_cudnn_on_its_devices_only(cudnn_attention):
     assert cudnn_attention()
     prepare_attention(torch.device("cuda", 1))
     assert not cudnn_attention()
+
+
+@pytest.mark.parametrize(("seconds", "is_slow"), [(0.4, True), (0.01, False)])
+def test_a_dtype_that_the_cpu_multiplies_slowly_is_named_with_its_key(
+    monkeypatch, seconds, is_slow
+):
+    times = {torch.bfloat16: seconds, torch.float32: 0.008}
+    monkeypatch.setattr(devices, "product_seconds", times.__getitem__)
+    cpu, key = torch.device("cpu"), "policy.dtype"
+    note = devices.dtype_note(cpu, torch.bfloat16, key)
+    text = (
+        "products of bfloat16 matrices take 50 times as long as float32 ones on this CPU: set "
+        "policy.dtype to float32."
+    )
+    assert note == (text if is_slow else None)
+    assert devices.dtype_note(cpu, torch.float32, key) is None
+    assert devices.dtype_note(torch.device("cuda"), torch.bfloat16, key) is None
+
+
+def test_products_are_benchmarked_in_each_dtype():
+    assert all(0 < devices.product_seconds(t) < 10 for t in (torch.float32, torch.bfloat16))

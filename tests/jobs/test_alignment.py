@@ -21,12 +21,13 @@ from peft import PeftModel
 from transformers import AutoModelForCausalLM
 
 from firm.alignment import AlignmentClient, comparison_table
-from firm.federation import Processes, RoundFailed
+from firm.federation import Processes, RoundFailed, devices
 from firm.jobs import alignment
 from firm.jobs.alarms import alarms_at_start, alarms_of_rounds
 from firm.jobs.alignment import Result, align, main
-from firm.jobs.alignment_config import AlignmentConfig
+from firm.jobs.alignment_config import AlignmentConfig, client_names
 from firm.jobs.alignment_loading import load
+from firm.jobs.plan import make_plan
 from firm.report.tables import COLUMNS
 from firm.run import pace, parse
 from firm.run.checkpoint import load_state
@@ -506,6 +507,16 @@ def test_where_local_work_is_told_in_epochs_the_kl_controller_is_not_judged_by_o
     assert len(alarms_at_start(cfg)) == 1
     strategy = replace(cfg.strategy, num_local_steps=1, num_local_epochs=5)
     assert alarms_at_start(replace(cfg, strategy=strategy)) == []
+
+
+def test_a_run_and_its_plan_say_that_the_dtype_is_slow_here(monkeypatch):
+    monkeypatch.setattr(devices, "product_seconds", {torch.bfloat16: 3, torch.float32: 1}.get)
+    cfg = config("--policy.dtype", "bfloat16")
+    loaded = load(cfg, Processes(), measures=False)
+    plan = make_plan(cfg, client_names(cfg), Processes())
+    text = "products of bfloat16 matrices take 3 times as long as float32 ones on this CPU: set "
+    assert f"{text}policy.dtype to float32." in loaded.notes
+    assert f"{text}--policy.dtype to float32." in plan.notes
 
 
 def test_a_plan_says_that_a_kl_controller_other_than_the_papers_cannot_act(capsys):

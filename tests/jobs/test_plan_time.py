@@ -10,11 +10,18 @@ from torch.utils.flop_counter import FlopCounterMode, flop_registry
 from benchmarks.plan_memory import BFLOAT16, CHECKPOINTED, CRITIC_FREE, STACKED, Shape
 from benchmarks.plan_memory import configuration as random_run
 from benchmarks.random_models import dialogues
-from firm.federation import Processes
+from firm.federation import Processes, devices
 from firm.jobs.alignment import main
 from firm.jobs.alignment_config import AlignmentConfig, client_names
 from firm.jobs.plan import make_plan, plan_tables
-from firm.jobs.plan.roofline import FLOPS, Operation, OperationCounter, Speeds
+from firm.jobs.plan.roofline import (
+    FLOPS,
+    LARGEST_SIDE,
+    SMALLEST_SIDE,
+    Operation,
+    OperationCounter,
+    Speeds,
+)
 from firm.run import compose
 
 COMMON = {"policy.lora.r": 2, "rollout.logprobs": "forward"}  # which does not depend on the round
@@ -53,6 +60,7 @@ def test_a_run_multiplies_as_much_as_its_plan_says(options, tmp_path, monkeypatc
     planned = plan_of(cfg).seconds
     for operation, formula in FLOPS.items():
         monkeypatch.setitem(flop_registry, operation, formula)
+    monkeypatch.setattr(devices, "product_seconds", lambda _: 1.0)  # its products would count
     with FlopCounterMode(display=False) as counted:
         main(cfg)
     assert planned.total == pytest.approx(counted.get_total_flops(), rel=0.1)
@@ -90,6 +98,7 @@ def test_a_run_on_pairs_multiplies_as_much_as_its_plan_says(dtype, tmp_path, mon
     planned = plan_of(cfg).seconds
     for operation, formula in FLOPS.items():
         monkeypatch.setitem(flop_registry, operation, formula)
+    monkeypatch.setattr(devices, "product_seconds", lambda _: 1.0)  # its products would count
     with FlopCounterMode(display=False) as counted:
         main(cfg)
     assert planned.total == pytest.approx(counted.get_total_flops(), rel=0.1)
@@ -137,16 +146,33 @@ def test_an_operation_takes_the_longest_of_start_bytes_and_arithmetic(monkeypatc
 
 
 def test_the_speeds_of_this_machine_are_measured_once(monkeypatch):
-    monkeypatch.setattr("firm.jobs.plan.roofline.SIDES", {"cpu": 64})
     monkeypatch.setattr("firm.jobs.plan.roofline.COPIED_BYTES", 1_000)
     times = iter(range(1_000))
     speeds = Speeds(CPU, clock=lambda: float(next(times)))  # everything takes a second
-    assert speeds.flops_per_second(torch.float32) == 2 * 64**3
+    assert speeds.flops_per_second(torch.float32) == 2 * SMALLEST_SIDE**3
     assert speeds.bytes_per_second == 2_000
     assert 0.001 < speeds.start < 0.1  # a second by the operations of a small model
     used = next(times)
-    assert speeds.seconds([Operation(2 * 64**3, 0, torch.float32)]) == 1.0
+    assert speeds.seconds([Operation(2 * SMALLEST_SIDE**3, 0, torch.float32)]) == 1.0
     assert next(times) == used + 1
+
+
+@pytest.mark.parametrize(("seconds", "largest"), [(1e-6, LARGEST_SIDE), (1e-3, 512), (2.0, 256)])
+def test_the_measured_product_is_as_large_as_the_device_is_fast(monkeypatch, seconds, largest):
+    sides = []
+
+    def product(matrix, _):
+        sides.append(len(matrix))
+
+    def fastest(_, work):  # of a device on which a product of the smallest matrices takes `seconds`
+        work()
+        return seconds * (sides[-1] / SMALLEST_SIDE) ** 3
+
+    monkeypatch.setattr(torch, "mm", product)
+    monkeypatch.setattr(Speeds, "_fastest", fastest)
+    speed = Speeds(torch.device("meta")).flops_per_second(torch.bfloat16)
+    assert sides[-1] == largest
+    assert speed == pytest.approx(2 * SMALLEST_SIDE**3 / seconds)
 
 
 def test_a_plan_shows_the_time_where_it_is_known(tmp_path):

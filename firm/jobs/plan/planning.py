@@ -13,7 +13,7 @@ from firm.alignment.placement import bytes_by_device, devices_by_module
 from firm.alignment.policy import adapter_parameters, read_architecture, read_tokenizer
 from firm.alignment.rollout_engines import TransformersConfig
 from firm.alignment.sharding import gathered_bytes, part_bytes
-from firm.federation.devices import named_device
+from firm.federation.devices import dtype_note, named_device
 from firm.federation.engines.processes import Processes
 from firm.federation.outside import first_line
 from firm.jobs.alignment_config import (
@@ -150,6 +150,8 @@ def _costs(
     is_here = cfg.policy.device.partition(":")[0] in ("auto", device.type)
     if not is_here or not isinstance(cfg.rollout.engine, TransformersConfig):
         return found.memory, None
+    if note := dtype_note(device, getattr(torch, cfg.policy.dtype), "--policy.dtype"):
+        notes.append(note)
     try:
         return found.memory, estimated_seconds(cfg, found, work, device)
     except RuntimeError as error:

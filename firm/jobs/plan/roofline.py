@@ -8,6 +8,7 @@ speeds are measured on the device, within about a second.
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,10 +21,10 @@ from firm.federation.devices import synchronize
 
 REPEATS = 3
 """Measurements of a speed, the fastest of which counts."""
-SIDES = {"cpu": 1_024}
-"""Rows and columns of the measured matrix products, by type of device; others have
-`LARGE_SIDE`."""
-LARGE_SIDE = 8_192
+SMALLEST_SIDE, LARGEST_SIDE = 256, 8_192
+"""Rows and columns of the measured matrix products, which double until one takes `LONG_S`."""
+LONG_S = 5e-3
+"""Seconds after which a product runs at a device's full speed."""
 COPIED_BYTES = 2**27
 """Bytes of a measured copy; more than caches hold."""
 
@@ -130,9 +131,12 @@ class Speeds:
     def flops_per_second(self, dtype: torch.dtype) -> float:
         """Returns the floating-point operations per second of a matrix product."""
         if dtype not in self._flops:
-            side = SIDES.get(self._device.type, LARGE_SIDE)
-            matrix = torch.ones(side, side, dtype=dtype, device=self._device)
-            self._flops[dtype] = 2 * side**3 / self._fastest(lambda: matrix @ matrix)
+            side, seconds = SMALLEST_SIDE, 0.0
+            while seconds < LONG_S and side <= LARGEST_SIDE:
+                matrix = torch.ones(side, side, dtype=dtype, device=self._device)
+                seconds = self._fastest(partial(torch.mm, matrix, matrix))
+                self._flops[dtype] = 2 * side**3 / seconds
+                side *= 2
         return self._flops[dtype]
 
     @property
