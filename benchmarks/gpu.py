@@ -12,8 +12,8 @@ says so where it is not installed. The cases that say most come first; the page 
 each. Cases run in processes of their own: one that fails is a row with its error, and the next
 starts a new process.
 
-On any accelerator that torch finds, a round of each estimator and engine warms up, and every other
-round is measured once, so small differences say nothing. Stages wait for the device before and
+On any accelerator that torch finds, a round of the same passes warms up, and the next one is
+measured, so small differences say nothing. Stages wait for the device before and
 after. Memory on an accelerator is what torch allocated; on the CPU it is the most that the case's
 process had resident, libraries included, which the plan leaves out. If the page is kept, the tests
 of tests/accelerator run on it once the first case has a row.
@@ -225,8 +225,10 @@ def _row(setting: Setting, case: Case) -> Row:
 
 def _own_row(setting: Setting, case: Case) -> Row:
     loaded = _loaded(setting, case.estimator, STATIC if case.engine == STATIC else "local")
-    _warm_up(setting, case.estimator, case.engine)
     cfg, plan = _fitting(setting, case)
+    # passes of sequential clients do not grow with their number
+    own = case if case.engine == "stacked" else replace(case, num_clients=1)
+    _warm_up(setting, own, cfg.max_rows)
     with _synchronized(setting.device):
         run = one_round(loaded, cfg)
         reset_peak_bytes(torch.device(setting.device))
@@ -317,11 +319,11 @@ def _loaded(setting: Setting, estimator: str, engine: str) -> LoadedRun:
 
 
 @functools.cache
-def _warm_up(setting: Setting, estimator: str, engine: str) -> None:
-    """Runs a round on an accelerator, which loads kernels at their first use."""
+def _warm_up(setting: Setting, case: Case, max_rows: int | None) -> None:
+    """Runs a round on an accelerator, which loads kernels and takes memory at the first use."""
     if setting.device != "cpu":
-        loaded = _loaded(setting, estimator, STATIC if engine == STATIC else "local")
-        one_round(loaded, configuration(setting, Case(estimator, engine, 1)))()
+        loaded = _loaded(setting, case.estimator, STATIC if case.engine == STATIC else "local")
+        one_round(loaded, replace(configuration(setting, case), max_rows=max_rows))()
 
 
 # --- TRL's --------------------------------------------------------------------------------------
