@@ -199,6 +199,8 @@ def align(cfg: AlignmentConfig, given: Given | None = None) -> Result | None:
     out = claim_folder(cfg, processes)
     progress = progress_of(cfg)
     loaded = load(cfg, processes, given=given, on_event=progress.event)
+    if processes.is_server:
+        progress.event("started", alarms=notes_at_start(cfg, loaded))
     cfg = set_threads(cfg, loaded, on_event=progress.event)
     calibrations = shared_calibrations(loaded, cfg, out, on_event=progress.event)
     on_stage = progress.event if progress.is_live else None
@@ -214,6 +216,11 @@ def align(cfg: AlignmentConfig, given: Given | None = None) -> Result | None:
         serve(engine)
         return None
     return run_rounds(loaded, cfg, calibrations, engine, progress, out)
+
+
+def notes_at_start(cfg: AlignmentConfig, loaded: LoadedRun) -> list[str]:
+    """Returns what the user should read before the first reply is sampled, which may take long."""
+    return [*alarms_at_start(cfg), *loaded.notes]
 
 
 def run_rounds(
@@ -257,7 +264,6 @@ def open_wing(
         closing(engine),
         closing(loaded.trainer.rollout_engine),
     ):
-        progress.event("started", alarms=[*alarms_at_start(cfg), *loaded.notes])
         yield WINGS[cfg.estimator.learns_from](
             Logbook(run, tracker), loaded, cfg, calibrations, progress, page
         )
@@ -620,7 +626,7 @@ def _run_row(
         "objectives": list(cfg.objectives),
         "clients": names,
         "rounds": cfg.rounds,
-        "alarms": [*alarms_at_start(cfg), *loaded.notes],
+        "alarms": notes_at_start(cfg, loaded),
         "calibration": as_figures(calibrations),
         "about": about_policy(cfg.policy.path),
         "num_trainable": sum(p.numel() for p in parameters),

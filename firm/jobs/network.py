@@ -21,7 +21,7 @@ from firm.federation.engines.local import LocalEngine
 from firm.federation.engines.processes import Processes, ProcessesEngine
 from firm.federation.options.secure.engine import SecureEngine
 from firm.federation.outside import check_name
-from firm.jobs.alignment import FREE_KEYS, progress_of, run_rounds
+from firm.jobs.alignment import FREE_KEYS, notes_at_start, progress_of, run_rounds
 from firm.jobs.alignment_config import AlignmentConfig, PromptPartitionConfig, client_names
 from firm.jobs.alignment_data import data_of
 from firm.jobs.alignment_loading import (
@@ -116,6 +116,7 @@ class AlignmentController(SitesController):
         shown = Console(file=channel.transcript, highlight=False)
         progress = progress_of(cfg, console=shown)
         loaded = load(cfg, Processes())
+        progress.event("started", alarms=notes_at_start(cfg, loaded))
         cfg = set_threads(cfg, loaded, on_event=progress.event)
         calibrations = common_calibrations(loaded, cfg, out)
         engine = SitesEngine(

@@ -519,6 +519,16 @@ def test_a_run_and_its_plan_say_that_the_dtype_is_slow_here(monkeypatch):
     assert f"{text}--policy.dtype to float32." in plan.notes
 
 
+def test_the_notes_stand_before_the_first_sampled_reply(tmp_path, monkeypatch, capsys):
+    def stop(*_, **__):
+        raise TimeoutError("before calibration")
+
+    monkeypatch.setattr(alignment, "shared_calibrations", stop)
+    with pytest.raises(TimeoutError, match="before calibration"):
+        run("--out", tmp_path / "run", "--estimator.kl.coefficient", 0.1)
+    assert "note: the adaptive KL controller is inert" in capsys.readouterr().out
+
+
 def test_a_plan_says_that_a_kl_controller_other_than_the_papers_cannot_act(capsys):
     keys = ["--config", str(ROOT / "configs/hh_tinyllama.yaml"), "--plan"]
     for options in ([], ["--estimator.kl.coefficient", "0.1"]):
