@@ -46,7 +46,7 @@ from firm.alignment.sequences import (
     Rollouts,
     SampledSequences,
 )
-from firm.federation.client import Gradients
+from firm.federation.client import Gradients, copy_of_state
 from firm.federation.devices import memory_advice
 from firm.federation.engines.processes import Team
 from firm.gradients.jacobian import combine
@@ -83,11 +83,11 @@ class Learner:
     def state(self) -> dict[str, Any]:
         """Returns a deep copy of everything that training changes."""
         optimizer = self.actor_optimizer.state_dict()
-        return copy.deepcopy({"estimator": self.estimator.state(), "actor_optimizer": optimizer})
+        return copy_of_state({"estimator": self.estimator.state(), "actor_optimizer": optimizer})
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """Restores a state returned by `state()`, without modifying it."""
-        state = copy.deepcopy(state)
+        state = copy_of_state(dict(state))
         self.actor_optimizer.load_state_dict(state["actor_optimizer"])
         self.estimator.restore(state["estimator"])
         self.num_steps = 0

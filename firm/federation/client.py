@@ -4,6 +4,7 @@ This module is independent of the data modality: every strategy and every engine
 model that computes one gradient per objective and takes optimizer steps.
 """
 
+import copy
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -11,6 +12,7 @@ from functools import cached_property
 from typing import Any, ClassVar, Literal, Protocol
 
 import torch
+from torch.utils._pytree import tree_map
 
 from firm.gradients.jacobian import combine
 
@@ -20,6 +22,16 @@ Adapter = dict[str, torch.Tensor]
 State = dict[str, Any]
 """Contents of a checkpoint: nested dicts and lists of tensors, numbers, strings, bools and None.
 """
+
+
+def copy_of_state(state: State) -> State:
+    """Returns a deep copy of a state; `copy.deepcopy` takes five times as long for tensors."""
+
+    def copied(leaf: Any) -> Any:
+        is_tensor = isinstance(leaf, torch.Tensor)
+        return leaf.detach().clone() if is_tensor else copy.deepcopy(leaf)
+
+    return tree_map(copied, state)
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,6 @@ torch, numpy and TRL draw from global generators. With a separate stream for eac
 the draws of one do not affect those of another.
 """
 
-import copy
 import hashlib
 import json
 import random
@@ -15,7 +14,7 @@ from typing import Any, Generic, Self, TypeVar
 import numpy as np
 import torch
 
-from firm.federation.client import State
+from firm.federation.client import State, copy_of_state
 from firm.federation.devices import (
     accelerator_type,
     fresh_generator_states,
@@ -72,7 +71,7 @@ class RandomStream:
 
     def state(self) -> State:
         """Returns a copy of the generators' states for a checkpoint."""
-        return copy.deepcopy(self._state)
+        return copy_of_state(self._state)
 
     def restore(self, state: State) -> None:
         """Restores a state returned by ``state``.
@@ -83,7 +82,7 @@ class RandomStream:
         fresh, saved = fresh_generator_states(self._seed), state["accelerators"]
         known = saved["states"] if saved["type"] == accelerator_type() else []
         states = [*known, *fresh[len(known) :]][: len(fresh)]
-        self._state = copy.deepcopy({**state, "accelerators": _typed(states)})
+        self._state = copy_of_state({**state, "accelerators": _typed(states)})
 
 
 def _fresh_state(seed: int) -> State:

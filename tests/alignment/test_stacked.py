@@ -18,8 +18,12 @@ from firm.alignment import (
     load_policy,
 )
 from firm.alignment import head as heads
+from firm.alignment.adapters.lora import Lora, adapted_modules
 from firm.alignment.policy import add_adapter
 from firm.alignment.prompts import prompt_of
+from firm.alignment.sequences import Queries, Sequences
+from firm.alignment.stacked.model import StackedModel
+from firm.alignment.stacked.passes import ClientPart
 from firm.alignment.stacked.trainer import stacked_trainers
 from firm.federation import LocalEngine, RandomStream, ServerState
 from firm.federation.engines.stacked import StackedEngine
@@ -293,3 +297,30 @@ def test_what_cannot_be_stacked_is_refused(make_trainer, checkpoint, letter_coun
         stacked_trainers(trainer)
     with pytest.raises(ValueError, match="timeout must be None, got 3"):
         StackedEngine([], timeout=3.0)
+
+
+def test_layers_with_the_same_input_share_it_in_the_adapters_dtype(make_policy, monkeypatch):
+    modules = ("q_proj", "k_proj", "v_proj", "o_proj")
+    policy = make_policy(dtype=torch.bfloat16, fresh=True, target_modules=modules)
+    stack, seen = StackedModel(policy), {}
+    names = {layer: name for name, layer in adapted_modules(policy).items()}
+    output = Lora.output
+
+    def noted(kind, layer, rows, x, result):
+        seen[names[layer]] = x
+        return output(kind, layer, rows, x, result)
+
+    monkeypatch.setattr(Lora, "output", noted)
+    ids = torch.arange(1, 9)[None]
+    queries = Queries([prompt_of("a")], ids[:, :5], torch.tensor([5]))
+    rows = Sequences(queries, ids, torch.tensor([3]))
+    stack.forward([ClientPart(rows, stack.new_adapter(), has_gradient=True)])
+    inputs = {
+        name: [x for own, x in seen.items() if own.endswith(f"layers.0.self_attn.{name}")]
+        for name in modules
+    }
+    (first,), (second,), (third,), (other,) = inputs.values()
+    assert first is second is third
+    assert other is not first
+    assert {x.dtype for x in seen.values()} == {torch.float32}
+    assert policy.adapter_forward._latest is None  # a graph would stay in memory with it

@@ -2,6 +2,7 @@ import pytest
 import torch
 
 from firm.federation import Client, LocalEngine
+from firm.federation.client import copy_of_state
 from firm.federation.strategies import STRATEGIES
 
 
@@ -71,3 +72,17 @@ def test_optional_methods_have_defaults(new_client, start):
     torch.testing.assert_close(row, (weights.float() @ gradients.jacobian)[None])
     with pytest.raises(ValueError, match="which client_0 does not have; set num_local_steps"):
         _ = client.batches_per_epoch
+
+
+def test_a_copied_state_shares_nothing_with_the_original():
+    original = {"step": 3, "moments": {0: [torch.ones(2), (torch.zeros(1),)]}, "names": ["a"]}
+    copied = copy_of_state(original)
+    assert copied["names"] == ["a"]
+    assert copied["step"] == 3
+    original["names"].append("b")
+    original["moments"][0][0].add_(1)
+    original["moments"][0][1][0].add_(1)
+    original["moments"][1] = []
+    assert copied["names"] == ["a"]
+    (first, (second,)), *others = copied["moments"].values()
+    assert (first.tolist(), second.tolist(), others) == ([1, 1], [0], [])

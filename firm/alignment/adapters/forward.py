@@ -44,6 +44,7 @@ class AdapterForward:
     def __init__(self, kind: Lora) -> None:
         self.kind = kind
         self.rows: PassRows = OwnRows()
+        self._latest: tuple[torch.Tensor, torch.Tensor] | None = None  # an input, and it widened
 
     def install_(self, policy: Any) -> None:
         """Replaces the forward methods of the policy's adapted layers."""
@@ -57,14 +58,27 @@ class AdapterForward:
         try:
             yield
         finally:
-            self.rows = outer
+            self.rows, self._latest = outer, None
 
     def __call__(self, layer: Any, x: torch.Tensor, *args: Any, **options: Any) -> torch.Tensor:
         """Returns a layer's output for x [b, ..., in]; other arguments go to the base layer."""
         result = layer.base_layer(x, *args, **options)
         if self.rows.is_base(layer):
             return result
-        return self.kind.output(layer, self.rows, x, result)
+        return self.kind.output(layer, self.rows, self._widened(layer, x), result)
+
+    def _widened(self, layer: Any, x: torch.Tensor) -> torch.Tensor:
+        """Returns x in the dtype of a layer's adapter, for joint passes.
+
+        Layers in a row that share their input, as those of queries, keys and values, share the copy
+        too: the graph would keep one of each. Other passes have no end at which to release it.
+        """
+        dtype = layer.lora_A["default"].weight.dtype
+        if x.dtype == dtype or isinstance(self.rows, OwnRows):
+            return x
+        if self._latest is None or self._latest[0] is not x:
+            self._latest = x, x.to(dtype)
+        return self._latest[1]
 
 
 def adapt_(policy: Any, kind: Lora) -> None:

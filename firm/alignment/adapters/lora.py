@@ -141,7 +141,7 @@ class Lora:
         """
         x = rows.dropped(layer, x.to(layer.lora_A["default"].weight.dtype))
         update = self.update(layer, rows, x)
-        return (result + update * layer.scaling["default"]).to(result.dtype)
+        return torch.add(result, update, alpha=layer.scaling["default"]).to(result.dtype)
 
     def as_lora(self, policy: Any, adapter: Adapter) -> Adapter:
         """Converts the policy's adapter to an ordinary LoRA adapter for PEFT.
