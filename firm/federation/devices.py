@@ -18,7 +18,7 @@ import torch.distributed
 
 PRODUCT_SIDE = 384
 """Rows and columns of a benchmarked product: large enough to tell dtypes apart, and small enough
-that the slowest takes a tenth of a second."""
+not to delay a run where products are slow."""
 SLOW_RATIO = 2.0
 """A dtype whose products take this many times as long as float32's deserves a line."""
 _ACCELERATE_DEVICE = "ACCELERATE_TORCH_DEVICE"

@@ -22,7 +22,7 @@ from transformers import AutoModelForCausalLM
 
 from firm.alignment import AlignmentClient, comparison_table
 from firm.federation import Processes, RoundFailed, devices
-from firm.jobs import alignment
+from firm.jobs import alignment, alignment_loading
 from firm.jobs.alarms import alarms_at_start, alarms_of_rounds
 from firm.jobs.alignment import Result, align, main
 from firm.jobs.alignment_config import AlignmentConfig, client_names
@@ -517,6 +517,13 @@ def test_a_run_and_its_plan_say_that_the_dtype_is_slow_here(monkeypatch):
     text = "products of bfloat16 matrices take 3 times as long as float32 ones on this CPU: set "
     assert f"{text}policy.dtype to float32." in loaded.notes
     assert f"{text}--policy.dtype to float32." in plan.notes
+
+
+def test_attention_is_prepared_on_the_policys_device(monkeypatch):
+    prepared = []
+    monkeypatch.setattr(alignment_loading, "prepare_attention", prepared.append)
+    load(config(), Processes(), measures=False)
+    assert prepared == [torch.device("cpu")]
 
 
 def test_the_notes_stand_before_the_first_sampled_reply(tmp_path, monkeypatch, capsys):

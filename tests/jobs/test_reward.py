@@ -48,6 +48,13 @@ def config(base: Path, pairs: Path, out: Path, **options: object) -> RewardConfi
     return RewardConfig(base=str(base), pairs=str(pairs), out=out, **options)  # type: ignore[arg-type]
 
 
+def test_attention_is_prepared_on_the_models_device(base, pairs, tmp_path, monkeypatch) -> None:
+    prepared: list[torch.device] = []
+    monkeypatch.setattr(job, "prepare_attention", prepared.append)
+    job._new_reward(config(base, pairs, tmp_path))
+    assert prepared == [torch.device("cpu")]
+
+
 @pytest.fixture(scope="module")
 def trained(base, pairs, tmp_path_factory) -> job.TrainedReward:
     out = tmp_path_factory.mktemp("trained") / "polite"
