@@ -43,6 +43,7 @@ ALL = (*FIRST, *FURTHER)
 KL_SHARES = (0.5, 0.1, 0.9)
 """Preferences at which models with a smaller B were measured."""
 TEN, FIVE, REAL_SEEDS = range(100, 110), range(100, 105), range(300, 303)
+PAIR_SEEDS = range(400, 403)
 SIXTY = range(110, 170)
 WORLDS, WORLD_SEEDS = range(1, 5), (600, 601)
 
@@ -109,7 +110,7 @@ class Claim:
     unit: str = "seeds"
     """What `planned` counts."""
     files: str = ""
-    """Start of the names of the data's files, if it is not the part."""
+    """Pattern of the names of the data's files, if they do not start with the part."""
 
     @property
     def is_complete(self) -> bool:
@@ -406,6 +407,74 @@ def family_f(folder: Path = PROTOCOL) -> list[Claim]:
     return equal_weights(("F1", "F2"), SIXTY, folder)
 
 
+def family_g(folder: Path = PROTOCOL) -> list[Claim]:
+    """Returns the claims of family G: accuracies on held-out pairs."""
+    runs = pair_study(folder)
+    one, four, quantity = "one conditioned run", "four clients", "mean of the accuracies"
+    claims = []
+    for name, sides, settings in (
+        ("G1", ("FIRM", "fixed weights"), ("FIRM", FIXED)),
+        ("G2", (four, "one client with all pairs"), (FIXED, POOLED)),
+    ):
+        first, second = (runs.get(setting, {}) for setting in settings)
+        less = tuple(mean_accuracy(first[seed]) - mean_accuracy(second[seed]) for seed in PAIR_SEEDS
+                     if seed in first and seed in second)  # fmt: skip
+        text = f"On pairs {sides[0]} {'differ' if sides[0] == four else 'differs'} from {sides[1]}"
+        claims.append(Claim(name, text, sides, quantity, 3, less, "hh_pairs", script=STUDY,
+                            files="pairs_study.csv"))  # fmt: skip
+    folds, separate = (pair_front(folder, method) for method in (FOLDS, SEPARATE))
+    less = tuple(folds[seed] - separate[seed] for seed in sorted(folds.keys() & separate.keys()))
+    text = "On pairs one conditioned run differs from five separate runs"
+    sides = one, "five separate runs"
+    claims.append(Claim("G3", text, sides, "mean of p · accuracies", 3, less, "hh_pairs_front",
+                        script=SWEEP, files="pairs_front_*.json"))  # fmt: skip
+    return claims
+
+
+STUDY, SWEEP = "firm study --config", "firm sweep --config"
+FIXED, POOLED = "fixed weights", "pooled, fixed weights"
+
+
+def pair_study(folder: Path = PROTOCOL) -> dict[str, dict[int, dict[str, float]]]:
+    """Returns the figures of aligned models of the study hh_pairs, by setting and seed."""
+    path = folder / "pairs_study.csv"
+    found: dict[str, dict[int, dict[str, float]]] = {}
+    if path.exists():
+        with path.open(encoding="utf-8") as file:
+            for row in csv.DictReader(file):
+                own = found.setdefault(row["setting"], {}).setdefault(int(row["seed"]), {})
+                own[row["figure"]] = float(row["aligned"])
+    return found
+
+
+def mean_accuracy(figures: Mapping[str, float]) -> float:
+    """Returns the mean of a model's accuracies on held-out pairs."""
+    return fmean(figures[f"reward {name}"] for name in OBJECTIVES)
+
+
+def pair_front(folder: Path, method: str) -> dict[int, float]:
+    """Returns the mean of p · accuracies over the five preferences, of each finished seed."""
+    path = folder / f"pairs_front_{method}.front.json"
+    own: dict[int, list[float]] = {}
+    for point in Front.load(path).points if path.exists() else ():
+        assert point.preference is not None
+        pairs = zip(point.preference, OBJECTIVES, strict=True)
+        own.setdefault(point.seed, []).append(sum(p * point.rewards[name] for p, name in pairs))
+    return {seed: fmean(values) for seed, values in own.items() if len(values) == len(FIRST)}
+
+
+def pairs_table(folder: Path = PROTOCOL) -> str:
+    """Returns accuracies and margins of the study of pairs, means ± standard errors."""
+    figures = [f"{kind}{name}" for kind in ("reward ", "") for name in OBJECTIVES]
+    rows = []
+    for setting, runs in pair_study(folder).items():
+        cells = [spread(own[figure] for own in runs.values()) for figure in figures]
+        uploads = fmean(own["bytes up"] for own in runs.values())
+        rows.append([setting, str(len(runs)), *cells, f"{uploads / 1e6:,.0f} MB"])
+    kinds = [f"{kind} {name}" for kind in ("accuracy", "margin") for name in OBJECTIVES]
+    return markdown_table(["setting", "n", *kinds, "bytes up"], rows)
+
+
 def family_h(folder: Path = PROTOCOL) -> list[Claim]:
     """Returns the claims of family H; a world counts once all its seeds are there."""
     claims = []
@@ -423,7 +492,7 @@ def family_h(folder: Path = PROTOCOL) -> list[Claim]:
                 less,
                 "front",
                 unit="worlds",
-                files="front_world",
+                files="front_world_*.json",
             )
         )
     return claims
@@ -543,7 +612,7 @@ def older_runs() -> str:
 # --- The page's tables ----------------------------------------------------------------------------
 
 
-FAMILIES = (family_a, family_b, family_c, family_d, family_e, family_f, family_h)
+FAMILIES = (family_a, family_b, family_c, family_d, family_e, family_f, family_g, family_h)
 HEADER = (
     *("claim", "quantity, first less second", "n", "95 % interval", "margin", "verdict"),
     *("command", "data"),
@@ -556,6 +625,8 @@ def findings(folder: Path = PROTOCOL) -> str:
     rows = []
     for family in (claims_of(folder) for claims_of in FAMILIES):
         for claim, verdict in zip(family, verdicts(family), strict=True):
+            if not claim.differences:
+                continue  # the table is short
             margin = "difference" if claim.margin is None else f"± {claim.margin:.3f}"
             rows.append([
                 f"{claim.name}: {claim.text}",
@@ -565,7 +636,7 @@ def findings(folder: Path = PROTOCOL) -> str:
                 margin,
                 verdict,
                 f"`{claim.script} {claim.part}`",
-                f"`docs/results/data/protocol/{claim.files or claim.part}_*.json`",
+                f"`docs/results/data/protocol/{claim.files or f'{claim.part}_*.json'}`",
             ])  # fmt: skip
     return markdown_table(HEADER, rows)
 
@@ -952,6 +1023,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "privacy": privacy_tables,
     "real model": real_table,
     "constraint": constraint_table,
+    "pairs": pairs_table,
     "search": search_table,
     "older runs": older_runs,
     "older fronts": older_fronts,

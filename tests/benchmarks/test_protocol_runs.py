@@ -1,9 +1,12 @@
 """The parts of the protocol measure the models that its claims compare."""
 
+import csv
 import json
 import shutil
+from itertools import product
 
 import numpy as np
+import pandas as pd
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -20,6 +23,7 @@ from benchmarks.protocol_runs import (
     lab_of,
     miniature_in,
 )
+from firm.fronts import Front, Point
 from firm.jobs.alignment_config import AlignmentConfig
 from firm.run.config import compose, to_dict
 from firm.run.differences import differences
@@ -74,6 +78,38 @@ class PaperLab(Lab):
         }
 
 
+def pair_runs(out):
+    """Writes the files of a study and a sweep of pairs, with random figures."""
+    random = np.random.default_rng(0)
+    settings = "FIRM", findings.FIXED, findings.POOLED
+    figures = [f"{kind}{name}" for kind in ("reward ", "") for name in MAPS]
+    rows = [
+        {"setting": setting, "seed": seed, "figure": figure, "aligned": random.random()}
+        for setting, seed, figure in product(settings, findings.PAIR_SEEDS, (*figures, "bytes up"))
+    ]
+    with (out / "pairs_study.csv").open("w", newline="") as file:
+        writer = csv.DictWriter(file, rows[0])
+        writer.writeheader()
+        writer.writerows(rows)
+    for method in (findings.FOLDS, findings.SEPARATE):
+        points = tuple(
+            Point(
+                name=f"{share} {seed}",
+                preference=(share, 1 - share),
+                seed=seed,
+                rewards={name: float(random.random()) for name in MAPS},
+                errors=dict.fromkeys(MAPS, 0.1),
+                scores={},
+                kl=0.0,
+                adapter="adapter",
+            )
+            for share, seed in product(findings.FIRST, findings.PAIR_SEEDS)
+        )
+        base = dict.fromkeys(MAPS, 0.5)
+        front = Front(tuple(MAPS), points, (0.0, 0.0), MAPS, base, method, num_prompts=8)
+        front.save(out / f"pairs_front_{method}.front.json")
+
+
 @pytest.fixture(scope="module")
 def data(tmp_path_factory):
     """The files of all parts, of all seeds, and the runs of one seed."""
@@ -90,6 +126,7 @@ def data(tmp_path_factory):
             lab = PaperLab(seed, runs / f"world_{number}", MINIATURE)
             name = f"front_world_{number}_{seed}.json"
             (out / name).write_text(json.dumps(PARTS["front"](lab)))
+    pair_runs(out)
     for part, (jobs_of, split) in adapter_runs.PARTS.items():
         for seed in (1, 2, 3, 4, 5):
             jobs = [name for adapter in adapter_runs.CHOSEN for name in jobs_of(adapter, seed)]
@@ -108,8 +145,33 @@ def test_every_claim_and_table_finds_its_models(data):
                   findings.kl_number_table, findings.power_table, findings.rates_table,
                   findings.uploads_table, findings.privacy_tables, findings.baseline_table,
                   findings.weights_table, findings.real_table, findings.constraint_table,
-                  findings.worlds_table, findings.findings):  # fmt: skip
+                  findings.worlds_table, findings.pairs_table, findings.findings):  # fmt: skip
         assert "–" not in table(out)
+
+
+def test_claims_of_pairs_are_their_files_figures(data, tmp_path):
+    frame = pd.read_csv(data[0] / "pairs_study.csv")
+    frame = frame[frame.figure.str.startswith("reward ")]
+    means = frame.groupby(["setting", "seed"]).aligned.mean()
+    weights, federated, front = findings.family_g(data[0])
+    assert weights.differences == pytest.approx(list(means["FIRM"] - means["fixed weights"]))
+    fixed, pooled = means["fixed weights"], means["pooled, fixed weights"]
+    assert federated.differences == pytest.approx(list(fixed - pooled))
+
+    fronts = {}
+    for method in ("one_conditioned_run", "separate_runs"):
+        path = data[0] / f"pairs_front_{method}.front.json"
+        fronts[method] = [
+            np.mean([np.dot(p.preference, list(p.rewards.values())) for p in Front.load(path).points
+                     if p.seed == seed]) for seed in (400, 401, 402)]  # fmt: skip
+    assert front.differences == pytest.approx(np.subtract(*fronts.values()))
+
+    shutil.copy(data[0] / "pairs_study.csv", tmp_path)
+    _, _, begun_by_none = findings.family_g(tmp_path)
+    assert findings.verdicts(findings.family_g(tmp_path))[2] == "open: 0 of 3 seeds"
+    assert begun_by_none.differences == ()
+    assert "G2" in findings.findings(tmp_path)
+    assert "G3" not in findings.findings(tmp_path)
 
 
 def test_a_world_counts_once_with_the_mean_of_its_seeds(data, tmp_path):
