@@ -80,6 +80,8 @@ class Sampler:
     """Processes that share the rows; all get the whole result."""
     engine: RolloutEngine | None = None
     """Engine that samples from `model`; its own passes by default."""
+    prompts_once: bool = False
+    """Pass equal prompts through the model once, as `Policy.prompts_once`."""
 
     @property
     def pad_token_id(self) -> int:
@@ -110,7 +112,9 @@ class Sampler:
         """Returns the responses' log-probabilities from forward passes, [B, T]."""
 
         def logprobs_of(rows: Sequences) -> torch.Tensor:
-            return response_logprobs(self.model, rows, self.config.temperature)
+            return response_logprobs(
+                self.model, rows, self.config.temperature, prompts_once=self.prompts_once
+            )
 
         with self.reference() if of_reference else nullcontext():
             size = self.config.forward_batch_size

@@ -8,6 +8,8 @@ from typing import Any, Self
 
 import numpy as np
 import torch
+from transformers import DynamicCache
+from transformers.cache_utils import DynamicLayer
 
 from firm.alignment.head import Head, chosen_logprobs, head_of
 from firm.alignment.prompts import Prompt
@@ -342,6 +344,138 @@ def forward(model: Any, token_ids: torch.Tensor, attention_mask: torch.Tensor) -
     return output
 
 
+Expand = Callable[[Sequence[torch.Tensor], torch.Tensor], Sequence[torch.Tensor]]
+"""Returns the rows [B, ...] of tensors [D, ...] at an index [B]."""
+
+
+def taken_rows(tensors: Sequence[torch.Tensor], index: torch.Tensor) -> list[torch.Tensor]:
+    """Returns the rows [B, ...] of tensors [D, ...] at an index [B], with their gradients."""
+    return [tensor[index.to(tensor.device)] for tensor in tensors]
+
+
+@dataclass(frozen=True)
+class ReplyStates:
+    """The output of a pass over prompts and replies, where it is needed."""
+
+    head: Head
+    """The model's head."""
+    states: torch.Tensor
+    """Its inputs, from which the responses' tokens are predicted, [B, T, H]."""
+
+
+def forward_prompts_once(
+    model: Any, sequences: Sequences, expand: Expand = taken_rows
+) -> ReplyStates:
+    """Returns the states that predict the responses; passes equal prompts through the model once.
+
+    See `states_of_replies`; a model must allow it (`may_pass_prompts_once`).
+    """
+    queries, head = sequences.queries, head_of(model)
+    assert head is not None
+    first, index = queries.distinct()
+    prompts = queries.rows(first)
+    passes = iter((prompts, queries))
+
+    def run(token_ids: torch.Tensor, mask: torch.Tensor, cache: Any) -> torch.Tensor:
+        set_preferences(model, next(passes).preferences)
+        return cached_states(model, token_ids, mask, cache)
+
+    own = sequences.responses, sequences.attention_mask
+    cache, asked = new_cache(model), (prompts.token_ids, prompts.mask)
+    return ReplyStates(head, states_of_replies(run, cache, asked, own, index, expand))
+
+
+def states_of_replies(
+    run: Callable[[torch.Tensor, torch.Tensor, Any], torch.Tensor],
+    cache: DynamicCache,
+    prompts: tuple[torch.Tensor, torch.Tensor],
+    replies: tuple[torch.Tensor, torch.Tensor],
+    index: torch.Tensor,
+    expand: Expand = taken_rows,
+) -> torch.Tensor:
+    """Returns the states that predict the tokens of B replies to D prompts, [B, T, H].
+
+    The keys and values of the prompts, and the states that predict the first tokens, are copied for
+    the replies, which are a second pass.
+
+    Args:
+        run: Returns the states [n, L, H] of the next tokens [n, L], from the mask of all tokens up
+            to them and the cache; called for the prompts, and then for the replies.
+        cache: An empty cache.
+        prompts: Token ids [D, Q] and their mask.
+        replies: Token ids [B, T], and the mask of prompts and replies, [B, Q + T].
+        index: Prompt of each reply, [B].
+        expand: Copies the rows of the first pass for the second one.
+    """
+    token_ids, mask = replies
+    last = run(*prompts, cache)[:, -1:]
+    layers: list[Any] = cache.layers
+    kept = [last, *(each for layer in layers for each in (layer.keys, layer.values))]
+    last, *copies = expand(kept, index)
+    del kept  # without gradients, the first pass's keys and values
+    for layer, keys, values in zip(layers, copies[::2], copies[1::2], strict=True):
+        layer.keys, layer.values = keys, values
+    if token_ids.size(1) < 2:
+        return last[:, : token_ids.size(1)]
+    return torch.cat([last, run(token_ids[:, :-1], mask[:, :-1], cache)], dim=1)
+
+
+def new_cache(model: Any) -> DynamicCache:
+    """Returns an empty cache of a model's keys and values."""
+    return DynamicCache(config=model.config.get_text_config(decoder=True))
+
+
+def cached_states(
+    model: Any, token_ids: torch.Tensor, mask: torch.Tensor, cache: Any
+) -> torch.Tensor:
+    """Returns the inputs of the head from a pass over the next tokens [n, L], [n, L, H].
+
+    Args:
+        model: A model that `may_pass_prompts_once`.
+        token_ids: The tokens.
+        mask: Mask of all tokens up to them.
+        cache: Keys and values of those before, to which theirs are added.
+    """
+    states: list[torch.Tensor] = []
+
+    def keep(_: torch.nn.Module, inputs: tuple[torch.Tensor, ...]) -> Any:
+        states.append(inputs[0])
+        return inputs[0][:, :0], *inputs[1:]
+
+    width = token_ids.size(1)
+    hook = model.get_output_embeddings().register_forward_pre_hook(keep)
+    try:
+        model(
+            input_ids=token_ids.masked_fill(~mask[:, -width:], 0),
+            attention_mask=mask,
+            position_ids=(mask.cumsum(1) - mask.long())[:, -width:],
+            past_key_values=cache,
+            use_cache=True,
+            return_dict=True,
+        )
+    finally:
+        hook.remove()
+    return states[0]
+
+
+def may_pass_prompts_once(model: Any) -> bool:
+    """Returns whether `forward_prompts_once` gives a model's states, and gradients through them.
+
+    That needs keys and values that are all kept, and a head that `head_of` knows. Gradient
+    checkpointing keeps none, and dropout of the adapter is drawn for each reply.
+    """
+    if not shares_prompts(model):
+        return False
+    base = model.get_base_model() if hasattr(model, "get_base_model") else model
+    adapters = getattr(model, "peft_config", {}).values()
+    return (
+        not base._is_stateful
+        and all(isinstance(layer, DynamicLayer) for layer in new_cache(model).layers)
+        and not any(adapter.lora_dropout for adapter in adapters)
+        and not any(getattr(part, "gradient_checkpointing", False) for part in model.modules())
+    )
+
+
 def shares_prompts(model: Any) -> bool:
     """Returns whether rollouts pass equal prompts through a model once, for all their replies.
 
@@ -406,7 +540,9 @@ def response_logits(logits: torch.Tensor, context_length: int, temperature: floa
 
 
 def token_scores(output: Any, sequences: Sequences, temperature: float) -> TokenScores:
-    """Returns the scores of the responses' tokens from the output of `forward`."""
+    """Returns the scores of the responses' tokens from the output of a pass over them."""
+    if isinstance(output, ReplyStates):
+        return scores_of_states(output.head, output.states, sequences.responses, temperature)
     if output.head is not None:
         states = output.hidden_states[0][:, sequences.context_length - 1 : -1]
         return scores_of_states(output.head, states, sequences.responses, temperature)
@@ -428,10 +564,16 @@ def scores_of_states(
     return TokenScores(logprobs, lambda: entropies)
 
 
-def response_logprobs(model: Any, sequences: Sequences, temperature: float) -> torch.Tensor:
+def response_logprobs(
+    model: Any, sequences: Sequences, temperature: float, *, prompts_once: bool = False
+) -> torch.Tensor:
     """Returns the responses' log-probabilities from a forward pass, shape [B, T]."""
     set_preferences(model, sequences.queries.preferences)
-    output = forward(model, sequences.query_responses, sequences.attention_mask)
+    output = (
+        forward_prompts_once(model, sequences)
+        if prompts_once
+        else forward(model, sequences.query_responses, sequences.attention_mask)
+    )
     return token_scores(output, sequences, temperature).logprobs
 
 

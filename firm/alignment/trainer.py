@@ -45,6 +45,7 @@ from firm.alignment.sequences import (
     Queries,
     Rollouts,
     SampledSequences,
+    may_pass_prompts_once,
 )
 from firm.federation.client import Gradients, copy_of_state
 from firm.federation.devices import memory_advice
@@ -116,6 +117,7 @@ class MultiObjectiveTrainer:
 
     Attributes:
         seconds: Seconds spent in each stage since the trainer was created.
+        prompts_once: Whether passes take equal prompts once (`forward_prompts_once`).
         trl: TRL's trainer around the stages, if used (`MultiObjectivePPOTrainer`).
     """
 
@@ -156,6 +158,7 @@ class MultiObjectiveTrainer:
         self.policy_model: Any = policy
         self.tokenizer = tokenizer
         self.adapter_parameters = self._adapter()
+        self.prompts_once = config.shares_prompts and may_pass_prompts_once(policy)
         self._policy = self._new_policy(
             model=policy,
             parameters=list(self.adapter_parameters.values()),
@@ -182,10 +185,10 @@ class MultiObjectiveTrainer:
         return adapter_parameters(self.policy_model)
 
     def _new_policy(self, **fields: Any) -> Policy:
-        return Policy(**fields, team=self.team)
+        return Policy(**fields, team=self.team, prompts_once=self.prompts_once)
 
     def _new_sampler(self, **fields: Any) -> Sampler:
-        return Sampler(**fields, team=self.team)
+        return Sampler(**fields, team=self.team, prompts_once=self.prompts_once)
 
     def settings(self) -> dict[str, Any]:
         """Returns the arguments of another trainer of the same policy, in one process."""
@@ -386,13 +389,15 @@ class MultiObjectiveTrainer:
     def minibatch_indices(self) -> Iterator[np.ndarray]:
         """Yields the row indices of every minibatch: a fresh permutation in each epoch.
 
-        Draws from numpy's global generator, as in TRL.
+        Draws from numpy's global generator, as in TRL. Replies to a prompt are adjacent within a
+        minibatch where their passes share the prompt.
         """
         size = self.config.minibatch_size
         for _ in range(self.config.num_epochs):
             permutation = np.random.permutation(self.config.batch_size)
             for start in range(0, len(permutation), size):
-                yield permutation[start : start + size]
+                rows = permutation[start : start + size]
+                yield np.sort(rows) if self.prompts_once else rows
 
     def gradients(
         self,

@@ -5,7 +5,9 @@ Autograd sums it over the batch at once; kept separate by sequence, δ_bᵀ x_b 
 """
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol, Self
 
 import torch
@@ -90,6 +92,7 @@ class PerSequenceGradients:
         self._handles: list[Any] = []
         self._target: tuple[torch.Tensor, torch.Tensor] | None = None
         self._left_out: torch.Tensor | None = None  # bool [B], during `check_independence`
+        self._shared: SharedRows | None = None
         # a leaf that requires grad: differentiating with respect to it alone makes autograd compute
         # each layer's output gradient, but skip the weight gradients summed over the sequences
         self._anchor = torch.zeros((), requires_grad=True)
@@ -119,6 +122,27 @@ class PerSequenceGradients:
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
+        self._shared = None
+
+    def expand(self, tensors: Sequence[torch.Tensor], index: torch.Tensor) -> list[torch.Tensor]:
+        """Returns the rows of tensors [D, ...] at an index [B], for sequences that share rows.
+
+        Replies to one prompt share its keys and values, for example: layers before see D rows,
+        layers after them B. The gradients of layers before need further backward passes through
+        these: M, or as many as the most sequences that share a row if that is less.
+
+        May be called once in the block.
+
+        Args:
+            tensors: What sequences share, with rows along the first dimension.
+            index: Row of each sequence, [B].
+        """
+        if self._shared is not None:
+            raise RuntimeError("expand was called in this with block before; call it once.")
+        if not any(tensor.requires_grad for tensor in tensors):
+            return [tensor[index.to(tensor.device)] for tensor in tensors]
+        self._shared = SharedRows.of(tensors, index)
+        return list(self._shared.copies)
 
     def jacobian(
         self,
@@ -150,21 +174,50 @@ class PerSequenceGradients:
                 "PerSequenceGradients is not active; compute losses and rows inside its with block."
             )
         check_sequences(losses, coefficients)
-        self._check_graph(losses)
+        shared = self._shared
+        num_taps = self._check_graph([losses], len(losses))
+        if shared is not None:
+            num_taps += self._check_graph(shared.tensors, shared.num_rows)
+        if not num_taps:
+            raise ValueError(
+                "The losses depend on no layer called inside the with block: run the model's "
+                "forward pass there."
+            )
         rows = jacobian_buffer(len(coefficients), self._parameters, out).zero_()
-        self._target = (rows, coefficients.detach().to(rows))
+        coefficients = coefficients.detach().to(rows)
+        leaves = [self._anchor] if shared is None else [self._anchor, *shared.copied]
+        _, *gradients = self._folded(
+            (rows, coefficients), [losses], [torch.ones_like(losses)], leaves, retain_graph
+        )
+        if shared is not None:
+            passes = shared.passes(gradients, coefficients)
+            for at, (own, own_coefficients, outputs) in enumerate(passes):
+                is_kept = retain_graph or at < len(passes) - 1
+                target = rows[own], own_coefficients
+                self._folded(target, shared.tensors, outputs(), [self._anchor], is_kept)
+        check_finite_rows(rows)
+        return rows
+
+    def _folded(
+        self,
+        target: tuple[torch.Tensor, torch.Tensor],
+        outputs: Sequence[torch.Tensor],
+        gradients: Sequence[torch.Tensor],
+        leaves: Sequence[torch.Tensor],
+        retain_graph: bool,
+    ) -> Sequence[torch.Tensor | None]:
+        """Runs a backward pass that adds to rows by coefficients; returns the leaves' gradients."""
+        self._target = target
         try:
-            torch.autograd.grad(
-                losses,
-                self._anchor,
-                grad_outputs=torch.ones_like(losses),
+            return torch.autograd.grad(
+                outputs,
+                leaves,
+                grad_outputs=gradients,
                 retain_graph=retain_graph,
                 allow_unused=True,
             )
         finally:
             self._target = None
-        check_finite_rows(rows)
-        return rows
 
     def check_independence(self, losses: torch.Tensor) -> None:
         """Raises ``ValueError`` if a loss has a gradient at another sequence's row of a layer.
@@ -226,13 +279,16 @@ class PerSequenceGradients:
             sums = deltas.sum(dim=1, dtype=rows.dtype)
             rows[:, columns].addmm_(coefficients, sums.to(rows.device))
 
-    def _check_graph(self, losses: torch.Tensor) -> None:
-        """Raises unless every use of the parameters in the losses' graph goes through a tap."""
+    def _check_graph(self, outputs: Sequence[torch.Tensor], num_sequences: int) -> int:
+        """Returns the number of taps in the outputs' graph.
+
+        Raises unless every use of the parameters in it goes through a tap.
+        """
         uses: Counter[torch.Tensor] = Counter()
         taps: Counter[torch.Tensor] = Counter()
-        for node, following in _graph(losses):
+        for node, following in _graph(outputs):
             if getattr(node, "route", None) is self:
-                self._check_sequences(node.layer, node.inputs_shape, len(losses))
+                self._check_sequences(node.layer, node.inputs_shape, num_sequences)
                 taps.update(node.layer.parameters(recurse=False))
             elif type(node).__name__ == "CheckpointFunctionBackward":
                 raise ValueError(
@@ -251,11 +307,7 @@ class PerSequenceGradients:
                         "the with block: compute the losses there, or, if the model uses the "
                         f"parameter directly, {INSTEAD}"
                     )
-        if not taps:
-            raise ValueError(
-                "The losses depend on no layer called inside the with block: run the model's "
-                "forward pass there."
-            )
+        return taps.total()
 
     def _check_sequences(
         self, layer: torch.nn.Linear, inputs_shape: torch.Size, num_sequences: int
@@ -266,6 +318,99 @@ class PerSequenceGradients:
                 f"{num_sequences} losses; its first dimension must be the sequences: keep that "
                 f"dimension, or {INSTEAD}"
             )
+
+
+@dataclass(frozen=True)
+class SharedRows:
+    """Rows that sequences share, and the copies at which a backward pass stops."""
+
+    tensors: list[torch.Tensor]
+    """Those that have a gradient, [D, ...]."""
+    copied: list[torch.Tensor]
+    """Their copies by sequence, leaves [B, ...]."""
+    copies: list[torch.Tensor]
+    """All copies, in the order given."""
+    index: torch.Tensor
+    """Row of each sequence, [B]."""
+    num_rows: int
+    """Number of rows, D."""
+    num_sharing: int
+    """Largest number of sequences that share a row."""
+
+    @classmethod
+    def of(cls, tensors: Sequence[torch.Tensor], index: torch.Tensor) -> Self:
+        """Copies the rows of the sequences."""
+        copies = [
+            each.detach()[index.to(each.device)].requires_grad_(each.requires_grad)
+            for each in tensors
+        ]
+        return cls(
+            [each for each in tensors if each.requires_grad],
+            [copy for copy in copies if copy.requires_grad],
+            copies,
+            index,
+            len(tensors[0]),
+            int(index.bincount().max()),
+        )
+
+    def passes(
+        self, gradients: Sequence[torch.Tensor | None], coefficients: torch.Tensor
+    ) -> list[tuple[slice, torch.Tensor, Callable[[], list[torch.Tensor]]]]:
+        """Returns the backward passes through the rows.
+
+        Each has the objectives, the rows' coefficients for them, and a function that returns the
+        gradients of the `tensors`.
+
+        Args:
+            gradients: Those of the copies, by sequence.
+            coefficients: Factors of the sequences, [M, B].
+        """
+        num_objectives = len(coefficients)
+        if num_objectives <= self.num_sharing:  # a pass per objective, of the sums over sequences
+            largest = coefficients.abs().amax(1).clamp(min=torch.finfo(coefficients.dtype).tiny)
+            return [
+                (
+                    slice(j, j + 1),
+                    largest[j].expand(1, self.num_rows),
+                    partial(self._sums, gradients, coefficients[j] / largest[j]),
+                )
+                for j in range(num_objectives)
+            ]
+        # a pass per sequence of a row, for all objectives
+        order = self.index.argsort(stable=True)
+        counts = self.index.bincount(minlength=self.num_rows)
+        starts = counts.cumsum(0) - counts
+        found = []
+        for k in range(self.num_sharing):
+            has = counts > k
+            sequences = order[(starts + k).clamp(max=len(order) - 1)]  # [D]
+            own = coefficients[:, sequences.to(coefficients.device)] * has.to(coefficients)
+            found.append((slice(None), own, partial(self._taken, gradients, sequences)))
+        return found
+
+    def _sums(
+        self, gradients: Sequence[torch.Tensor | None], factors: torch.Tensor
+    ) -> list[torch.Tensor]:
+        """Returns Σ_b c_b g_b of each row's sequences, for each of the `tensors`."""
+        rows = torch.arange(self.num_rows, device=factors.device)[:, None]
+        mixed = (self.index.to(factors.device) == rows) * factors  # [D, B]
+        return [  # no index_add, whose sums on a GPU are in any order
+            torch.zeros_like(tensor)
+            if gradient is None
+            else (mixed.to(gradient) @ gradient.flatten(1)).view_as(tensor)
+            for tensor, gradient in zip(self.tensors, gradients, strict=True)
+        ]
+
+    def _taken(
+        self, gradients: Sequence[torch.Tensor | None], sequences: torch.Tensor
+    ) -> list[torch.Tensor]:
+        """Returns the gradients of one sequence of each row, for each of the `tensors`."""
+        return [
+            torch.zeros_like(tensor)
+            if gradient is None
+            else gradient[sequences.to(gradient.device)]
+            for tensor, gradient in zip(self.tensors, gradients, strict=True)
+        ]
 
 
 class BackwardPasses:
@@ -284,6 +429,11 @@ class BackwardPasses:
 
     def __exit__(self, *exception: object) -> None:
         pass
+
+    @staticmethod
+    def expand(tensors: Sequence[torch.Tensor], index: torch.Tensor) -> list[torch.Tensor]:
+        """Returns the rows of tensors [D, ...] at an index [B], with their gradients."""
+        return [tensor[index.to(tensor.device)] for tensor in tensors]
 
     def jacobian(
         self,
@@ -386,9 +536,9 @@ def _linear_layers(model: torch.nn.Module) -> dict[torch.nn.Linear, str]:
     return layers
 
 
-def _graph(losses: torch.Tensor) -> Iterator[tuple[Any, list[Any]]]:
-    """Yields every node of the losses' autograd graph once, with its successors."""
-    waiting = [losses.grad_fn] if losses.grad_fn is not None else []
+def _graph(outputs: Sequence[torch.Tensor]) -> Iterator[tuple[Any, list[Any]]]:
+    """Yields every node of the outputs' autograd graph once, with its successors."""
+    waiting = [node for node in {each.grad_fn for each in outputs} if node is not None]
     seen = set(waiting)
     while waiting:
         node = waiting.pop()

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from weakref import WeakKeyDictionary
 
 import numpy as np
 import pytest
@@ -19,6 +20,7 @@ from transformers import (
 )
 
 from firm.alignment import KLConfig, MultiObjectiveTrainer, RolloutConfig, build_trainer
+from firm.alignment import head as heads
 from firm.alignment.estimators import ESTIMATORS
 from firm.alignment.policy import without_needless_warnings
 
@@ -186,3 +188,12 @@ def make_trainer(tokenizer, make_policy) -> Callable[..., MultiObjectiveTrainer]
         return trainer
 
     return make
+
+
+@pytest.fixture
+def vocabulary(request, monkeypatch) -> str:
+    """Counts every vocabulary as large if the parameter says so, so that passes share prompts."""
+    if request.param == "large":
+        monkeypatch.setattr(heads, "LARGE_VOCABULARY", 0)
+        monkeypatch.setattr(heads, "_formulas", WeakKeyDictionary())
+    return request.param

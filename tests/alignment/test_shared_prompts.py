@@ -1,19 +1,27 @@
 """Replies to equal prompts, whose prompt is passed once, are as if each had passed its own."""
 
+from dataclasses import replace
 from weakref import WeakKeyDictionary
 
+import numpy as np
 import pytest
 import torch
 
-from firm.alignment import LoraSettings
+from firm.alignment import LoraSettings, MultiObjectiveTrainer
 from firm.alignment import head as heads
+from firm.alignment.estimators import ESTIMATORS
+from firm.alignment.estimators.critic_free import CriticFreeConfig
+from firm.alignment.estimators.estimator import Policy
 from firm.alignment.generation import RolloutConfig
-from firm.alignment.policy import PolicyConfig, add_adapter
+from firm.alignment.policy import PolicyConfig, adapter_parameters, add_adapter
 from firm.alignment.prompts import Prompt
 from firm.alignment.rollout_engines import SampleRequest, transformers
-from firm.alignment.sequences import Queries, left_padded
+from firm.alignment.sequences import Queries, Sequences, left_padded, may_pass_prompts_once
 from firm.alignment.stacked import model as stacked_model
-from firm.alignment.stacked.model import StackedModel
+from firm.alignment.stacked.model import Losses, StackedModel, Weighted
+from firm.alignment.stacked.passes import ClientPart
+from firm.alignment.stacked.trainer import stacked_trainers
+from firm.gradients.per_sequence import PerSequenceGradients
 from tests.sampling import generate
 from tests.zoo.architectures import ARCHITECTURES
 
@@ -155,3 +163,217 @@ def test_finished_rows_leave_the_batch_and_change_no_token(
     assert 16 >= max(sizes[2:]) > sizes[-1]
     for own, plain in zip(*results, strict=True):
         assert torch.equal(own, plain)
+
+
+# --- Passes over whole rows -----------------------------------------------------------------------
+
+ORDER = [0, 1, 0, 2, 0, 1, 3]
+REPLIES = [6, 3, 1, 4, 6, 2, 5]
+
+
+def replies(vocabulary: int, *, preferences=None) -> Sequences:
+    """Replies of several lengths, up to three to a prompt."""
+    asked = replace(prompts(vocabulary, ORDER), preferences=preferences)
+    generator = torch.Generator().manual_seed(1)
+    ids = torch.randint(3, vocabulary, (len(ORDER), max(REPLIES)), generator=generator)
+    return Sequences(asked, torch.cat([asked.token_ids, ids], 1), torch.tensor(REPLIES))
+
+
+def with_adapter(model, *, dropout=0.0, **options):
+    torch.manual_seed(0)
+    lora = LoraSettings(r=2, alpha=4, target_modules=None, dropout=dropout)
+    policy = add_adapter(model, PolicyConfig("it", lora=lora, **options), num_objectives=2)
+    for parameter in adapter_parameters(policy).values():
+        parameter.data += 0.1 * torch.randn(parameter.shape)
+    heads.head_of(policy)
+    return policy
+
+
+def scored_rows(policy, rows, num_objectives, *, once):
+    """Log-probabilities, and the gradients of their sums for several objectives."""
+    coefficients = torch.randn(
+        num_objectives, rows.num_rows, generator=torch.Generator().manual_seed(2)
+    )
+    parameters = list(adapter_parameters(policy).values())
+    shared = Policy(policy, parameters, RolloutConfig(temperature=0.7), prompts_once=once)
+    with PerSequenceGradients(policy, parameters) as gradients:
+        output = shared.forward(rows, expand=gradients.expand)
+        logprobs = shared.token_scores(output, rows).logprobs.masked_fill(~rows.mask, 0)
+        jacobian = gradients.jacobian(logprobs.sum(1), coefficients)
+    return logprobs.detach(), jacobian
+
+
+@pytest.mark.parametrize("name", TAKEN)
+def test_every_architecture_has_the_log_probabilities_and_gradients_of_whole_rows(name, large):
+    policy = with_adapter(ARCHITECTURES[name].model(SPECIAL))
+    rows = replies(policy.config.get_text_config().vocab_size)
+    if not may_pass_prompts_once(policy):
+        pytest.skip("keeps no keys and values of all positions")
+    for num_objectives in (2, 5):  # three replies share a prompt
+        logprobs, jacobian = scored_rows(policy, rows, num_objectives, once=True)
+        plain_logprobs, plain = scored_rows(policy, rows, num_objectives, once=False)
+        assert (logprobs - plain_logprobs).abs().max() <= 1e-5 * plain_logprobs.abs().max()
+        assert (jacobian - plain).abs().max() <= 1e-5 * plain.abs().max()
+
+
+def test_most_architectures_pass_prompts_once(large):
+    policies = {name: with_adapter(ARCHITECTURES[name].model(SPECIAL)) for name in TAKEN}
+    found = {name for name, policy in policies.items() if may_pass_prompts_once(policy)}
+    assert {"llama", "qwen3", "phi3"} <= found
+    assert len(found) >= 10
+
+
+@pytest.mark.parametrize("num_objectives", [(2, 2, 2), (5, 5, 5), (1, 3, 2)])
+@pytest.mark.parametrize("name", STACKED)
+def test_every_architecture_has_the_gradients_of_whole_rows_in_joint_passes(
+    name, num_objectives, large
+):
+    policy = with_adapter(ARCHITECTURES[name].model(SPECIAL))
+    if not may_pass_prompts_once(policy):
+        pytest.skip("keeps no keys and values of all positions")
+    vocabulary = policy.config.get_text_config().vocab_size
+    batches = [replies(vocabulary).rows(torch.tensor(at)) for at in ([0, 2, 4], [6, 1, 5], [3])]
+    generator = torch.Generator().manual_seed(2)
+    coefficients = [
+        torch.randn(count, rows.num_rows, generator=generator)
+        for count, rows in zip(num_objectives, batches, strict=True)
+    ]
+    found = []
+    for once in (True, False):
+        stack = StackedModel(policy, prompts_once=once)
+        torch.manual_seed(3)
+        adapters = [stack.new_adapter() for _ in batches]
+        for adapter in adapters:
+            for parameter in adapter.values():
+                parameter.data += 0.1 * torch.randn(parameter.shape)
+        parts = [
+            ClientPart(rows, adapter, has_gradient=True, is_tapped=True)
+            for rows, adapter in zip(batches, adapters, strict=True)
+        ]
+        outputs = stack.forward(parts)
+        scores = [output.token_scores(0.7).logprobs for output in outputs]
+        losses = [
+            each.masked_fill(~rows.mask, 0).sum(1)
+            for each, rows in zip(scores, batches, strict=True)
+        ]
+        wanted = [
+            Weighted(output.place, each, own, retain_graph=False)
+            for output, each, own in zip(outputs, losses, coefficients, strict=True)
+        ]
+        found.append((torch.cat(losses).detach(), stack.per_sequence_jacobian(wanted)))
+        # untapped, the graph goes through the prompts
+        outputs = stack.forward([replace(part, is_tapped=False) for part in parts])
+        sums = [
+            output.token_scores(0.7).logprobs.masked_fill(~rows.mask, 0).sum()[None]
+            for output, rows in zip(outputs, batches, strict=True)
+        ]
+        found[-1] += (
+            stack.jacobian([Losses(o.place, own) for o, own in zip(outputs, sums, strict=True)]),
+        )
+    (losses, rows, sums), (plain_losses, plain_rows, plain_sums) = found
+    torch.testing.assert_close(losses, plain_losses, rtol=1e-5, atol=1e-5)
+    for own, plain in zip([*rows, *sums], [*plain_rows, *plain_sums], strict=True):
+        assert own.shape == plain.shape
+        assert (own - plain).abs().max() <= 1e-5 * plain.abs().max()
+
+
+# --- A local step ---------------------------------------------------------------------------------
+
+ASKED = [Prompt(text) for text in ("abc", "de fgh", "a", "jihg fed")]
+
+
+def step(trainer, rows):
+    """Rows of each pass of a local step on whole batches, and its gradients."""
+    handle = trainer.policy_model.get_base_model().register_forward_pre_hook(
+        lambda _module, _args, options: rows.append(tuple(options["input_ids"].shape)),
+        with_kwargs=True,
+    )
+    sampled = trainer.sample(trainer.encode(ASKED))
+    rollouts = trainer.with_logprobs(sampled)
+    scores = trainer.score(rollouts)
+    experience = trainer.learner.estimator.experience(rollouts, scores.scores, scores.rewards)
+    rows.clear()
+    trainer.with_logprobs(sampled)
+    (indices,) = trainer.minibatch_indices()
+    gradients = trainer.gradients(trainer.learner, experience.rows(indices))
+    handle.remove()
+    return indices, gradients, rollouts.responses.size(1)
+
+
+def test_all_passes_of_a_step_take_prompts_once_and_agree_in_bfloat16(
+    make_trainer, make_policy, letter_count, large
+):
+    policy = make_policy().to(torch.bfloat16)
+    rewards = {letter: letter_count(letter) for letter in "ab"}
+    options = {"batch_size": 16, "minibatch_size": 16, "num_epochs": 1}
+    trainer = make_trainer(rewards=rewards, estimator="critic_free", policy=policy, **options)
+    torch.manual_seed(0)
+    rows: list[tuple[int, int]] = []
+    indices, gradients, num_tokens = step(trainer, rows)
+    width = trainer.encode(ASKED).token_ids.size(1)
+    assert rows == [(4, width), (16, num_tokens - 1)] * 3  # policy, reference, update
+    assert indices.tolist() == list(range(16))
+    # the policy has not moved: any other way would round differently
+    assert gradients.aux.metrics["log_ratio_mean_square"] == 0
+
+
+def test_replies_to_a_prompt_are_adjacent_in_minibatches_only_where_passes_share_it(
+    make_trainer, letter_count, monkeypatch
+):
+    rewards, found = {"a": letter_count("a")}, []
+    for limit in (10**9, 0):
+        monkeypatch.setattr(heads, "LARGE_VOCABULARY", limit)
+        monkeypatch.setattr(heads, "_formulas", WeakKeyDictionary())
+        trainer = make_trainer(rewards=rewards, estimator="critic_free")
+        np.random.seed(0)
+        found.append([rows.tolist() for rows in trainer.minibatch_indices()])
+    plain, adjacent = found
+    assert adjacent == [sorted(rows) for rows in plain] != plain
+
+
+@pytest.mark.parametrize(
+    ("estimator", "options", "policy_options", "expected"),
+    [
+        ("critic_free", {}, {}, True),
+        ("critic_free", {}, {"dropout": 0.1}, False),
+        ("critic_free", {}, {"gradient_checkpointing": True}, False),
+        ("ppo", {}, {}, False),
+        ("dpo", {}, {}, True),
+    ],
+)
+def test_prompts_are_passed_once_where_batches_repeat_them_and_passes_allow_it(
+    make_trainer, make_model, letter_count, large, estimator, options, policy_options, expected
+):
+    policy = with_adapter(make_model(), **policy_options)
+    config = ESTIMATORS[estimator](**options)
+    trainer = MultiObjectiveTrainer(
+        config, rollout_config=RolloutConfig(stop_strings=[]), policy=policy, tokenizer=None,
+        reward_fns={"a": letter_count("a")}, num_rounds=1,
+    )  # fmt: skip
+    assert trainer.prompts_once == expected
+    assert trainer._policy.prompts_once == trainer._sampler.prompts_once == expected
+    assert stacked_trainers(trainer)().prompts_once == expected
+
+
+def test_other_estimators_pass_whole_rows(make_trainer, letter_count, large):
+    class Plain(CriticFreeConfig):
+        shares_prompts = False
+
+    trainer = make_trainer(rewards={"a": letter_count("a")}, estimator="critic_free")
+    settings = {**trainer.settings(), "config": Plain()}
+    assert trainer.prompts_once
+    assert not MultiObjectiveTrainer(**settings).prompts_once
+    assert not CriticFreeConfig.__mro__[1].shares_prompts
+
+
+def test_replies_of_one_token_need_no_pass_of_their_own(large):
+    policy = with_adapter(ARCHITECTURES["llama"].model(SPECIAL))
+    rows = replies(policy.config.vocab_size)
+    short = replace(
+        rows, query_responses=rows.query_responses[:, :-5], num_tokens=torch.ones(7).long()
+    )
+    logprobs, jacobian = scored_rows(policy, short, 2, once=True)
+    plain_logprobs, plain = scored_rows(policy, short, 2, once=False)
+    assert logprobs.shape == (7, 1)
+    torch.testing.assert_close(logprobs, plain_logprobs, rtol=1e-5, atol=1e-6)
+    assert (jacobian - plain).abs().max() <= 1e-5 * plain.abs().max()

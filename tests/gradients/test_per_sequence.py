@@ -538,7 +538,7 @@ def test_every_node_of_a_graph_with_many_paths_is_visited_once(network):
     losses = _network_losses(network)
     for _ in range(6):
         losses = losses + losses.exp()
-    nodes = [node for node, _ in per_sequence._graph(losses)]
+    nodes = [node for node, _ in per_sequence._graph([losses, losses])]
     assert len(nodes) == len(set(nodes)) > 12
 
 
@@ -621,3 +621,94 @@ def test_independent_sequences_pass_and_leave_the_rows_alone():
         gradients.check_independence(losses)
         rows = gradients.jacobian(losses, _coefficients(3), retain_graph=True)
         _assert_rows_equal(rows, _loop(losses, _coefficients(3), _trainable(model)), FLOAT32)
+
+
+# --- Rows that sequences share --------------------------------------------------------------------
+
+OWNERS = torch.tensor([2, 0, 2, 1, 2])  # the shared row of each of five sequences
+NUM_SHARED = 4  # the last one has no sequence
+
+
+class TwoStages(torch.nn.Module):
+    """Layers on shared rows, and layers on the sequences that have them."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.shared, self.also = torch.nn.Linear(4, 6), torch.nn.Linear(4, 6)
+        self.own = torch.nn.Linear(6, 3)
+
+    def losses(self, expand):
+        generator = torch.Generator().manual_seed(1)
+        shared = torch.randn(NUM_SHARED, 7, 4, generator=generator)
+        own = torch.randn(len(OWNERS), 5, 6, generator=generator)
+        frozen = torch.randn(NUM_SHARED, 6, generator=generator)
+        keys, values, rest = expand([self.shared(shared), self.also(shared), frozen], OWNERS)
+        mixed = own @ keys.tanh().mT @ values + rest[:, None]
+        return self.own(mixed).square().sum((1, 2))
+
+
+def _rows_at(tensors, index):
+    return [tensor[index] for tensor in tensors]
+
+
+@pytest.mark.parametrize("num_objectives", [1, 2, 3, 6])  # three sequences share a row
+def test_shared_rows_have_the_gradients_of_a_pass_per_objective(num_objectives):
+    model = TwoStages()
+    coefficients = _coefficients(num_objectives)
+    coefficients[0] *= 1e-6
+    expected = jacobian(coefficients @ model.losses(_rows_at), list(model.parameters()))
+    with PerSequenceGradients(model, list(model.parameters())) as gradients:
+        losses = model.losses(gradients.expand)
+        rows = gradients.jacobian(losses, coefficients, retain_graph=True)
+        halved = gradients.jacobian(losses, coefficients / 2)
+    _assert_rows_equal(rows, expected, FLOAT32)
+    _assert_rows_equal(2 * halved, expected, FLOAT32)
+
+    with BackwardPasses(list(model.parameters())) as gradients:
+        losses = model.losses(gradients.expand)
+        _assert_rows_equal(gradients.jacobian(losses, coefficients), expected, FLOAT32)
+
+
+@pytest.mark.parametrize(("num_objectives", "expected"), [(2, 2), (3, 3), (6, 3)])
+def test_shared_rows_take_at_most_as_many_passes_as_sequences_share_one(num_objectives, expected):
+    model, passes = TwoStages(), []
+    with PerSequenceGradients(model, list(model.parameters())) as gradients:
+        losses = model.losses(gradients.expand)
+        fold = gradients.fold
+
+        def counted(layer, inputs, deltas):
+            passes.append(layer)
+            fold(layer, inputs, deltas)
+
+        gradients.fold = counted
+        gradients.jacobian(losses, _coefficients(num_objectives))
+    assert passes.count(model.own) == 1
+    assert passes.count(model.shared) == passes.count(model.also) == expected
+
+
+def test_shared_rows_may_leave_parameters_unused_and_are_named_once():
+    model = TwoStages()
+    with PerSequenceGradients(model, list(model.parameters())) as gradients:
+        keys, _ = gradients.expand([model.shared(torch.ones(2, 1, 4)), torch.ones(2)], OWNERS // 2)
+        losses = model.own(keys).sum((1, 2))
+        with pytest.raises(RuntimeError, match="call it once"):
+            gradients.expand([keys], OWNERS)
+        rows = gradients.jacobian(losses, _coefficients(2))
+    assert rows[:, -model.own.weight.numel() - 3 :].any()
+    assert rows[:, : model.shared.weight.numel()].any()
+
+    with PerSequenceGradients(model, list(model.parameters())) as gradients:  # a block of its own
+        (constant,) = gradients.expand([torch.ones(3, 1, 6)], OWNERS)
+        assert not constant.requires_grad
+        gradients.jacobian(model.own(constant).sum((1, 2)), _coefficients(2))
+
+
+def test_a_layer_of_shared_rows_used_around_its_tap_is_named():
+    model = TwoStages()
+    with PerSequenceGradients(model, list(model.parameters())) as gradients:
+        states = torch.nn.functional.linear(torch.ones(4, 7, 4), model.shared.weight)
+        (copies,) = gradients.expand([states], OWNERS)
+        losses = model.own(copies).sum((1, 2))
+        with pytest.raises(ValueError, match=r"shared\.weight 1 times, but only 0"):
+            gradients.jacobian(losses, _coefficients(2))

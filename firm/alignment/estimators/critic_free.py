@@ -28,6 +28,7 @@ from firm.alignment.sequences import (
     BY_OBJECTIVE,
     INVALID_LOGPROB,
     Rollouts,
+    taken_rows,
 )
 from firm.fields import NOT_IN_PAPER, BoundedInt, NonNegativeFloat, PositiveFloat, configuration
 from firm.quantities import PERCENT, Quantity, register
@@ -52,6 +53,7 @@ class CriticFreeConfig(EstimatorConfig):
     """Hyperparameters of critic-free policy gradients."""
 
     needs_independent_rows: ClassVar[bool] = True
+    shares_prompts: ClassVar[bool] = True
 
     name: Literal["critic_free"] = "critic_free"
     """Estimator."""
@@ -151,8 +153,9 @@ class CriticFree:
         whole = units(minibatch.rollouts.mask, config)
         set_mode(policy.model, is_training=True)
         with policy.per_sequence() as per_sequence:
+            expand = per_sequence.expand if weights is None else taken_rows
             with policy.timed("forward"):
-                scores = policy.token_scores(policy.forward(rollouts), rollouts)
+                scores = policy.token_scores(policy.forward(rollouts, expand=expand), rollouts)
                 logprobs = scores.logprobs.masked_fill(~rollouts.mask, INVALID_LOGPROB)
                 terms, held = reply_losses(
                     logprobs,

@@ -24,6 +24,7 @@ from firm.alignment.estimators.estimator import (
 )
 from firm.alignment.pair_tokens import PairBatch
 from firm.alignment.policy import set_mode
+from firm.alignment.sequences import taken_rows
 from firm.fields import NOT_IN_PAPER, BoundedInt, PositiveFloat, configuration
 from firm.quantities import PERCENT, Quantity, register
 from firm.schema import ByObjective, Finite, Share
@@ -74,6 +75,7 @@ class DPOConfig(EstimatorConfig):
 
     learns_from: ClassVar[str] = "pairs"
     needs_independent_rows: ClassVar[bool] = True
+    shares_prompts: ClassVar[bool] = True
 
     name: Literal["dpo"] = "dpo"
     """Estimator."""
@@ -164,8 +166,9 @@ class DPO:
         counts = minibatch.ranked.sum(1, keepdim=True).clamp(min=1)
         set_mode(policy.model, is_training=True)
         with policy.per_sequence() as per_sequence:
+            expand = per_sequence.expand if weights is None else taken_rows
             with policy.timed("forward"):
-                scores = policy.token_scores(policy.forward(sequences), sequences)
+                scores = policy.token_scores(policy.forward(sequences, expand=expand), sequences)
                 replies = scores.logprobs.masked_fill(~sequences.mask, 0).sum(1)  # [2 b]
             reference = 0 * part.reference if config.reference_free else part.reference
             losses, slopes, margins = pair_losses(

@@ -19,13 +19,16 @@ from firm.alignment.sequences import (
     BY_OBJECTIVE,
     Alone,
     Examples,
+    Expand,
     Rollouts,
     Rows,
     Sequences,
     TokenScores,
     by_chunks,
     forward,
+    forward_prompts_once,
     set_preferences,
+    taken_rows,
     token_scores,
 )
 from firm.federation.engines.processes import Team
@@ -126,9 +129,17 @@ class Policy:
     """Processes that share the rows of a batch."""
     timed: Callable[[str], AbstractContextManager[Any]] = nullcontext
     """Context manager that records the time spent in a stage."""
+    prompts_once: bool = False
+    """Pass equal prompts through the policy once (`forward_prompts_once`), in all passes: rounding
+    in lower precision than float32 depends on the way, and ratios compare two passes."""
 
-    def forward(self, rows: Sequences, model: Any = None) -> Any:
-        """Returns the output of the policy or another model, with its hidden states."""
+    def forward(self, rows: Sequences, model: Any = None, *, expand: Expand = taken_rows) -> Any:
+        """Returns the output of the policy or another model, with its hidden states.
+
+        `expand` copies what replies to equal prompts share, if they do.
+        """
+        if self.prompts_once and model is None:
+            return forward_prompts_once(self.model, rows, expand)
         set_preferences(self.model, rows.queries.preferences)
         return forward(model or self.model, rows.query_responses, rows.attention_mask)
 
@@ -236,6 +247,9 @@ class EstimatorConfig(ABC):
     """Examples of a batch: prompts, to which the policy replies, or pairs of ranked replies."""
     needs_independent_rows: ClassVar[bool] = False
     """True if gradients come from products per row, which rows that interact would falsify."""
+    shares_prompts: ClassVar[bool] = False
+    """True if batches have several replies to a prompt, and gradients allow for passes that take
+    the prompt once: they give `Policy.forward` the `expand` of `Policy.per_sequence`."""
 
     name: str = ""
     """Estimator."""

@@ -9,7 +9,7 @@ import torch
 from firm.alignment.estimators.estimator import Policy
 from firm.alignment.rollout import Sampler
 from firm.alignment.rollout_engines import SampleRequest, Samples
-from firm.alignment.sequences import Queries, Sequences, TokenScores
+from firm.alignment.sequences import Expand, Queries, Sequences, TokenScores, taken_rows
 from firm.alignment.stacked.model import Losses, StackedModel, Weighted
 from firm.alignment.stacked.passes import ClientPart, Output, PassPosition
 from firm.federation.devices import copy_of_generator, set_generator
@@ -32,7 +32,7 @@ class StackedPolicy(Policy):
     adapter: Mapping[str, torch.nn.Parameter] = field(kw_only=True)
     _latest: _Latest = field(default_factory=_Latest, kw_only=True)
 
-    def forward(self, rows: Sequences, model: Any = None) -> Any:
+    def forward(self, rows: Sequences, model: Any = None, *, expand: Expand = taken_rows) -> Any:
         """Returns the output of the policy in a joint pass, or of another model separately."""
         if model not in (None, self.model):
             return super().forward(rows, model)
@@ -88,6 +88,8 @@ class _PerSequence:
 
     def __exit__(self, *exception: object) -> None:
         self._policy._latest.is_tapped = False
+
+    expand = staticmethod(taken_rows)
 
     def jacobian(
         self, losses: torch.Tensor, coefficients: torch.Tensor, *, retain_graph: bool = False

@@ -6,7 +6,7 @@ give the gradients of all clients; if objectives differ by one factor per reply,
 pass does.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -15,13 +15,23 @@ import torch
 
 from firm.alignment.adapters.forward import forward_of
 from firm.alignment.decoding import SamplingState, decode_, random_numbers
+from firm.alignment.head import head_of
 from firm.alignment.policy import adapter_parameters, set_mode
 from firm.alignment.rollout_engines import SampleRequest, Samples
-from firm.alignment.sequences import cached_pass, forward, forward_options, shares_prompts
-from firm.alignment.stacked.passes import ClientPart, Output, Pass, PassPosition
+from firm.alignment.sequences import (
+    cached_pass,
+    cached_states,
+    forward,
+    forward_options,
+    new_cache,
+    shares_prompts,
+    states_of_replies,
+    taken_rows,
+)
+from firm.alignment.stacked.passes import ClientPart, Output, Pass, PassPosition, RepliesOutput
 from firm.federation.lockstep import outcome_of
 from firm.gradients.jacobian import check_losses, jacobian_buffer
-from firm.gradients.per_sequence import check_sequences
+from firm.gradients.per_sequence import SharedRows, check_sequences
 
 
 class StackedModel:
@@ -31,14 +41,16 @@ class StackedModel:
 
     Args:
         policy: A `PeftModel` with one adapter.
+        prompts_once: Pass equal prompts of a client once, as `Policy.prompts_once`.
 
     Raises:
         ValueError: When the model has no key-value cache, as state-space models; or when gradient
             checkpointing would draw different dropout masks in the backward pass.
     """
 
-    def __init__(self, policy: Any) -> None:
+    def __init__(self, policy: Any, *, prompts_once: bool = False) -> None:
         self.policy = policy
+        self._prompts_once = prompts_once
         self._slot = adapter_parameters(policy)
         if "past_key_values" not in forward_options(policy):
             base = type(policy.get_base_model()).__name__
@@ -66,6 +78,8 @@ class StackedModel:
     def forward(self, parts: list[ClientPart]) -> list[Any]:
         """Returns the output of each part's rows, from one forward pass over all of them."""
         set_mode(self.policy, is_training=parts[0].is_training)
+        if self._prompts_once:
+            return self._forward_prompts_once(parts)
         joint = self._pass(parts)
         with self._forward.of(joint), torch.set_grad_enabled(parts[0].has_gradient):
             output = forward(self.policy, joint.token_ids, joint.mask)
@@ -76,6 +90,41 @@ class StackedModel:
             Output(PassPosition(joint, i), output.head, logits[i], hidden[i])
             for i in range(len(parts))
         ]
+
+    def _forward_prompts_once(self, parts: list[ClientPart]) -> list[Any]:
+        """Returns the output of each part's rows from a pass over prompts and one over replies."""
+        found = [part.rows.queries.distinct() for part in parts]
+        own = [
+            replace(part, rows=part.rows.queries.rows(first))
+            for part, (first, _) in zip(parts, found, strict=True)
+        ]
+        prompts = self._pass(own)
+        joint = self._pass(parts, prompts.stacked)
+        index = torch.cat([prompts.span(at).start + rows for at, (_, rows) in enumerate(found)])
+        passes = iter((prompts, joint))
+
+        def run(token_ids: torch.Tensor, mask: torch.Tensor, cache: Any) -> torch.Tensor:
+            with self._forward.of(next(passes)):
+                return cached_states(self.policy, token_ids, mask, cache)
+
+        def expand(tensors: Sequence[torch.Tensor], index: torch.Tensor) -> Sequence[torch.Tensor]:
+            if not parts[0].is_tapped:
+                return taken_rows(tensors, index)
+            joint.shared = prompts, (shared := SharedRows.of(tensors, index))
+            return shared.copies
+
+        with torch.set_grad_enabled(parts[0].has_gradient):
+            hidden = states_of_replies(
+                run,
+                new_cache(self.policy),
+                (prompts.token_ids, prompts.mask),
+                (joint.token_ids[:, prompts.length :], joint.mask),
+                index,
+                expand,
+            )
+        head, each = head_of(self.policy), hidden.split(joint.counts)
+        assert head is not None
+        return [RepliesOutput(PassPosition(joint, i), head, each[i]) for i in range(len(parts))]
 
     def jacobian(self, wanted: "list[Losses]") -> Sequence[Any]:
         """Returns each part's Jacobian [M, d] in its own adapter, or the error of its losses.
@@ -105,7 +154,10 @@ class StackedModel:
         return [error or rows[at] for at, error in enumerate(errors)]
 
     def per_sequence_jacobian(self, wanted: "list[Weighted]") -> Sequence[Any]:
-        """Returns the gradients of each part's Σ_b c_jb ℓ_b, from one joint backward pass."""
+        """Returns the gradients of each part's Σ_b c_jb ℓ_b, from one joint backward pass.
+
+        Prompts that replies share take further ones; see `SharedRows`.
+        """
         joint = wanted[0].place.joint
         errors = [outcome_of(check_sequences, each.losses, each.coefficients) for each in wanted]
         good = [(at, each) for at, each in enumerate(wanted) if errors[at] is None]
@@ -114,18 +166,64 @@ class StackedModel:
         joint.finish([each.place for each in wanted if not each.retain_graph])
         rows = joint.add_targets({each.place.index: each.coefficients for _, each in good})
         losses = torch.cat([each.losses for _, each in good])
+        copied = [] if joint.shared is None else joint.shared[1].copied
+        gradients = self._folded(
+            joint, [losses], [torch.ones_like(losses)], copied, retain_graph=joint.is_wanted
+        )
+        if joint.shared is not None:
+            self._add_prompts_(joint, good, gradients, rows)
+        return [error or rows[e.place.index] for error, e in zip(errors, wanted, strict=True)]
+
+    def _folded(
+        self,
+        joint: Pass,
+        outputs: Sequence[torch.Tensor],
+        gradients: Sequence[torch.Tensor],
+        leaves: Sequence[torch.Tensor] = (),
+        *,
+        retain_graph: bool,
+    ) -> Sequence[torch.Tensor | None]:
+        """Runs a backward pass that fills a pass's targets; returns the leaves' gradients."""
         try:
             with self._forward.of(joint):
-                torch.autograd.grad(
-                    losses,
-                    joint.anchor,
-                    grad_outputs=torch.ones_like(losses),
-                    retain_graph=joint.is_wanted,
+                _, *found = torch.autograd.grad(
+                    outputs,
+                    [joint.anchor, *leaves],
+                    grad_outputs=gradients,
+                    retain_graph=retain_graph,
                     allow_unused=True,
                 )
         finally:
             joint.targets.clear()
-        return [error or rows[e.place.index] for error, e in zip(errors, wanted, strict=True)]
+        return found
+
+    def _add_prompts_(
+        self,
+        joint: Pass,
+        good: "Sequence[tuple[int, Weighted]]",
+        gradients: Sequence[torch.Tensor | None],
+        rows: dict[int, torch.Tensor],
+    ) -> None:
+        """Adds what each part's losses owe to its prompts' rows, given its replies' gradients."""
+        assert joint.shared is not None
+        prompts, shared = joint.shared
+        wanted = {each.place.index: each.coefficients for _, each in good}
+        most = max(len(own) for own in wanted.values())
+        coefficients = torch.zeros(most, len(joint.mask), device=joint.mask.device)
+        for index, own in wanted.items():
+            coefficients[: len(own), joint.span(index)] = own.detach().to(coefficients)
+        passes = shared.passes(gradients, coefficients)
+        for at, (objectives, factors, outputs) in enumerate(passes):
+            targets = {
+                index: factors[: len(own[objectives]), prompts.span(index)]
+                for index, own in wanted.items()
+                if len(own[objectives])
+            }
+            found = prompts.add_targets(targets)
+            is_kept = joint.is_wanted or at < len(passes) - 1
+            self._folded(prompts, shared.tensors, outputs(), retain_graph=is_kept)
+            for index, own in found.items():
+                rows[index][objectives] += own
 
     @torch.no_grad()
     def logprobs(self, parts: list[ClientPart]) -> list[torch.Tensor]:
@@ -179,8 +277,10 @@ class StackedModel:
         with self._forward.of(joint):
             return cached_pass(self.policy, token_ids, mask, positions, cache)
 
-    def _pass(self, parts: list[ClientPart]) -> Pass:
-        return Pass(parts, {parameter: name for name, parameter in self._slot.items()})
+    def _pass(
+        self, parts: list[ClientPart], stacked: Mapping[str, torch.Tensor] | None = None
+    ) -> Pass:
+        return Pass(parts, {parameter: name for name, parameter in self._slot.items()}, stacked)
 
 
 def _sampling(request: SampleRequest) -> SamplingState:

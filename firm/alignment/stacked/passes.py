@@ -16,7 +16,7 @@ from firm.alignment.sequences import (
     scores_of_states,
 )
 from firm.gradients.jacobian import jacobian_buffer
-from firm.gradients.per_sequence import Tap, add_weight_gradients_
+from firm.gradients.per_sequence import SharedRows, Tap, add_weight_gradients_
 
 
 @dataclass(frozen=True, eq=False)
@@ -86,10 +86,14 @@ class Pass:
     Args:
         parts: Rows of each client.
         names: Names of the slot's trained parameters, in whose place each part uses its own.
+        stacked: The clients' values of these in another pass of the same parts, to use them here.
     """
 
     def __init__(
-        self, parts: Sequence[ClientPart], names: Mapping[torch.nn.Parameter, str]
+        self,
+        parts: Sequence[ClientPart],
+        names: Mapping[torch.nn.Parameter, str],
+        stacked: Mapping[str, torch.Tensor] | None = None,
     ) -> None:
         self.parts = parts
         self.anchor = torch.zeros((), requires_grad=True)
@@ -97,6 +101,8 @@ class Pass:
         """Jacobians to be filled by the backward pass."""
         self.stacked: dict[str, torch.Tensor] = {}
         """All clients' values of each parameter, shape [C, ...]; empty for the base model."""
+        self.shared: tuple[Pass, SharedRows] | None = None
+        """The pass over the prompts and what its rows share, if a tapped pass continues it."""
         self._names = names
         self._columns: dict[str, slice] = {}
         self._waiting = set(range(len(parts)))
@@ -105,7 +111,7 @@ class Pass:
         start = 0
         for name in names.values() if parts[0].adapter is not None else ():
             own = [part.adapter[name].detach() for part in parts if part.adapter is not None]
-            self.stacked[name] = torch.stack(own)
+            self.stacked[name] = torch.stack(own) if stacked is None else stacked[name]
             self.stacked[name].requires_grad_(parts[0].has_gradient)
             self._columns[name] = slice(start, start + own[0].numel())
             start += own[0].numel()
@@ -280,6 +286,27 @@ class Output:
         logits = response_logits(self._logits, joint.context, temperature)[:, :width]
         logits = torch.nn.functional.pad(logits, (0, 0, 0, width - logits.size(1)))
         return scores_of_logits(logits, responses)
+
+
+class RepliesOutput(Output):
+    """The model's output for the replies of one part, without that for their prompts.
+
+    Args:
+        place: The part's position.
+        head: The model's head.
+        states: Its inputs, from which the replies' tokens are predicted, [b, T', H].
+    """
+
+    def __init__(self, place: PassPosition, head: Head, states: torch.Tensor) -> None:
+        self.place, self._head, self._states = place, head, states
+
+    def token_scores(self, temperature: float) -> TokenScores:
+        """Returns log-probabilities and entropies of the responses' tokens, each [b, T]."""
+        responses = self.place.part.rows.responses
+        width = responses.size(1)
+        states = self._states[:, :width]
+        states = torch.nn.functional.pad(states, (0, 0, 0, width - states.size(1)))
+        return scores_of_states(self._head, states, responses, temperature)
 
 
 def _widths(mask: torch.Tensor, context_length: int) -> tuple[int, int]:

@@ -19,7 +19,7 @@ def stacked_trainers(trainer: MultiObjectiveTrainer) -> "Callable[[], StackedTra
     In ``lockstep`` their passes are one large batch (`StackedModel`), and a reward model scores
     the replies of all in one call.
     """
-    stack = StackedModel(trainer.policy_model)
+    stack = StackedModel(trainer.policy_model, prompts_once=trainer.prompts_once)
     engine = trainer.rollout_config.engine.stacked(trainer.rollout_engine, stack.sample)
     return partial(StackedTrainer, stack, **{**trainer.settings(), "rollout_engine": engine})
 

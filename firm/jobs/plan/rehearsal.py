@@ -192,12 +192,19 @@ class Rehearsal:
             with_fake_parameters(critic, self._mode, self._device)
         return critic
 
-    def sampling(self, trainers: Sequence[MultiObjectiveTrainer], num_rows: int) -> Sampled:
+    def sampling(
+        self,
+        trainers: Sequence[MultiObjectiveTrainer],
+        num_rows: int,
+        *,
+        is_evaluation: bool = False,
+    ) -> Sampled:
         """Rehearses a rollout.
 
         Args:
             trainers: Trainers whose passes are joint.
             num_rows: Rows of each.
+            is_evaluation: Whether every reply passes its own prompt, as in evaluations.
         """
         set_mode(self._model, is_training=False)
         rollout, total = self._cfg.rollout, num_rows * len(trainers)
@@ -214,6 +221,8 @@ class Rehearsal:
             with self._counted() as scoring:
                 rows = [self._rollouts(num_rows) for _ in trainers]
                 samplers = [trainer._sampler for trainer in trainers]
+                if is_evaluation:
+                    samplers = [replace(each, prompts_once=False) for each in samplers]
                 self._together(lambda s, r: s.logprobs(r, of_reference=False), samplers, rows)
         peak = max(last.peak, scoring.peak)
         return Sampled(cache_size, peak, whole, token, self._mode.take())
@@ -283,7 +292,13 @@ class Rehearsal:
 
     def _experiences(self, num_rows: int, num_preferences: int) -> list[Any]:
         """Returns the clients' batches with the inputs of their losses."""
-        batches = [self._rollouts(num_rows, num_preferences) for _ in self.trainers]
+        config = self._cfg.estimator  # a minibatch has some of the replies to each prompt
+        share = config.replies_per_prompt * config.minibatch_size / config.batch_size
+        num_replies = max(1, round(share))
+        batches = [
+            self._rollouts(num_rows, num_preferences, num_replies=num_replies)
+            for _ in self.trainers
+        ]
         rewards = torch.arange(num_rows, dtype=torch.float32, device=self._device)
         rewards = rewards.expand(len(self._cfg.objectives), -1)
         return self._together(
@@ -303,18 +318,27 @@ class Rehearsal:
         calls = [partial(function, *own) for own in zip(*arguments, strict=True)]
         return lockstep(calls, max_size=self._cfg.max_rows or MAX_ROWS)
 
-    def _rollouts(self, num_rows: int, num_preferences: int = 1) -> Rollouts:
-        """Returns rollouts with prompts and replies of maximum length, one prompt padded."""
+    def _rollouts(
+        self, num_rows: int, num_preferences: int = 1, *, num_replies: int | None = None
+    ) -> Rollouts:
+        """Returns rollouts with prompts and replies of maximum length, one prompt padded.
+
+        Each prompt has as many replies as the estimator compares, by default.
+        """
+        number = torch.arange(num_rows, device=self._device)  # of each row's prompt
+        number //= num_replies or self._cfg.estimator.replies_per_prompt
         rollout, num_objectives = self._cfg.rollout, len(self._cfg.objectives)
         num_prompt, num_new = rollout.max_prompt_tokens, rollout.max_new_tokens
         ids = torch.ones(num_rows, num_prompt + num_new, dtype=torch.long, device=self._device)
+        ids[:, 0] += number
         lengths = torch.full((num_rows,), num_prompt, device=self._device)
-        lengths[0] -= int(num_prompt > 1)
+        lengths[number == 0] -= int(num_prompt > 1)
         preferences = None
         if self._cfg.policy.conditioning.kind != "none":
-            numbers = torch.arange(num_rows, device=self._device) % num_preferences
             preferences = torch.ones(num_rows, num_objectives, device=self._device)
-            preferences[:, 0] += numbers  # not scaled to sum 1, which takes no memory
+            preferences[:, 0] += (
+                number % num_preferences
+            )  # not scaled to sum 1, which takes no memory
         logprobs = torch.zeros(num_rows, num_new, device=self._device)
         return Rollouts(
             Queries([Prompt("")] * num_rows, ids[:, :num_prompt], lengths, preferences),
@@ -330,11 +354,17 @@ class Rehearsal:
 class PairRehearsal(Rehearsal):
     """Trainers of a run on pairs, which samples no replies."""
 
-    def sampling(self, trainers: Sequence[MultiObjectiveTrainer], num_rows: int) -> Sampled:
+    def sampling(
+        self,
+        trainers: Sequence[MultiObjectiveTrainer],
+        num_rows: int,
+        *,
+        is_evaluation: bool = False,
+    ) -> Sampled:
         """Rehearses the passes over pairs without gradients; there are no others."""
         set_mode(self._model, is_training=False)
         with torch.no_grad(), self._counted() as scoring:
-            rows = self._rollouts(num_rows)
+            rows = self._rollouts(num_rows, num_replies=2)
             set_preferences(self._model, rows.queries.preferences)
             self.alone._sampler.logprobs(rows, of_reference=False)
         return Sampled(0, scoring.peak, [], [], self._mode.take())
@@ -445,8 +475,9 @@ def rehearsed(
     rehearsal = rehearsals[False]
     own_rows = -(-sampled.rows // sampled.clients // cfg.processes_per_client)
     evaluation = rollout = rehearsal.sampling(rehearsal.trainers[: sampled.clients], own_rows)
-    if is_stacked or own_rows != evaluated_rows(cfg):
-        evaluation = rehearsal.sampling([rehearsal.alone], evaluated_rows(cfg))
+    is_other = is_stacked or rehearsal.alone._sampler.prompts_once
+    if is_other or own_rows != evaluated_rows(cfg):
+        evaluation = rehearsal.sampling([rehearsal.alone], evaluated_rows(cfg), is_evaluation=True)
     critic, learner = _learner_bytes(architecture, policy, cfg)
     # the state before the first round has no moments
     oldest = critic if cfg.rounds == 1 else learner

@@ -19,7 +19,7 @@ from firm.alignment.estimators.critic_free import (
     reply_losses,
 )
 from firm.alignment.policy import set_mode, without_needless_warnings
-from firm.alignment.sequences import INVALID_LOGPROB, response_logits, token_logprobs
+from firm.alignment.sequences import INVALID_LOGPROB, response_logprobs
 from firm.gradients import jacobian
 from tests.draws import draw_mask, draw_normal
 from tests.stages import experience_of, rollouts_of
@@ -205,10 +205,9 @@ def looped_rows(trainer, minibatch) -> torch.Tensor:
     """The Jacobian by a loop of backward passes over the printed losses, [M, d]."""
     config, rollouts, policy = trainer.config, minibatch.rollouts, trainer._policy
     set_mode(policy.model, is_training=True)
-    logits = policy.forward(rollouts).logits
-    logits = response_logits(logits, rollouts.context_length, policy.config.temperature)
+    logprobs = response_logprobs(policy.model, rollouts, policy.config.temperature)
     mask = rollouts.mask
-    logprobs = token_logprobs(logits, rollouts.responses).masked_fill(~mask, INVALID_LOGPROB)
+    logprobs = logprobs.masked_fill(~mask, INVALID_LOGPROB)
     losses = []
     for advantage in minibatch.advantages:
         sums = surrogate(logprobs, rollouts.logprobs, advantage, mask, config)
@@ -231,9 +230,16 @@ OPTIONS = [
 
 
 @pytest.mark.parametrize("options", OPTIONS, ids=lambda options: "-".join(options.values()))
-@pytest.mark.parametrize("dropout", [0.0, 0.3])
-def test_rows_equal_those_of_one_backward_pass_for_each_objective(make, options, dropout):
+@pytest.mark.parametrize(
+    ("vocabulary", "dropout"),
+    [("small", 0.0), ("small", 0.3), ("large", 0.0)],
+    indirect=["vocabulary"],
+)
+def test_rows_equal_those_of_one_backward_pass_for_each_objective(
+    make, options, vocabulary, dropout
+):
     trainer = make(dropout=dropout, ratio_cap=1.1, clip_range=0.05, **options)
+    assert trainer.prompts_once == (vocabulary == "large")
     minibatch = moved_experience(trainer).rows(np.random.default_rng(0).permutation(16)[:9])
     torch.manual_seed(7)  # of dropout
     gradients = trainer.gradients(trainer.learner, minibatch)
@@ -281,9 +287,13 @@ def test_in_float64_rows_equal_the_loop_s_to_ten_digits(
         assert (row - looped).norm() <= 1e-10 * looped.norm()
 
 
-@pytest.mark.parametrize("size", [1, 4, 16])
+@pytest.mark.parametrize(
+    ("vocabulary", "size"),
+    [("small", 1), ("small", 4), ("small", 16), ("large", 1), ("large", 5)],
+    indirect=["vocabulary"],
+)
 @pytest.mark.parametrize("options", OPTIONS[::4], ids=lambda options: "-".join(options.values()))
-def test_micro_batches_sum_to_the_minibatch(make, options, size):
+def test_micro_batches_sum_to_the_minibatch(make, options, vocabulary, size):
     whole, parts = (make(minibatch_size=16, micro_batch_size=n, **options) for n in (None, size))
     torch.manual_seed(1)
     expected = whole.gradients(whole.learner, moved_experience(whole))

@@ -104,9 +104,13 @@ def trl_gradients(policy, start, tokenizer, folder, loss_type, **options):
 
 
 @pytest.mark.filterwarnings("ignore:.*gradient_checkpointing:FutureWarning")
-@pytest.mark.parametrize("loss_type", LOSS_TYPES)
+@pytest.mark.parametrize(
+    ("loss_type", "vocabulary"),
+    [*((name, "small") for name in LOSS_TYPES), ("sigmoid", "large"), ("sppo_hard", "large")],
+    indirect=["vocabulary"],
+)
 def test_with_one_objective_loss_and_gradient_equal_trls(
-    make_pairs_trainer, make_policy, make_tokenizer, tmp_path, loss_type
+    make_pairs_trainer, make_policy, make_tokenizer, tmp_path, loss_type, vocabulary
 ):
     options = OPTIONS.get(loss_type, {})
     policy, theirs, start = (  # in float64, where only the formulas can differ
@@ -124,8 +128,10 @@ def test_with_one_objective_loss_and_gradient_equal_trls(
 FOUR = ("a", "b", "c", "d")
 
 
-def test_four_gradients_of_one_backward_pass_equal_a_loop(make_pairs_trainer):
+@pytest.mark.parametrize("vocabulary", ["small", "large"], indirect=True)
+def test_four_gradients_of_one_backward_pass_equal_a_loop(make_pairs_trainer, vocabulary):
     trainer = make_pairs_trainer(FOUR)
+    assert trainer.prompts_once == (vocabulary == "large")
     own = gradients(trainer)
     for j in range(4):
         pairs = [pair for pair in encoded(trainer) if pair.objective == j]
@@ -148,7 +154,10 @@ def _by_hand(trainer, pair):
     return torch.stack(rows)
 
 
-def test_the_gradient_of_a_weighted_sum_is_the_weighted_sum_of_the_rows(make_pairs_trainer):
+@pytest.mark.parametrize("vocabulary", ["small", "large"], indirect=True)
+def test_the_gradient_of_a_weighted_sum_is_the_weighted_sum_of_the_rows(
+    make_pairs_trainer, vocabulary
+):
     trainer = make_pairs_trainer(("a", "b"))
     weights = torch.tensor([0.3, 0.7])
     rows, mixed = gradients(trainer), gradients(trainer, weights)
