@@ -3,12 +3,14 @@
 import gc
 import json
 import shlex
+import weakref
 from collections.abc import Iterator
 from itertools import count
 
 import pytest
 import torch
 
+from firm.alignment import head as heads
 from firm.alignment.placement import place_
 from firm.alignment.policy import load_policy
 from firm.alignment.rollout_engines import transformers as transformers_engine
@@ -307,9 +309,18 @@ def test_a_reward_model_that_fills_its_device_names_its_key_and_no_batch_is_lost
 
 
 @two_devices
-@pytest.mark.parametrize("method", [(), CRITIC_FREE], ids=["ppo", "critic_free"])
+@pytest.mark.parametrize(
+    ("method", "shares_prompts"),
+    [((), False), (CRITIC_FREE, False), (CRITIC_FREE, True)],
+    ids=["ppo", "critic_free", "critic_free, prompts once"],
+)
 @pytest.mark.parametrize("placed", ["auto", "by module"])
-def test_a_policy_on_two_devices_ends_as_on_one(tmp_path, method, placed):
+def test_a_policy_on_two_devices_ends_as_on_one(
+    tmp_path, monkeypatch, method, shares_prompts, placed
+):
+    if shares_prompts:
+        monkeypatch.setattr(heads, "LARGE_VOCABULARY", 0)
+        monkeypatch.setattr(heads, "_formulas", weakref.WeakKeyDictionary())
     options = (*TINY, *method, "--policy.path", WHOLE, "--policy.lora.dropout", 0)
     options += ("--estimator.actor_optimizer", "sgd", "--estimator.actor_learning_rate", 0.1)
     options += ("--rollout.max_new_tokens", 24)  # shorter ones have equal rewards
@@ -336,7 +347,7 @@ def test_a_policy_on_two_devices_ends_as_on_one(tmp_path, method, placed):
     cfg = parse_over_run(ChatConfig, words, key="run", description="")
     assert Conversation(cfg).answer("Hello.", 0)["aligned"]
     one, two = read_adapter(tmp_path / "one"), read_adapter(tmp_path / "two")
-    assert max(value.abs().max() for name, value in one.items() if "lora_B" in name) > 1e-3
+    assert max(value.abs().max() for name, value in one.items() if "lora_B" in name) > 5e-4
     for name, value in one.items():
         torch.testing.assert_close(two[name], value, atol=2e-5, rtol=0)
 
