@@ -9,6 +9,7 @@ import torch
 
 from firm.alignment import LoraSettings, MultiObjectiveTrainer
 from firm.alignment import head as heads
+from firm.alignment.adapters.conditioned import ConditioningConfig
 from firm.alignment.estimators import ESTIMATORS
 from firm.alignment.estimators.critic_free import CriticFreeConfig
 from firm.alignment.estimators.estimator import Policy
@@ -214,6 +215,21 @@ def test_every_architecture_has_the_log_probabilities_and_gradients_of_whole_row
         plain_logprobs, plain = scored_rows(policy, rows, num_objectives, once=False)
         assert (logprobs - plain_logprobs).abs().max() <= 1e-5 * plain_logprobs.abs().max()
         assert (jacobian - plain).abs().max() <= 1e-5 * plain.abs().max()
+
+
+def test_a_conditioned_policy_shares_prompts_at_equal_preferences(large):
+    conditioning = ConditioningConfig(kind="preference")
+    policy = with_adapter(ARCHITECTURES["llama"].model(SPECIAL), conditioning=conditioning)
+    shares = torch.tensor([0.1, 0.5, 0.1, 0.5, 0.9, 0.5, 0.2])  # two for the first prompt
+    rows = replies(policy.config.vocab_size, preferences=torch.stack([shares, 1 - shares], 1))
+    assert len(rows.queries.distinct()[0]) == 5
+    logprobs, jacobian = scored_rows(policy, rows, 2, once=True)
+    plain_logprobs, plain = scored_rows(policy, rows, 2, once=False)
+    torch.testing.assert_close(logprobs, plain_logprobs, rtol=1e-5, atol=1e-5)
+    assert (jacobian - plain).abs().max() <= 1e-5 * plain.abs().max()
+    equal = replace(rows.queries, preferences=torch.full((7, 2), 0.5))
+    _, elsewhere = scored_rows(policy, replace(rows, queries=equal), 2, once=True)
+    assert (jacobian - elsewhere).abs().max() > 1e-3 * plain.abs().max()
 
 
 def test_most_architectures_pass_prompts_once(large):
