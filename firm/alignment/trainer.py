@@ -288,7 +288,8 @@ class MultiObjectiveTrainer:
         )
         size, model = config.forward_batch_size, self.policy_model
         # the processes of a team must agree on whether to compute
-        key = fingerprint(model, size, str(self.device)) if self.team.size == 1 else None
+        way = size, str(self.device), self.prompts_once
+        key = fingerprint(model, *way) if self.team.size == 1 else None
         logprobs_of = partial(self.reply_logprobs, of_reference=True, on_progress=on_progress)
         return with_references(encoded, logprobs_of, key)
 

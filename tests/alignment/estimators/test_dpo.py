@@ -217,6 +217,9 @@ def test_the_reference_is_read_from_disk_until_the_model_or_the_pairs_change(
     changed = encoded(trainer)
     assert computed == [8, 4, 8]
     assert changed[0].reference != first[0].reference
+    trainer.prompts_once = True  # passes that round differently
+    encoded(trainer)
+    assert computed == [8, 4, 8, 8]
 
 
 def test_a_damaged_file_of_references_is_replaced(make_pairs_trainer, tmp_path):
