@@ -102,8 +102,8 @@ MUTATIONS = (
     ),
     Mutation(
         "firm/gradients/per_sequence.py",
-        "(rows, coefficients.detach().to(rows))",
-        "(rows, coefficients.detach().cpu())",
+        "coefficients = coefficients.detach().to(rows)",
+        "coefficients = coefficients.detach().cpu()",
         FIRM,
     ),
     Mutation(
