@@ -14,6 +14,7 @@ from transformers.cache_utils import DynamicLayer
 from firm.alignment.head import Head, chosen_logprobs, head_of
 from firm.alignment.prompts import Prompt
 from firm.federation.engines.processes import Team
+from firm.gradients.per_sequence import taken_rows
 
 INVALID_LOGPROB = 1.0
 """Log-probability at padding: equal in policy and reference, so that ratio and KL are neutral."""
@@ -348,11 +349,6 @@ Expand = Callable[[Sequence[torch.Tensor], torch.Tensor], Sequence[torch.Tensor]
 """Returns the rows [B, ...] of tensors [D, ...] at an index [B]."""
 
 
-def taken_rows(tensors: Sequence[torch.Tensor], index: torch.Tensor) -> list[torch.Tensor]:
-    """Returns the rows [B, ...] of tensors [D, ...] at an index [B], with their gradients."""
-    return [tensor[index.to(tensor.device)] for tensor in tensors]
-
-
 @dataclass(frozen=True)
 class ReplyStates:
     """The output of a pass over prompts and replies, where it is needed."""
@@ -461,7 +457,7 @@ def cached_states(
 def may_pass_prompts_once(model: Any) -> bool:
     """Returns whether `forward_prompts_once` gives a model's states, and gradients through them.
 
-    That needs keys and values that are all kept, and a head that `head_of` knows. Gradient
+    That needs keys and values in all layers, and a head that `head_of` knows. Gradient
     checkpointing keeps none, and dropout of the adapter is drawn for each reply.
     """
     if not shares_prompts(model):

@@ -29,6 +29,11 @@ long."""
 INSTEAD = "use firm.gradients.jacobian, with one backward pass per objective."
 
 
+def taken_rows(tensors: Sequence[torch.Tensor], index: torch.Tensor) -> list[torch.Tensor]:
+    """Returns the rows [B, ...] of tensors [D, ...] at an index [B], with their gradients."""
+    return [tensor[index.to(tensor.device)] for tensor in tensors]
+
+
 class PerSequenceGradients:
     """Computes the gradients of M losses L_j = Σ_b c_jb ℓ_b in one backward pass of Σ_b ℓ_b.
 
@@ -140,7 +145,7 @@ class PerSequenceGradients:
         if self._shared is not None:
             raise RuntimeError("expand was called in this with block before; call it once.")
         if not any(tensor.requires_grad for tensor in tensors):
-            return [tensor[index.to(tensor.device)] for tensor in tensors]
+            return taken_rows(tensors, index)
         self._shared = SharedRows.of(tensors, index)
         return list(self._shared.copies)
 
@@ -340,10 +345,9 @@ class SharedRows:
     @classmethod
     def of(cls, tensors: Sequence[torch.Tensor], index: torch.Tensor) -> Self:
         """Copies the rows of the sequences."""
-        copies = [
-            each.detach()[index.to(each.device)].requires_grad_(each.requires_grad)
-            for each in tensors
-        ]
+        taken = taken_rows([each.detach() for each in tensors], index)
+        pairs = zip(taken, tensors, strict=True)
+        copies = [copy.requires_grad_(each.requires_grad) for copy, each in pairs]
         return cls(
             [each for each in tensors if each.requires_grad],
             [copy for copy in copies if copy.requires_grad],
@@ -430,10 +434,7 @@ class BackwardPasses:
     def __exit__(self, *exception: object) -> None:
         pass
 
-    @staticmethod
-    def expand(tensors: Sequence[torch.Tensor], index: torch.Tensor) -> list[torch.Tensor]:
-        """Returns the rows of tensors [D, ...] at an index [B], with their gradients."""
-        return [tensor[index.to(tensor.device)] for tensor in tensors]
+    expand = staticmethod(taken_rows)
 
     def jacobian(
         self,

@@ -1,6 +1,7 @@
 """Replies to equal prompts, whose prompt is passed once, are as if each had passed its own."""
 
 from dataclasses import replace
+from functools import partial
 from weakref import WeakKeyDictionary
 
 import numpy as np
@@ -22,6 +23,7 @@ from firm.alignment.stacked import model as stacked_model
 from firm.alignment.stacked.model import Losses, StackedModel, Weighted
 from firm.alignment.stacked.passes import ClientPart
 from firm.alignment.stacked.trainer import stacked_trainers
+from firm.federation.lockstep import lockstep
 from firm.gradients.per_sequence import PerSequenceGradients
 from tests.sampling import generate
 from tests.zoo.architectures import ARCHITECTURES
@@ -209,7 +211,7 @@ def test_every_architecture_has_the_log_probabilities_and_gradients_of_whole_row
     policy = with_adapter(ARCHITECTURES[name].model(SPECIAL))
     rows = replies(policy.config.get_text_config().vocab_size)
     if not may_pass_prompts_once(policy):
-        pytest.skip("keeps no keys and values of all positions")
+        pytest.skip("has layers without keys and values")
     for num_objectives in (2, 5):  # three replies share a prompt
         logprobs, jacobian = scored_rows(policy, rows, num_objectives, once=True)
         plain_logprobs, plain = scored_rows(policy, rows, num_objectives, once=False)
@@ -246,7 +248,7 @@ def test_every_architecture_has_the_gradients_of_whole_rows_in_joint_passes(
 ):
     policy = with_adapter(ARCHITECTURES[name].model(SPECIAL))
     if not may_pass_prompts_once(policy):
-        pytest.skip("keeps no keys and values of all positions")
+        pytest.skip("has layers without keys and values")
     vocabulary = policy.config.get_text_config().vocab_size
     batches = [replies(vocabulary).rows(torch.tensor(at)) for at in ([0, 2, 4], [6, 1, 5], [3])]
     generator = torch.Generator().manual_seed(2)
@@ -369,6 +371,29 @@ def test_prompts_are_passed_once_where_batches_repeat_them_and_passes_allow_it(
     assert trainer.prompts_once == expected
     assert trainer._policy.prompts_once == trainer._sampler.prompts_once == expected
     assert stacked_trainers(trainer)().prompts_once == expected
+
+
+@pytest.mark.parametrize("is_stacked", [False, True])
+def test_the_gradient_of_a_weighted_sum_goes_through_shared_prompts(
+    make_trainer, letter_count, large, is_stacked
+):
+    rewards = {letter: letter_count(letter) for letter in "ab"}
+    alone = make_trainer(rewards=rewards, estimator="critic_free")
+    torch.manual_seed(0)
+    rollouts = alone.with_logprobs(alone.sample(alone.encode(ASKED)))
+    scores = alone.score(rollouts)
+    experience = alone.learner.estimator.experience(rollouts, scores.scores, scores.rewards)
+    trainer = stacked_trainers(alone)() if is_stacked else alone
+    for parameter in trainer.adapter_parameters.values():
+        parameter.data += 0.1 * torch.randn(parameter.shape)
+    learner, weights = trainer.new_learner(), torch.tensor([0.3, 0.7])
+    rows, mixed = (
+        lockstep([partial(trainer.gradients, learner, experience, each)], max_size=64)[0]
+        for each in (None, weights)
+    )
+    assert trainer.prompts_once
+    expected = weights @ rows.jacobian
+    assert (mixed.jacobian[0] - expected).norm() <= 1e-5 * expected.norm()
 
 
 def test_other_estimators_pass_whole_rows(make_trainer, letter_count, large):

@@ -28,7 +28,6 @@ from firm.alignment.sequences import (
     BY_OBJECTIVE,
     INVALID_LOGPROB,
     Rollouts,
-    taken_rows,
 )
 from firm.fields import NOT_IN_PAPER, BoundedInt, NonNegativeFloat, PositiveFloat, configuration
 from firm.quantities import PERCENT, Quantity, register
@@ -152,8 +151,8 @@ class CriticFree:
         policy, rollouts, config = self._policy, part.rollouts, self.config
         whole = units(minibatch.rollouts.mask, config)
         set_mode(policy.model, is_training=True)
-        with policy.per_sequence() as per_sequence:
-            expand = per_sequence.expand if weights is None else taken_rows
+        with policy.per_sequence(weights) as per_sequence:
+            expand = per_sequence.expand
             with policy.timed("forward"):
                 scores = policy.token_scores(policy.forward(rollouts, expand=expand), rollouts)
                 logprobs = scores.logprobs.masked_fill(~rollouts.mask, INVALID_LOGPROB)

@@ -24,7 +24,6 @@ from firm.alignment.estimators.estimator import (
 )
 from firm.alignment.pair_tokens import PairBatch
 from firm.alignment.policy import set_mode
-from firm.alignment.sequences import taken_rows
 from firm.fields import NOT_IN_PAPER, BoundedInt, PositiveFloat, configuration
 from firm.quantities import PERCENT, Quantity, register
 from firm.schema import ByObjective, Finite, Share
@@ -165,8 +164,8 @@ class DPO:
         policy, config, sequences = self._policy, self.config, part.sequences
         counts = minibatch.ranked.sum(1, keepdim=True).clamp(min=1)
         set_mode(policy.model, is_training=True)
-        with policy.per_sequence() as per_sequence:
-            expand = per_sequence.expand if weights is None else taken_rows
+        with policy.per_sequence(weights) as per_sequence:
+            expand = per_sequence.expand
             with policy.timed("forward"):
                 scores = policy.token_scores(policy.forward(sequences, expand=expand), sequences)
                 replies = scores.logprobs.masked_fill(~sequences.mask, 0).sum(1)  # [2 b]

@@ -28,7 +28,6 @@ from firm.alignment.sequences import (
     forward,
     forward_prompts_once,
     set_preferences,
-    taken_rows,
     token_scores,
 )
 from firm.federation.engines.processes import Team
@@ -42,7 +41,7 @@ from firm.fields import (
     configuration,
 )
 from firm.gradients.jacobian import jacobian
-from firm.gradients.per_sequence import BackwardPasses, PerSequenceGradients
+from firm.gradients.per_sequence import BackwardPasses, PerSequenceGradients, taken_rows
 from firm.registry import Registry
 
 
@@ -170,12 +169,15 @@ class Policy:
         """Returns the gradients of M losses in the adapter's parameters, shape [M, d]."""
         return jacobian(losses, self.parameters)
 
-    def per_sequence(self) -> PerSequenceGradients | BackwardPasses:
+    def per_sequence(
+        self, weights: torch.Tensor | None = None
+    ) -> PerSequenceGradients | BackwardPasses:
         """Returns a context for computing M gradients of one forward pass.
 
-        Takes a single backward pass, unless the adapter has parameters other than matrices.
+        Takes a single backward pass, unless the adapter has parameters other than matrices. With
+        weights, gradients are not separated by row, since `jacobian` of the weighted sum is wanted.
         """
-        if not self.is_linear:
+        if not self.is_linear or weights is not None:
             return BackwardPasses(self.parameters)
         return PerSequenceGradients(self.model, self.parameters)
 
@@ -249,7 +251,8 @@ class EstimatorConfig(ABC):
     """True if gradients come from products per row, which rows that interact would falsify."""
     shares_prompts: ClassVar[bool] = False
     """True if batches have several replies to a prompt, and gradients allow for passes that take
-    the prompt once: they give `Policy.forward` the `expand` of `Policy.per_sequence`."""
+    the prompt once: they give `Policy.forward` the `expand` of `Policy.per_sequence`, and that the
+    weights."""
 
     name: str = ""
     """Estimator."""

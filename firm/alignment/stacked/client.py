@@ -9,11 +9,12 @@ import torch
 from firm.alignment.estimators.estimator import Policy
 from firm.alignment.rollout import Sampler
 from firm.alignment.rollout_engines import SampleRequest, Samples
-from firm.alignment.sequences import Expand, Queries, Sequences, TokenScores, taken_rows
+from firm.alignment.sequences import Expand, Queries, Sequences, TokenScores
 from firm.alignment.stacked.model import Losses, StackedModel, Weighted
 from firm.alignment.stacked.passes import ClientPart, Output, PassPosition
 from firm.federation.devices import copy_of_generator, set_generator
 from firm.federation.lockstep import together
+from firm.gradients.per_sequence import taken_rows
 
 
 @dataclass
@@ -33,7 +34,10 @@ class StackedPolicy(Policy):
     _latest: _Latest = field(default_factory=_Latest, kw_only=True)
 
     def forward(self, rows: Sequences, model: Any = None, *, expand: Expand = taken_rows) -> Any:
-        """Returns the output of the policy in a joint pass, or of another model separately."""
+        """Returns the output of the policy in a joint pass, or of another model separately.
+
+        The joint pass copies what replies share by itself, not by `expand`.
+        """
         if model not in (None, self.model):
             return super().forward(rows, model)
         is_training, has_gradient = self.model.training, torch.is_grad_enabled()
@@ -66,9 +70,9 @@ class StackedPolicy(Policy):
         key = id(place.joint), len(losses)
         return together(self.stack.jacobian, Losses(place, losses), key=key, is_urgent=True)
 
-    def per_sequence(self) -> Any:
-        """Returns a context for computing all M gradients in one backward pass."""
-        return _PerSequence(self)
+    def per_sequence(self, weights: torch.Tensor | None = None) -> Any:
+        """Returns a context for computing all M gradients in one backward pass; see `Policy`."""
+        return _PerSequence(self, is_tapped=weights is None)
 
     def _place(self, losses: torch.Tensor) -> PassPosition:
         if self._latest.place is None or not losses.requires_grad:
@@ -79,11 +83,11 @@ class StackedPolicy(Policy):
 class _PerSequence:
     """A client's `PerSequenceGradients` in joint passes."""
 
-    def __init__(self, policy: StackedPolicy) -> None:
-        self._policy = policy
+    def __init__(self, policy: StackedPolicy, *, is_tapped: bool) -> None:
+        self._policy, self._is_tapped = policy, is_tapped
 
     def __enter__(self) -> Self:
-        self._policy._latest.is_tapped = True
+        self._policy._latest.is_tapped = self._is_tapped
         return self
 
     def __exit__(self, *exception: object) -> None:

@@ -26,12 +26,11 @@ from firm.alignment.sequences import (
     new_cache,
     shares_prompts,
     states_of_replies,
-    taken_rows,
 )
 from firm.alignment.stacked.passes import ClientPart, Output, Pass, PassPosition, RepliesOutput
 from firm.federation.lockstep import outcome_of
 from firm.gradients.jacobian import check_losses, jacobian_buffer
-from firm.gradients.per_sequence import SharedRows, check_sequences
+from firm.gradients.per_sequence import SharedRows, check_sequences, taken_rows
 
 
 class StackedModel:
