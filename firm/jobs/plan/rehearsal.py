@@ -26,6 +26,7 @@ from firm.alignment.decoding import random_numbers, sampled_tokens
 from firm.alignment.pair_tokens import PairBatch
 from firm.alignment.policy import PolicyConfig, add_adapter, set_mode
 from firm.alignment.prompts import Prompt
+from firm.alignment.rollout import Sampler
 from firm.alignment.rollout_engines import TransformersConfig
 from firm.alignment.sequences import Queries, Rollouts, cached_pass, set_preferences
 from firm.alignment.stacked.trainer import stacked_trainers
@@ -192,22 +193,25 @@ class Rehearsal:
             with_fake_parameters(critic, self._mode, self._device)
         return critic
 
-    def sampling(
-        self,
-        trainers: Sequence[MultiObjectiveTrainer],
-        num_rows: int,
-        *,
-        is_evaluation: bool = False,
-    ) -> Sampled:
+    @property
+    def samplers(self) -> list[Sampler]:
+        """Samplers of clients whose passes are joint."""
+        return [trainer._sampler for trainer in self.trainers]
+
+    @property
+    def evaluator(self) -> Sampler:
+        """Sampler of evaluations, in which every reply passes its own prompt."""
+        return replace(self.alone._sampler, prompts_once=False)
+
+    def sampling(self, samplers: Sequence[Sampler], num_rows: int) -> Sampled:
         """Rehearses a rollout.
 
         Args:
-            trainers: Trainers whose passes are joint.
+            samplers: Samplers whose passes are joint.
             num_rows: Rows of each.
-            is_evaluation: Whether every reply passes its own prompt, as in evaluations.
         """
         set_mode(self._model, is_training=False)
-        rollout, total = self._cfg.rollout, num_rows * len(trainers)
+        rollout, total = self._cfg.rollout, num_rows * len(samplers)
         set_preferences(self._model, self._rollouts(total).queries.preferences)
         with torch.no_grad():
             with self._counted() as last:
@@ -219,10 +223,7 @@ class Rehearsal:
                 token = self._mode.take()
             del cache
             with self._counted() as scoring:
-                rows = [self._rollouts(num_rows) for _ in trainers]
-                samplers = [trainer._sampler for trainer in trainers]
-                if is_evaluation:
-                    samplers = [replace(each, prompts_once=False) for each in samplers]
+                rows = [self._rollouts(num_rows) for _ in samplers]
                 self._together(lambda s, r: s.logprobs(r, of_reference=False), samplers, rows)
         peak = max(last.peak, scoring.peak)
         return Sampled(cache_size, peak, whole, token, self._mode.take())
@@ -336,9 +337,8 @@ class Rehearsal:
         preferences = None
         if self._cfg.policy.conditioning.kind != "none":
             preferences = torch.ones(num_rows, num_objectives, device=self._device)
-            preferences[:, 0] += (
-                number % num_preferences
-            )  # not scaled to sum 1, which takes no memory
+            # not scaled to sum 1, which takes no memory
+            preferences[:, 0] += number % num_preferences
         logprobs = torch.zeros(num_rows, num_new, device=self._device)
         return Rollouts(
             Queries([Prompt("")] * num_rows, ids[:, :num_prompt], lengths, preferences),
@@ -354,13 +354,12 @@ class Rehearsal:
 class PairRehearsal(Rehearsal):
     """Trainers of a run on pairs, which samples no replies."""
 
-    def sampling(
-        self,
-        trainers: Sequence[MultiObjectiveTrainer],
-        num_rows: int,
-        *,
-        is_evaluation: bool = False,
-    ) -> Sampled:
+    @property
+    def evaluator(self) -> Sampler:
+        """Sampler of evaluations, whose pairs share their prompts as others do."""
+        return self.alone._sampler
+
+    def sampling(self, samplers: Sequence[Sampler], num_rows: int) -> Sampled:
         """Rehearses the passes over pairs without gradients; there are no others."""
         set_mode(self._model, is_training=False)
         with torch.no_grad(), self._counted() as scoring:
@@ -474,10 +473,10 @@ def rehearsed(
         found[checkpointing] = rehearsal.update(share, num_preferences)
     rehearsal = rehearsals[False]
     own_rows = -(-sampled.rows // sampled.clients // cfg.processes_per_client)
-    evaluation = rollout = rehearsal.sampling(rehearsal.trainers[: sampled.clients], own_rows)
-    is_other = is_stacked or rehearsal.alone._sampler.prompts_once
-    if is_other or own_rows != evaluated_rows(cfg):
-        evaluation = rehearsal.sampling([rehearsal.alone], evaluated_rows(cfg), is_evaluation=True)
+    samplers, evaluator = rehearsal.samplers[: sampled.clients], rehearsal.evaluator
+    evaluation = rollout = rehearsal.sampling(samplers, own_rows)
+    if samplers != [evaluator] or own_rows != evaluated_rows(cfg):
+        evaluation = rehearsal.sampling([evaluator], evaluated_rows(cfg))
     critic, learner = _learner_bytes(architecture, policy, cfg)
     # the state before the first round has no moments
     oldest = critic if cfg.rounds == 1 else learner
