@@ -33,11 +33,26 @@ class Head:
     scale: float = 1.0
     cap: float | None = None
 
-    def logits(self, states: torch.Tensor) -> torch.Tensor:
-        """Returns the logits [..., V] of hidden states [..., H], at least in float32."""
-        logits = torch.nn.functional.linear(states, self.module.weight, self.module.bias)
-        logits = logits.to(torch.promote_types(logits.dtype, torch.float32)) * self.scale
-        return logits if self.cap is None else self.cap * torch.tanh(logits / self.cap)
+    def logits(self, states: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+        """Returns the logits [n, V] of hidden states [n, H], at least in float32.
+
+        Args:
+            states: Hidden states.
+            out: Where to write the logits; new memory by default.
+        """
+        weight, bias = self.module.weight, self.module.bias
+        dtype = torch.promote_types(states.dtype, torch.float32)
+        if out is None:
+            out = states.new_empty(len(states), len(weight), dtype=dtype)
+        if bias is None and states.dtype == dtype:
+            torch.mm(states, weight.mT, out=out)
+        else:
+            out.copy_(torch.nn.functional.linear(states, weight, bias))
+        if self.scale != 1:
+            out *= self.scale
+        if self.cap is not None:
+            out.div_(self.cap).tanh_().mul_(self.cap)
+        return out
 
 
 _formulas: WeakKeyDictionary[torch.nn.Module, tuple[float, float | None] | None]
@@ -95,7 +110,7 @@ def _agrees(model: Any, head: Head) -> bool:
         hook.remove()
     if len(states) != 1 or states[0].shape[:2] != ids.shape:
         return False
-    expected, own = logits.float(), head.logits(states[0]).float().to(logits.device)
+    expected, own = logits[0].float(), head.logits(states[0][0]).float().to(logits.device)
     rounding = 16 * torch.finfo(logits.dtype).eps * expected.abs().max()
     return own.shape == expected.shape and bool((own - expected).abs().max() <= rounding)
 
@@ -128,9 +143,14 @@ class _Chosen(torch.autograd.Function):
     def forward(
         ctx: Any, states: torch.Tensor, ids: torch.Tensor, head: Head, temperature: float
     ) -> tuple[torch.Tensor, torch.Tensor]:
+        vocabulary = head.module.weight.size(0)
+        size = min(max(1, MAX_ENTRIES // vocabulary), len(states))
+        # for all parts: in fresh memory, finding pages takes as long as the arithmetic
+        dtype = torch.promote_types(states.dtype, torch.float32)
+        scratch = states.new_empty(2, size, vocabulary, dtype=dtype)
         has_gradient = ctx.needs_input_grad[0]
-        size = max(1, MAX_ENTRIES // head.module.weight.size(0))
-        part = partial(_part, head=head, temperature=temperature, has_gradient=has_gradient)
+        known = {"head": head, "temperature": temperature, "has_gradient": has_gradient}
+        part = partial(_part, scratch, **known)
         parts = [part(*each) for each in zip(states.split(size), ids.split(size), strict=True)]
         logprobs, entropies, gradients = (torch.cat(column) for column in zip(*parts, strict=True))
         ctx.save_for_backward(gradients)
@@ -144,6 +164,7 @@ class _Chosen(torch.autograd.Function):
 
 
 def _part(
+    scratch: torch.Tensor,
     states: torch.Tensor,
     ids: torch.Tensor,
     *,
@@ -151,23 +172,26 @@ def _part(
     temperature: float,
     has_gradient: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Returns log-probabilities [n], entropies [n] and gradients [n, H], or [n, 0] without."""
-    logits = head.logits(states)  # [n, V]
+    """Returns log-probabilities [n], entropies [n] and gradients [n, H], or [n, 0] without.
+
+    The memory `scratch` [2, n or more, V] is overwritten.
+    """
+    logits, logprobs = scratch[:, : len(states)]  # [n, V]
+    head.logits(states, out=logits)
     slopes = None
     if has_gradient and head.cap is not None:
         slopes = 1 - (logits / head.cap).square()
-    logits = logits / temperature
-    sums = torch.logsumexp(logits, dim=-1)  # [n]
-    chosen = logits.gather(1, ids.unsqueeze(1)).squeeze(1)
-    probabilities = (logits - sums.unsqueeze(1)).exp_()  # [n, V]
-    entropies = sums - (probabilities * logits).sum(-1)
-    del logits
+    logits /= temperature
+    torch.log_softmax(logits, dim=-1, out=logprobs)
+    probabilities = torch.exp(logprobs, out=logits)
+    entropies = -torch.bmm(probabilities.unsqueeze(1), logprobs.unsqueeze(2)).flatten()
+    chosen = logprobs.gather(1, ids.unsqueeze(1)).squeeze(1)
     if not has_gradient:
-        return chosen - sums, entropies, states.new_empty(len(states), 0)
-    gradients = probabilities.neg_()
-    gradients.scatter_add_(1, ids.unsqueeze(1), torch.ones_like(chosen).unsqueeze(1))
+        return chosen, entropies, states.new_empty(len(states), 0)
+    # p - e_y, from which the gradient is -Wᵀ (p - e_y) / τ
+    probabilities.scatter_add_(1, ids.unsqueeze(1), -torch.ones_like(chosen).unsqueeze(1))
     if slopes is not None:
-        gradients *= slopes
-    gradients *= head.scale / temperature
+        probabilities *= slopes
     weight = head.module.weight
-    return chosen - sums, entropies, gradients.to(weight.dtype) @ weight
+    gradients = probabilities.to(weight.dtype) @ weight
+    return chosen, entropies, gradients.mul_(-head.scale / temperature)
