@@ -457,17 +457,15 @@ def cached_states(
 def may_pass_prompts_once(model: Any) -> bool:
     """Returns whether `forward_prompts_once` gives a model's states, and gradients through them.
 
-    That needs keys and values in all layers, and a head that `head_of` knows. Gradient
-    checkpointing keeps none, and dropout of the adapter is drawn for each reply.
+    That needs keys and values in all layers, and a head that `head_of` knows; gradient
+    checkpointing keeps none.
     """
     if not shares_prompts(model):
         return False
     base = model.get_base_model() if hasattr(model, "get_base_model") else model
-    adapters = getattr(model, "peft_config", {}).values()
     return (
         not base._is_stateful
         and all(isinstance(layer, DynamicLayer) for layer in new_cache(model).layers)
-        and not any(adapter.lora_dropout for adapter in adapters)
         and not any(getattr(part, "gradient_checkpointing", False) for part in model.modules())
     )
 

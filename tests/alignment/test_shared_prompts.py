@@ -15,7 +15,7 @@ from firm.alignment.estimators import ESTIMATORS
 from firm.alignment.estimators.critic_free import CriticFreeConfig
 from firm.alignment.estimators.estimator import Policy
 from firm.alignment.generation import RolloutConfig
-from firm.alignment.policy import PolicyConfig, adapter_parameters, add_adapter
+from firm.alignment.policy import PolicyConfig, adapter_parameters, add_adapter, set_mode
 from firm.alignment.prompts import Prompt
 from firm.alignment.rollout_engines import SampleRequest, transformers
 from firm.alignment.sequences import Queries, Sequences, left_padded, may_pass_prompts_once
@@ -295,6 +295,73 @@ def test_every_architecture_has_the_gradients_of_whole_rows_in_joint_passes(
         assert (own - plain).abs().max() <= 1e-5 * plain.abs().max()
 
 
+# --- Dropout of the adapter -----------------------------------------------------------------------
+
+
+def test_replies_to_a_prompt_share_its_dropout_masks_and_have_their_own(large):
+    policy = with_adapter(ARCHITECTURES["llama"].model(SPECIAL), dropout=0.5)
+    set_mode(policy, is_training=True)
+    rows = replies(policy.config.vocab_size).rows(torch.tensor([0, 0, 3]))
+    whole = rows.rows(torch.tensor([1]))
+    torch.manual_seed(0)
+    logprobs, jacobian = scored_rows(policy, rows, 2, once=True)
+    assert logprobs[0, 0] == logprobs[1, 0]  # predicted by the prompt alone
+    assert (logprobs[0, 1:6] != logprobs[1, 1:6]).all()
+    _, again = scored_rows(policy, rows, 2, once=True)
+    assert not torch.allclose(jacobian, again)
+    # log-probabilities have the same distribution as with a prompt in each row
+    draws = []
+    for once in (True, False):
+        torch.manual_seed(once)
+        found = [scored_rows(policy, whole, 1, once=once)[0][0] for _ in range(300)]
+        draws.append(torch.stack(found))
+    error = torch.stack([each.var(0) / 300 for each in draws]).sum(0).sqrt()
+    assert (error < 0.25).all()
+    assert ((draws[0].mean(0) - draws[1].mean(0)).abs() < 4 * error).all()
+
+
+@pytest.mark.parametrize("lengths", [REPLIES, [1] * 7])
+@pytest.mark.parametrize("name", ["llama", "qwen3", "gemma2"])
+def test_joint_passes_draw_the_dropout_masks_that_each_part_draws_alone(name, lengths, large):
+    policy = with_adapter(ARCHITECTURES[name].model(SPECIAL), dropout=0.5)
+    rows = replies(policy.config.get_text_config().vocab_size)
+    rows = replace(rows, num_tokens=torch.tensor(lengths))
+    batches = [rows.rows(torch.tensor(at)) for at in ([0, 2, 4], [6, 1, 5], [3])]
+    short = replace(batches[2], query_responses=batches[2].query_responses[:, :-4])
+    batches[2] = replace(short, num_tokens=short.num_tokens.clamp(max=2))
+    set_mode(policy, is_training=True)
+    expected, states = [], []
+    for seed, batch in enumerate(batches):
+        torch.manual_seed(seed)
+        expected.append(scored_rows(policy, batch, 2, once=True))
+        states.append(torch.get_rng_state())
+    stack = StackedModel(policy, prompts_once=True)
+    parts = [
+        ClientPart(
+            batch, stack.new_adapter(), has_gradient=True, is_tapped=True, is_training=True,
+            generator=torch.Generator().manual_seed(seed),
+        )
+        for seed, batch in enumerate(batches)
+    ]  # fmt: skip
+    outputs = stack.forward(parts)
+    scores = [output.token_scores(0.7).logprobs for output in outputs]
+    coefficients = [
+        torch.randn(2, batch.num_rows, generator=torch.Generator().manual_seed(2))
+        for batch in batches
+    ]
+    wanted = [
+        Weighted(output.place, each.masked_fill(~batch.mask, 0).sum(1), own, retain_graph=False)
+        for output, each, batch, own in zip(outputs, scores, batches, coefficients, strict=True)
+    ]
+    jacobians = stack.per_sequence_jacobian(wanted)
+    for (logprobs, jacobian), each, own, batch in zip(
+        expected, scores, jacobians, batches, strict=True
+    ):
+        torch.testing.assert_close(logprobs, each.masked_fill(~batch.mask, 0), rtol=1e-5, atol=1e-5)
+        assert (jacobian - own).abs().max() <= 1e-5 * jacobian.abs().max()
+    assert [part.generator.get_state().tolist() for part in parts] == [s.tolist() for s in states]
+
+
 # --- A local step ---------------------------------------------------------------------------------
 
 ASKED = [Prompt(text) for text in ("abc", "de fgh", "a", "jihg fed")]
@@ -353,7 +420,7 @@ def test_replies_to_a_prompt_are_adjacent_in_minibatches_only_where_passes_share
     ("estimator", "options", "policy_options", "expected"),
     [
         ("critic_free", {}, {}, True),
-        ("critic_free", {}, {"dropout": 0.1}, False),
+        ("critic_free", {}, {"dropout": 0.1}, True),
         ("critic_free", {}, {"gradient_checkpointing": True}, False),
         ("ppo", {}, {}, False),
         ("dpo", {}, {}, True),

@@ -6,7 +6,7 @@ give the gradients of all clients; if objectives differ by one factor per reply,
 pass does.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -98,7 +98,7 @@ class StackedModel:
             for part, (first, _) in zip(parts, found, strict=True)
         ]
         prompts = self._pass(own)
-        joint = self._pass(parts, prompts.stacked)
+        joint = self._pass(parts, prompts)
         index = torch.cat([prompts.span(at).start + rows for at, (_, rows) in enumerate(found)])
         passes = iter((prompts, joint))
 
@@ -276,10 +276,8 @@ class StackedModel:
         with self._forward.of(joint):
             return cached_pass(self.policy, token_ids, mask, positions, cache)
 
-    def _pass(
-        self, parts: list[ClientPart], stacked: Mapping[str, torch.Tensor] | None = None
-    ) -> Pass:
-        return Pass(parts, {parameter: name for name, parameter in self._slot.items()}, stacked)
+    def _pass(self, parts: list[ClientPart], prompts: Pass | None = None) -> Pass:
+        return Pass(parts, {parameter: name for name, parameter in self._slot.items()}, prompts)
 
 
 def _sampling(request: SampleRequest) -> SamplingState:

@@ -86,14 +86,15 @@ class Pass:
     Args:
         parts: Rows of each client.
         names: Names of the slot's trained parameters, in whose place each part uses its own.
-        stacked: The clients' values of these in another pass of the same parts, to use them here.
+        prompts: A pass over the prompts of these parts, with the same parameters, which this one
+            continues with their responses.
     """
 
     def __init__(
         self,
         parts: Sequence[ClientPart],
         names: Mapping[torch.nn.Parameter, str],
-        stacked: Mapping[str, torch.Tensor] | None = None,
+        prompts: "Pass | None" = None,
     ) -> None:
         self.parts = parts
         self.anchor = torch.zeros((), requires_grad=True)
@@ -103,6 +104,7 @@ class Pass:
         """All clients' values of each parameter, shape [C, ...]; empty for the base model."""
         self.shared: tuple[Pass, SharedRows] | None = None
         """The pass over the prompts and what its rows share, if a tapped pass continues it."""
+        self._continues = prompts is not None
         self._names = names
         self._columns: dict[str, slice] = {}
         self._waiting = set(range(len(parts)))
@@ -111,7 +113,7 @@ class Pass:
         start = 0
         for name in names.values() if parts[0].adapter is not None else ():
             own = [part.adapter[name].detach() for part in parts if part.adapter is not None]
-            self.stacked[name] = torch.stack(own) if stacked is None else stacked[name]
+            self.stacked[name] = torch.stack(own) if prompts is None else prompts.stacked[name]
             self.stacked[name].requires_grad_(parts[0].has_gradient)
             self._columns[name] = slice(start, start + own[0].numel())
             start += own[0].numel()
@@ -119,7 +121,11 @@ class Pass:
         # columns before and after the start of the responses
         sides = [_widths(part.mask, part.context_length) for part in parts]
         self.context = max(left for left, _ in sides)
-        self.length = self.context + max(right for _, right in sides)
+        right = max(right for _, right in sides)
+        if self._continues:  # a pass over responses takes place if it does for any part alone
+            most = max(part.token_ids.size(1) - part.context_length for part in parts)
+            right = max(right, min(2, most))
+        self.length = self.context + right
         self.token_ids = torch.cat([self._placed(p.token_ids, p, fill=0) for p in parts])
         self.mask = torch.cat([self._placed(part.mask, part, fill=False) for part in parts])
         self._arrange()
@@ -197,14 +203,19 @@ class Pass:
         probability = getattr(dropout, "p", 0.0)
         if not (dropout.training and probability > 0):
             return x
-        masks = [
-            x.new_empty(*part.token_ids.shape, x.size(-1)).bernoulli_(
-                1 - probability, generator=part.generator
-            )
-            for part in self.parts
-        ]
-        fitted = [self._placed(m, p, fill=1.0) for m, p in zip(masks, self.parts, strict=True)]
-        return x * torch.cat(fitted).div_(1 - probability).view_as(x)
+        masks = [self._kept(x, 1 - probability, part) for part in self.parts]
+        return x * torch.cat(masks).div_(1 - probability).view_as(x)
+
+    def _kept(self, x: torch.Tensor, probability: float, part: ClientPart) -> torch.Tensor:
+        """Draws a part's mask of the inputs x [N, ..., in] that are kept, [b, ..., in]."""
+        num_rows, width = part.token_ids.shape
+        if self._continues:
+            width = max(0, width - part.context_length - 1)  # the last token is not passed
+        mask = x.new_empty(num_rows, width, x.size(-1))
+        mask.bernoulli_(probability, generator=part.generator)
+        if self._continues:
+            return _fitted(mask, 0, self.length - self.context - 1, 1.0)
+        return self._placed(mask, part, fill=1.0)
 
     def fold(self, name: str, inputs: torch.Tensor, deltas: torch.Tensor) -> None:
         """Adds a parameter's columns to the rows of all targets; called by the backward pass."""
