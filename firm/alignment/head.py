@@ -144,7 +144,7 @@ class _Chosen(torch.autograd.Function):
         ctx: Any, states: torch.Tensor, ids: torch.Tensor, head: Head, temperature: float
     ) -> tuple[torch.Tensor, torch.Tensor]:
         vocabulary = head.module.weight.size(0)
-        size = min(max(1, MAX_ENTRIES // vocabulary), len(states))
+        size = max(1, min(MAX_ENTRIES // vocabulary, len(states)))
         # for all parts: in fresh memory, finding pages takes as long as the arithmetic
         dtype = torch.promote_types(states.dtype, torch.float32)
         scratch = states.new_empty(2, size, vocabulary, dtype=dtype)

@@ -87,6 +87,14 @@ def test_gradients_are_those_of_differences(cap) -> None:
     assert torch.autograd.gradcheck(lambda s: chosen_logprobs(head, s, ids, 0.8)[0], (states,))
 
 
+def test_no_tokens_have_no_scores() -> None:
+    states = torch.randn(2, 0, 4, requires_grad=True)
+    head = Head(torch.nn.Linear(4, 9_000).requires_grad_(False))
+    found = chosen_logprobs(head, states, torch.zeros(2, 0, dtype=torch.long), 1.0)
+    assert [each.shape for each in found] == [(2, 0), (2, 0)]
+    found[0].sum().backward()
+
+
 def test_several_objectives_share_one_gradient_of_the_head(large) -> None:
     config = tiny(400)
     torch.manual_seed(0)
