@@ -336,7 +336,8 @@ def stacked_round(
     clients = [client_of(n, prompts[i:], new_trainer(), i, **own) for i, n in enumerate(names)]
     engine = StackedEngine(clients, max_rows=options.rows or options.replies)
     start = copy_adapter(trainer.adapter_parameters)
-    state = ServerState(start, objectives=trainer.objectives, seed=0)
+    # as in `local_step`, the second round: the first measures the mismatch of log-probabilities
+    state = ServerState(start, objectives=trainer.objectives, seed=0, round=1)
     clock = clock_of(options)
 
     def step() -> Stages:
