@@ -70,6 +70,16 @@ class PairBatch(Examples):
         return self.queries.preferences
 
     @property
+    def lengths(self) -> torch.Tensor:
+        """Number of tokens of the prompt and the longer reply, [B]."""
+        return self.queries.lengths + self.num_tokens.amax(1)
+
+    def trimmed(self) -> "PairBatch":
+        """Returns the pairs without columns that are padding in all prompts, or in all replies."""
+        replies = self.replies[:, :, : int(self.num_tokens.max())]
+        return replace(self, queries=self.queries.trimmed(), replies=replies)
+
+    @property
     def sequences(self) -> Sequences:
         """The 2 B replies with their prompts; those of a pair are adjacent."""
         queries = self.queries.repeated(2)

@@ -89,6 +89,26 @@ class Examples(Rows):
         """Preferences of the examples for a conditioned policy, [B, M]."""
         raise NotImplementedError
 
+    @property
+    def lengths(self) -> torch.Tensor:
+        """Number of tokens of each example, [B]; equal for replies to one prompt."""
+        raise NotImplementedError
+
+    def trimmed(self) -> Self:
+        """Returns the examples without columns that are padding in all rows."""
+        raise NotImplementedError
+
+    def parts(self, size: int | None) -> list[Self]:
+        """Splits the examples into parts of ``size`` with little padding, for a pass each.
+
+        Examples of similar length share a part; None, or a size of at least B, returns all of them
+        as they are.
+        """
+        if size is None or size >= self.num_rows:
+            return [self]
+        order = self.lengths.argsort(stable=True).cpu()
+        return [part.trimmed() for part in self.rows(order).split(size)]
+
 
 class Alone:
     """The ``Team`` of a client with one process, which has all rows and tells nobody."""
@@ -171,6 +191,11 @@ class Queries(Rows):
             preferences=preferences,
         )
 
+    def trimmed(self) -> "Queries":
+        """Returns the prompts without columns that are padding in all rows."""
+        longest = max(1, int(self.lengths.max()))
+        return replace(self, token_ids=self.token_ids[:, -longest:])
+
     def repeated(self, count: int) -> "Queries":
         """Repeats every prompt `count` times, adjacently; B * count rows."""
         return self.rows(torch.arange(self.num_rows).repeat_interleave(count))
@@ -222,6 +247,13 @@ class Sequences(Rows):
     def responses(self) -> torch.Tensor:
         """Response token ids, [B, T]."""
         return self.query_responses[:, self.context_length :]
+
+    def trimmed(self) -> Self:
+        """Returns the rows without columns that are padding in all prompts."""
+        queries = self.queries.trimmed()
+        num_columns = queries.token_ids.size(1) + self.responses.size(1)
+        ids = self.query_responses[:, -num_columns:]
+        return replace(self, queries=queries, query_responses=ids)
 
     @property
     def _positions(self) -> torch.Tensor:

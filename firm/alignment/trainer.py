@@ -412,12 +412,12 @@ class MultiObjectiveTrainer:
 
         With weights [M] the Jacobian has one row, the gradient of the weighted sum of losses. With
         `by_preference`, for a conditioned policy, it is [K M, d]; see `Gradients`. Each process of
-        the team computes its share of the rows, `micro_batch_size` at a time, and the parts are
-        summed, so that a minibatch is one optimizer step however it is split. `aux` is the
-        `MinibatchGradients`. Takes no step.
+        the team computes its share of the rows, `micro_batch_size` of similar length at a time, and
+        the parts are summed, so that a minibatch is one optimizer step however it is split. `aux`
+        is the `MinibatchGradients`. Takes no step.
         """
         own = minibatch.rows(self.team.share(minibatch.num_rows))
-        first, *others = own.split(self.config.micro_batch_size)
+        first, *others = own.parts(self.config.micro_batch_size)
         preferences = minibatch.preferences if by_preference else None
         options = {} if preferences is None else {"preferences": preferences.unique(dim=0)}
         estimator: Any = learner.estimator

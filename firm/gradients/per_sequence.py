@@ -134,7 +134,8 @@ class PerSequenceGradients:
 
         Replies to one prompt share its keys and values, for example: layers before see D rows,
         layers after them B. The gradients of layers before need further backward passes through
-        these: M, or as many as the most sequences that share a row if that is less.
+        these: M, or as many as the most groups of sequences that share a row if that is less; see
+        `jacobian`.
 
         May be called once in the block.
 
@@ -154,6 +155,7 @@ class PerSequenceGradients:
         losses: torch.Tensor,
         coefficients: torch.Tensor,
         *,
+        groups: torch.Tensor | None = None,
         retain_graph: bool = False,
         out: torch.Tensor | None = None,
     ) -> torch.Tensor:
@@ -161,7 +163,10 @@ class PerSequenceGradients:
 
         Args:
             losses: The sequences' losses ℓ, computed inside the block, shape [B].
-            coefficients: The factors c, constant in the parameters, shape [M, B].
+            coefficients: The factors c, constant in the parameters, shape [M, B], or by group of
+                sequences, [M, G].
+            groups: Group of each sequence, shape [B], such as the pair of a reply: its factors are
+                those of its group. By default each has its own.
             retain_graph: Whether to keep the graph.
             out: As in `jacobian`, shape [M, d].
 
@@ -178,7 +183,7 @@ class PerSequenceGradients:
             raise RuntimeError(
                 "PerSequenceGradients is not active; compute losses and rows inside its with block."
             )
-        check_sequences(losses, coefficients)
+        check_sequences(losses, coefficients, groups)
         shared = self._shared
         num_taps = self._check_graph([losses], len(losses))
         if shared is not None:
@@ -189,13 +194,13 @@ class PerSequenceGradients:
                 "forward pass there."
             )
         rows = jacobian_buffer(len(coefficients), self._parameters, out).zero_()
-        coefficients = coefficients.detach().to(rows)
+        coefficients = by_sequence(coefficients.detach().to(rows), groups)
         leaves = [self._anchor] if shared is None else [self._anchor, *shared.copied]
         _, *gradients = self._folded(
             (rows, coefficients), [losses], [torch.ones_like(losses)], leaves, retain_graph
         )
         if shared is not None:
-            passes = shared.passes(gradients, coefficients)
+            passes = shared.passes(gradients, coefficients, groups)
             for at, (own, own_coefficients, outputs) in enumerate(passes):
                 is_kept = retain_graph or at < len(passes) - 1
                 target = rows[own], own_coefficients
@@ -339,8 +344,6 @@ class SharedRows:
     """Row of each sequence, [B]."""
     num_rows: int
     """Number of rows, D."""
-    num_sharing: int
-    """Largest number of sequences that share a row."""
 
     @classmethod
     def of(cls, tensors: Sequence[torch.Tensor], index: torch.Tensor) -> Self:
@@ -354,11 +357,13 @@ class SharedRows:
             copies,
             index,
             len(tensors[0]),
-            int(index.bincount().max()),
         )
 
     def passes(
-        self, gradients: Sequence[torch.Tensor | None], coefficients: torch.Tensor
+        self,
+        gradients: Sequence[torch.Tensor | None],
+        coefficients: torch.Tensor,
+        groups: torch.Tensor | None = None,
     ) -> list[tuple[slice, torch.Tensor, Callable[[], list[torch.Tensor]]]]:
         """Returns the backward passes through the rows.
 
@@ -368,51 +373,51 @@ class SharedRows:
         Args:
             gradients: Those of the copies, by sequence.
             coefficients: Factors of the sequences, [M, B].
+            groups: Group of each sequence, [B], if those of a group have equal factors.
         """
         num_objectives = len(coefficients)
-        if num_objectives <= self.num_sharing:  # a pass per objective, of the sums over sequences
+        index, own = self.index, torch.arange(len(self.index), device=self.index.device)
+        # a row's sequences of one group make up a part, as their factors are equal
+        group = own if groups is None else groups.to(index.device)
+        parts, part = (index * (group.max() + 1) + group).unique(return_inverse=True)  # by row
+        first = torch.zeros_like(parts).scatter_reduce(0, part, own, "amin", include_self=False)
+        counts = index[first].bincount(minlength=self.num_rows)  # parts of each row
+        most = int(counts.max())
+        if num_objectives <= most:  # a pass per objective, of the sums over sequences
+            of_row = index == torch.arange(self.num_rows, device=index.device)[:, None]
             largest = coefficients.abs().amax(1).clamp(min=torch.finfo(coefficients.dtype).tiny)
             return [
                 (
                     slice(j, j + 1),
                     largest[j].expand(1, self.num_rows),
-                    partial(self._sums, gradients, coefficients[j] / largest[j]),
+                    partial(
+                        self._sums,
+                        gradients,
+                        of_row.to(coefficients) * (coefficients[j] / largest[j]),
+                    ),
                 )
                 for j in range(num_objectives)
             ]
-        # a pass per sequence of a row, for all objectives
-        order = self.index.argsort(stable=True)
-        counts = self.index.bincount(minlength=self.num_rows)
+        # a pass per part of a row, for all objectives
+        factors = coefficients[:, first.to(coefficients.device)]
         starts = counts.cumsum(0) - counts
         found = []
-        for k in range(self.num_sharing):
+        for k in range(most):
             has = counts > k
-            sequences = order[(starts + k).clamp(max=len(order) - 1)]  # [D]
-            own = coefficients[:, sequences.to(coefficients.device)] * has.to(coefficients)
-            found.append((slice(None), own, partial(self._taken, gradients, sequences)))
+            chosen = (starts + k).clamp(max=len(parts) - 1)  # [D]
+            of_part = (part == chosen[:, None]) & has[:, None]  # [D, B]
+            each = factors[:, chosen.to(factors.device)] * has.to(factors)
+            found.append((slice(None), each, partial(self._sums, gradients, of_part)))
         return found
 
     def _sums(
         self, gradients: Sequence[torch.Tensor | None], factors: torch.Tensor
     ) -> list[torch.Tensor]:
-        """Returns Σ_b c_b g_b of each row's sequences, for each of the `tensors`."""
-        rows = torch.arange(self.num_rows, device=factors.device)[:, None]
-        mixed = (self.index.to(factors.device) == rows) * factors  # [D, B]
+        """Returns each row's sum of its sequences' gradients with factors [D, B], by tensor."""
         return [  # no index_add, whose sums on a GPU are in any order
             torch.zeros_like(tensor)
             if gradient is None
-            else (mixed.to(gradient) @ gradient.flatten(1)).view_as(tensor)
-            for tensor, gradient in zip(self.tensors, gradients, strict=True)
-        ]
-
-    def _taken(
-        self, gradients: Sequence[torch.Tensor | None], sequences: torch.Tensor
-    ) -> list[torch.Tensor]:
-        """Returns the gradients of one sequence of each row, for each of the `tensors`."""
-        return [
-            torch.zeros_like(tensor)
-            if gradient is None
-            else gradient[sequences.to(gradient.device)]
+            else (factors.to(gradient) @ gradient.flatten(1)).view_as(tensor)
             for tensor, gradient in zip(self.tensors, gradients, strict=True)
         ]
 
@@ -441,12 +446,13 @@ class BackwardPasses:
         losses: torch.Tensor,
         coefficients: torch.Tensor,
         *,
+        groups: torch.Tensor | None = None,
         retain_graph: bool = False,
         out: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Returns the gradient of each Σ_b c_jb ℓ_b; see `PerSequenceGradients`."""
-        check_sequences(losses, coefficients)
-        sums = coefficients.detach().to(losses) @ losses
+        check_sequences(losses, coefficients, groups)
+        sums = by_sequence(coefficients.detach().to(losses), groups) @ losses
         return jacobian(sums, self._parameters, retain_graph=retain_graph, out=out)
 
 
@@ -550,10 +556,28 @@ def _graph(outputs: Sequence[torch.Tensor]) -> Iterator[tuple[Any, list[Any]]]:
         seen |= new
 
 
-def check_sequences(losses: torch.Tensor, coefficients: torch.Tensor) -> None:
-    """Raises ``ValueError`` unless losses [B] and coefficients [M, B] match and are finite."""
+def by_sequence(coefficients: torch.Tensor, groups: torch.Tensor | None) -> torch.Tensor:
+    """Returns the factors of sequences [M, B], given those of their groups [M, G], if any."""
+    return coefficients if groups is None else coefficients[:, groups.to(coefficients.device)]
+
+
+def check_sequences(
+    losses: torch.Tensor, coefficients: torch.Tensor, groups: torch.Tensor | None = None
+) -> None:
+    """Raises ``ValueError`` unless losses [B] and coefficients [M, B] match and are finite.
+
+    With the group of each sequence [B], coefficients have shape [M, G].
+    """
     _check_losses(losses)
-    _check_coefficients(coefficients, num_sequences=len(losses))
+    if groups is None:
+        _check_coefficients(coefficients, len(losses), "sequence")
+        return
+    if groups.shape != losses.shape:
+        raise ValueError(
+            f"groups must have shape [{len(losses)}], a group per sequence, got "
+            f"{list(groups.shape)}."
+        )
+    _check_coefficients(coefficients, int(groups.max()) + 1, "group")
 
 
 def _check_losses(losses: torch.Tensor) -> None:
@@ -571,17 +595,17 @@ def _check_losses(losses: torch.Tensor) -> None:
         )
 
 
-def _check_coefficients(coefficients: torch.Tensor, *, num_sequences: int) -> None:
-    if coefficients.ndim != 2 or len(coefficients) == 0 or coefficients.shape[1] != num_sequences:
+def _check_coefficients(coefficients: torch.Tensor, count: int, unit: str) -> None:
+    if coefficients.ndim != 2 or len(coefficients) == 0 or coefficients.shape[1] != count:
         raise ValueError(
-            f"coefficients must have shape [M, {num_sequences}], one per objective and sequence, "
-            f"got {list(coefficients.shape)}."
+            f"coefficients must have shape [M, {count}], one per objective and {unit}, got "
+            f"{list(coefficients.shape)}."
         )
     bad = (~coefficients.isfinite()).nonzero().tolist() if has_values(coefficients) else []
     if bad:
-        objective, sequence = bad[0]
+        objective, place = bad[0]
         raise ValueError(
-            f"The coefficient of objective {objective} and sequence {sequence} is not finite; "
+            f"The coefficient of objective {objective} and {unit} {place} is not finite; "
             "look for NaN or infinity in its rewards."
         )
 

@@ -670,9 +670,43 @@ def test_shared_rows_have_the_gradients_of_a_pass_per_objective(num_objectives):
         _assert_rows_equal(gradients.jacobian(losses, coefficients), expected, FLOAT32)
 
 
-@pytest.mark.parametrize(("num_objectives", "expected"), [(2, 2), (3, 3), (6, 3)])
-def test_shared_rows_take_at_most_as_many_passes_as_sequences_share_one(num_objectives, expected):
+GROUPS = torch.tensor([1, 0, 1, 0, 2])  # two groups share a row, and a group has two rows
+
+
+@pytest.mark.parametrize("num_objectives", [1, 2, 6])
+def test_sequences_of_a_group_have_the_factors_of_their_group(num_objectives):
+    model = TwoStages()
+    parameters, by_group = list(model.parameters()), _coefficients(num_objectives)[:, :3]
+    expected = jacobian(by_group[:, GROUPS] @ model.losses(_rows_at), parameters)
+    for method in (PerSequenceGradients(model, parameters), BackwardPasses(parameters)):
+        with method as gradients:
+            losses = model.losses(gradients.expand)
+            rows = gradients.jacobian(losses, by_group, groups=GROUPS)
+        _assert_rows_equal(rows, expected, FLOAT32)
+
+
+def test_groups_that_do_not_match_are_named():
+    model, by_group = TwoStages(), _coefficients(2)[:, :3]
+    with PerSequenceGradients(model, list(model.parameters())) as gradients:
+        losses = model.losses(gradients.expand)
+        with pytest.raises(ValueError, match=r"groups must have shape \[5\].* got \[4\]"):
+            gradients.jacobian(losses, by_group, groups=GROUPS[:4])
+        with pytest.raises(ValueError, match=r"shape \[M, 4\], one per objective and group"):
+            gradients.jacobian(losses, by_group, groups=GROUPS + 1)
+        by_group[1, 2] = torch.nan
+        with pytest.raises(ValueError, match="objective 1 and group 2 is not finite"):
+            gradients.jacobian(losses, by_group, groups=GROUPS)
+
+
+@pytest.mark.parametrize(
+    ("num_objectives", "groups", "expected"),
+    [(2, None, 2), (3, None, 3), (6, None, 3), (6, GROUPS, 2), (6, 0 * GROUPS, 1)],
+)
+def test_shared_rows_take_as_many_passes_as_groups_of_sequences_share_one(
+    num_objectives, groups, expected
+):
     model, passes = TwoStages(), []
+    count = len(OWNERS) if groups is None else int(groups.max()) + 1
     with PerSequenceGradients(model, list(model.parameters())) as gradients:
         losses = model.losses(gradients.expand)
         fold = gradients.fold
@@ -682,7 +716,7 @@ def test_shared_rows_take_at_most_as_many_passes_as_sequences_share_one(num_obje
             fold(layer, inputs, deltas)
 
         gradients.fold = counted
-        gradients.jacobian(losses, _coefficients(num_objectives))
+        gradients.jacobian(losses, _coefficients(num_objectives)[:, :count], groups=groups)
     assert passes.count(model.own) == 1
     assert passes.count(model.shared) == passes.count(model.also) == expected
 

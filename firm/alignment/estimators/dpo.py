@@ -178,14 +178,13 @@ class DPO:
                 at_own = weighted_by_preference(shares, asked)
                 wanted = weighted_by_preference(shares, asked, preferences)
             values = at_own @ losses  # [M]
-            if weights is not None:
-                wanted = (weights @ at_own)[None]
-            coefficients = (wanted[:, :, None] * slopes).flatten(1)  # [M, 2 b]
+            of_replies = slopes.flatten() * replies  # with the slopes of their pairs' losses
+            pair = torch.arange(len(losses), device=losses.device).repeat_interleave(2)
             with policy.timed("backward"):
                 jacobian = (
-                    per_sequence.jacobian(replies, coefficients)
+                    per_sequence.jacobian(of_replies, wanted, groups=pair)
                     if weights is None
-                    else policy.jacobian(coefficients @ replies)
+                    else policy.jacobian((weights @ at_own)[None, pair] @ of_replies)
                 )
         return MinibatchGradients(
             jacobian,

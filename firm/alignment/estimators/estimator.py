@@ -7,8 +7,8 @@ estimator itself (``Estimator``), of which every learner has an instance.
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
-from typing import Annotated, Any, ClassVar, Literal, Protocol, TypeVar
+from dataclasses import dataclass, field, replace
+from typing import Annotated, Any, ClassVar, Literal, Protocol, Self, TypeVar
 
 import torch
 
@@ -64,6 +64,18 @@ class Experience(Examples):
     def preferences(self) -> torch.Tensor | None:
         """Preferences at which the replies were sampled, [B, M]."""
         return self.rollouts.queries.preferences
+
+    @property
+    def lengths(self) -> torch.Tensor:
+        """Number of tokens of the prompt and the longest reply to it, [B]."""
+        queries, num_tokens = self.rollouts.queries, self.rollouts.num_tokens
+        first, index = queries.distinct()
+        longest = num_tokens.new_zeros(len(first)).scatter_reduce(0, index, num_tokens, "amax")
+        return queries.lengths + longest[index]
+
+    def trimmed(self) -> Self:
+        """Returns the replies without columns that are padding in all prompts."""
+        return replace(self, rollouts=self.rollouts.trimmed())
 
 
 @dataclass(frozen=True)
@@ -262,8 +274,9 @@ class EstimatorConfig(ABC):
     minibatch_size: Annotated[BoundedInt, Paper("A.1", (8,))] = 8
     """Responses per optimizer step; must divide batch_size."""
     micro_batch_size: Annotated[PositiveInt | None, NOT_IN_PAPER] = None
-    """Responses per forward and backward pass, to limit memory; by default the whole minibatch.
-    Gradients are accumulated over the minibatch, which remains one optimizer step."""
+    """Responses per forward and backward pass, to limit memory and padding: those of similar length
+    share a pass. By default the whole minibatch. Gradients are accumulated over the minibatch,
+    which remains one optimizer step."""
     num_epochs: Annotated[BoundedInt, Paper("A.1", (3,))] = 3
     """Epochs over each batch."""
     actor_learning_rate: Annotated[PositiveFloat, Paper("A.1")] = 6e-5

@@ -96,12 +96,17 @@ class _PerSequence:
     expand = staticmethod(taken_rows)
 
     def jacobian(
-        self, losses: torch.Tensor, coefficients: torch.Tensor, *, retain_graph: bool = False
+        self,
+        losses: torch.Tensor,
+        coefficients: torch.Tensor,
+        *,
+        groups: torch.Tensor | None = None,
+        retain_graph: bool = False,
     ) -> torch.Tensor:
         """Returns the gradient of each Σ_b c_jb ℓ_b, shape [M, d]."""
         policy = self._policy
         place = policy._place(losses)
-        wanted = Weighted(place, losses, coefficients, retain_graph)
+        wanted = Weighted(place, losses, coefficients, retain_graph, groups)
         key = id(place.joint), retain_graph
         return together(policy.stack.per_sequence_jacobian, wanted, key=key, is_urgent=True)
 

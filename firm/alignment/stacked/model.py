@@ -30,7 +30,7 @@ from firm.alignment.sequences import (
 from firm.alignment.stacked.passes import ClientPart, Output, Pass, PassPosition, RepliesOutput
 from firm.federation.lockstep import outcome_of
 from firm.gradients.jacobian import check_losses, jacobian_buffer
-from firm.gradients.per_sequence import SharedRows, check_sequences, taken_rows
+from firm.gradients.per_sequence import SharedRows, by_sequence, check_sequences, taken_rows
 
 
 class StackedModel:
@@ -158,12 +158,15 @@ class StackedModel:
         Prompts that replies share take further ones; see `SharedRows`.
         """
         joint = wanted[0].place.joint
-        errors = [outcome_of(check_sequences, each.losses, each.coefficients) for each in wanted]
+        errors = [
+            outcome_of(check_sequences, each.losses, each.coefficients, each.groups)
+            for each in wanted
+        ]
         good = [(at, each) for at, each in enumerate(wanted) if errors[at] is None]
         if not good:
             return errors
         joint.finish([each.place for each in wanted if not each.retain_graph])
-        rows = joint.add_targets({each.place.index: each.coefficients for _, each in good})
+        rows = joint.add_targets({each.place.index: each.by_sequence for _, each in good})
         losses = torch.cat([each.losses for _, each in good])
         copied = [] if joint.shared is None else joint.shared[1].copied
         gradients = self._folded(
@@ -206,12 +209,17 @@ class StackedModel:
         """Adds what each part's losses owe to its prompts' rows, given its replies' gradients."""
         assert joint.shared is not None
         prompts, shared = joint.shared
-        wanted = {each.place.index: each.coefficients for _, each in good}
+        wanted = {each.place.index: each.by_sequence for _, each in good}
         most = max(len(own) for own in wanted.values())
         coefficients = torch.zeros(most, len(joint.mask), device=joint.mask.device)
-        for index, own in wanted.items():
-            coefficients[: len(own), joint.span(index)] = own.detach().to(coefficients)
-        passes = shared.passes(gradients, coefficients)
+        groups = torch.arange(len(joint.mask), device=joint.mask.device)
+        for _, each in good:
+            span = joint.span(each.place.index)
+            own = each.by_sequence
+            coefficients[: len(own), span] = own.detach().to(coefficients)
+            if each.groups is not None:  # no other part has these prompts
+                groups[span] = each.groups.to(groups)
+        passes = shared.passes(gradients, coefficients, groups)
         for at, (objectives, factors, outputs) in enumerate(passes):
             targets = {
                 index: factors[: len(own[objectives]), prompts.span(index)]
@@ -302,9 +310,18 @@ class Losses:
 
 @dataclass(frozen=True, eq=False)
 class Weighted:
-    """Losses [b] by row, and coefficients [M, b] of the sums to differentiate."""
+    """Losses [b] by row, and coefficients of the sums to differentiate.
+
+    These are by row, [M, b], or by group of rows, [M, G], as in `PerSequenceGradients.jacobian`.
+    """
 
     place: PassPosition
     losses: torch.Tensor
     coefficients: torch.Tensor
     retain_graph: bool
+    groups: torch.Tensor | None = None
+
+    @property
+    def by_sequence(self) -> torch.Tensor:
+        """Coefficients by row, [M, b]."""
+        return by_sequence(self.coefficients, self.groups)

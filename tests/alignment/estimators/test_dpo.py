@@ -166,10 +166,34 @@ def test_the_gradient_of_a_weighted_sum_is_the_weighted_sum_of_the_rows(
     torch.testing.assert_close(mixed.losses, rows.losses)
 
 
-def test_gradients_do_not_depend_on_the_pairs_per_pass(make_pairs_trainer, make_policy):
+@pytest.mark.parametrize("vocabulary", ["large"], indirect=True)
+def test_prompts_take_one_backward_pass_for_all_objectives(make_pairs_trainer, vocabulary):
+    trainer, shapes = make_pairs_trainer(FOUR), []
+    layer = trainer.policy_model.get_base_model().model.layers[0].self_attn.q_proj
+
+    def watch(_, __, output):
+        if output.requires_grad:
+            output.register_hook(lambda gradient: shapes.append(len(gradient)))
+
+    layer.register_forward_hook(watch)
+    gradients(trainer)
+    assert sorted(shapes) == [8, 16]  # prompts and replies
+
+
+@pytest.mark.parametrize("vocabulary", ["small", "large"], indirect=True)
+def test_gradients_do_not_depend_on_the_pairs_per_pass(make_pairs_trainer, make_policy, vocabulary):
     policy = make_policy()
     whole = gradients(make_pairs_trainer(FOUR, policy=policy))
-    parts = gradients(make_pairs_trainer(FOUR, policy=policy, micro_batch_size=3))
+    trainer = make_pairs_trainer(FOUR, policy=policy, micro_batch_size=3)
+    padded = []
+    embedding = policy.get_input_embeddings()
+    embedding.register_forward_pre_hook(lambda _, inputs: padded.append(inputs[0].numel()))
+    batch = trainer.collated(encoded(trainer))
+    padded.clear()
+    parts = trainer.gradients(trainer.new_learner(), batch)
+    lengths = sorted(batch.lengths.tolist())
+    assert [max(part.lengths.tolist()) for part in batch.parts(3)] == lengths[2::3] + lengths[-1:]
+    assert sum(padded) < 0.9 * batch.sequences.query_responses.numel()
     torch.testing.assert_close(parts.jacobian, whole.jacobian, atol=1e-6, rtol=1e-4)
     for name, values in whole.aux.metrics.items():
         torch.testing.assert_close(parts.aux.metrics[name], values)
