@@ -452,15 +452,36 @@ def mean_accuracy(figures: Mapping[str, float]) -> float:
     return fmean(figures[f"reward {name}"] for name in OBJECTIVES)
 
 
-def pair_front(folder: Path, method: str) -> dict[int, float]:
-    """Returns the mean of p · accuracies over the five preferences, of each finished seed."""
+def pair_points(folder: Path, method: str) -> dict[int, dict[float, Mapping[str, float]]]:
+    """Returns the accuracies of finished seeds of the sweep, by seed and share of the first."""
     path = folder / f"pairs_front_{method}.front.json"
-    own: dict[int, list[float]] = {}
+    own: dict[int, dict[float, Mapping[str, float]]] = {}
     for point in Front.load(path).points if path.exists() else ():
         assert point.preference is not None
-        pairs = zip(point.preference, OBJECTIVES, strict=True)
-        own.setdefault(point.seed, []).append(sum(p * point.rewards[name] for p, name in pairs))
-    return {seed: fmean(values) for seed, values in own.items() if len(values) == len(FIRST)}
+        own.setdefault(point.seed, {})[round(point.preference[0], 6)] = point.rewards
+    return {seed: models for seed, models in own.items() if len(models) == len(FIRST)}
+
+
+def pair_front(folder: Path, method: str) -> dict[int, float]:
+    """Returns the mean of p · accuracies over the five preferences, of each finished seed."""
+    first, second = OBJECTIVES
+    return {
+        seed: fmean(p * own[first] + (1 - p) * own[second] for p, own in models.items())
+        for seed, models in pair_points(folder, method).items()
+    }
+
+
+def pair_front_table(folder: Path = PROTOCOL) -> str:
+    """Returns the accuracies of G3 at each preference, means ± standard errors."""
+    sides = {"conditioned": FOLDS, "separate": SEPARATE}
+    data = {side: pair_points(folder, method).values() for side, method in sides.items()}
+    kinds = [(side, name) for side in sides for name in OBJECTIVES]
+    rows = [
+        [f"({p:g}, {1 - p:.1g})", str(min(map(len, data.values()))),
+         *(spread(models[p][name] for models in data[side]) for side, name in kinds)]
+        for p in sorted(FIRST, reverse=True)
+    ]  # fmt: skip
+    return markdown_table(["p", "n", *(f"{side}: {name}" for side, name in kinds)], rows)
 
 
 def pairs_table(folder: Path = PROTOCOL) -> str:
@@ -620,13 +641,18 @@ HEADER = (
 """Headings of tables of claims."""
 
 
+RETESTED = {"A3": "F1", "A4": "F2"}
+"""Claims by name, and those of later families that test the same with more seeds."""
+
+
 def findings(folder: Path = PROTOCOL) -> str:
-    """Returns the table of findings."""
-    rows = []
-    for family in (claims_of(folder) for claims_of in FAMILIES):
+    """Returns the table of findings: claims with finished seeds that no other tests with more."""
+    families, rows = [claims_of(folder) for claims_of in FAMILIES], []
+    complete = {claim.name for family in families for claim in family if claim.is_complete}
+    for family in families:
         for claim, verdict in zip(family, verdicts(family), strict=True):
-            if not claim.differences:
-                continue  # no seed has finished
+            if not claim.differences or RETESTED.get(claim.name) in complete:
+                continue
             margin = "difference" if claim.margin is None else f"± {claim.margin:.3f}"
             rows.append([
                 f"{claim.name}: {claim.text}",
@@ -1024,6 +1050,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "real model": real_table,
     "constraint": constraint_table,
     "pairs": pairs_table,
+    "front of pairs": pair_front_table,
     "search": search_table,
     "older runs": older_runs,
     "older fronts": older_fronts,

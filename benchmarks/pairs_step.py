@@ -1,11 +1,12 @@
 """Time of DPO's gradients of four objectives, relative to that of one, on the same pairs.
 
-    python benchmarks/pairs_step.py [--model FOLDER] [--pairs 8] [--repeats 7]
+    python benchmarks/pairs_step.py [--model FOLDER] [--pairs 8] [--parts 2] [--repeats 7]
 
-The pairs have random prompts and replies of the miniature's words. With M objectives each ranks an
-equal part of them. Measured are a minibatch's forward pass, its M gradients from one backward pass,
-the Gram matrix, the weights and the step; the loop takes one backward pass per objective instead.
-Methods are interleaved; times are medians of CPU milliseconds.
+The pairs have random prompts and replies of the miniature's words, of various lengths. With M
+objectives each ranks an equal part of them. Measured are a minibatch's forward pass, its M
+gradients from one backward pass, the Gram matrix, the weights and the step; the loop takes one
+backward pass per objective instead. Parts are of pairs of similar length (`micro_batch_size`), with
+less padding. Methods are interleaved; times are medians of CPU milliseconds.
 """
 
 import argparse
@@ -31,8 +32,8 @@ from firm.run import print_table
 from firm.solvers import firm_weights
 
 NUM_OBJECTIVES = (1, 2, 4)
-NUM_WORDS = 40
-"""Words of a reply."""
+NUM_WORDS = 5, 40
+"""Fewest and most words of a prompt or reply."""
 WORDS = ("take", "a", "fresh", "cup", "keep", "it", "warm", "while", "one", "dries", "in", "sun")
 
 
@@ -40,6 +41,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--model", default=str(checkpoint_path("policy")))
     parser.add_argument("--pairs", type=int, default=8)
+    parser.add_argument("--parts", type=int, default=2, help="pairs per pass")
     parser.add_argument("--repeats", type=int, default=7)
     asked = parser.parse_args()
     quiet()
@@ -49,9 +51,10 @@ def main() -> None:
         load_policy(config, stream=RandomStream(0, "adapter")),
         load_tokenizer(config),
     )
-    for count in NUM_OBJECTIVES:
+    sizes: list[tuple[int, int | None]] = [(count, None) for count in NUM_OBJECTIVES]
+    for count, part in [*sizes, (NUM_OBJECTIVES[-1], asked.parts)]:
         trainer = MultiObjectiveTrainer(
-            DPOConfig(batch_size=asked.pairs, minibatch_size=asked.pairs),
+            DPOConfig(batch_size=asked.pairs, minibatch_size=asked.pairs, micro_batch_size=part),
             rollout_config=RolloutConfig(max_prompt_tokens=64, max_new_tokens=64),
             policy=policy,
             tokenizer=tokenizer,
@@ -60,13 +63,16 @@ def main() -> None:
             num_rounds=1,
         )
         batch = minibatch(trainer, asked.pairs)
+        if part is not None:
+            methods[f"parts of {part} pairs, M = {count}"] = partial(step, trainer, batch)
+            continue
         methods[f"one backward pass, M = {count}"] = partial(step, trainer, batch)
         if count > 1:
             methods[f"loop, M = {count}"] = partial(loop, trainer, batch)
     seconds = {n: median(s) for n, s in interleaved(methods, repeats=asked.repeats).items()}
     unit = seconds["one backward pass, M = 1"]
     print_table(
-        f"{asked.model}: {asked.pairs} pairs, replies of {NUM_WORDS} words",
+        f"{asked.model}: {asked.pairs} pairs, texts of {NUM_WORDS[0]} to {NUM_WORDS[1]} words",
         ["", "ms", "ratio"],
         [[name, f"{1e3 * s:.1f}", f"{s / unit:.2f}"] for name, s in seconds.items()],
     )
@@ -77,7 +83,7 @@ def minibatch(trainer: MultiObjectiveTrainer, num_pairs: int) -> Any:
     generator = random.Random(0)
 
     def text() -> str:
-        return " ".join(generator.choices(WORDS, k=NUM_WORDS))
+        return " ".join(generator.choices(WORDS, k=generator.randint(*NUM_WORDS)))
 
     names = trainer.objectives
     pairs = [Pair(Prompt(text()), text(), text(), names[n % len(names)]) for n in range(num_pairs)]

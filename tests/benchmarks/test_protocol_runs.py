@@ -3,6 +3,7 @@
 import csv
 import json
 import shutil
+from dataclasses import replace
 from itertools import product
 
 import numpy as np
@@ -145,7 +146,8 @@ def test_every_claim_and_table_finds_its_models(data):
                   findings.kl_number_table, findings.power_table, findings.rates_table,
                   findings.uploads_table, findings.privacy_tables, findings.baseline_table,
                   findings.weights_table, findings.real_table, findings.constraint_table,
-                  findings.worlds_table, findings.pairs_table, findings.findings):  # fmt: skip
+                  findings.worlds_table, findings.pairs_table, findings.pair_front_table,
+                  findings.findings):  # fmt: skip
         assert "–" not in table(out)
 
 
@@ -172,6 +174,30 @@ def test_claims_of_pairs_are_their_files_figures(data, tmp_path):
     assert begun_by_none.differences == ()
     assert "G2" in findings.findings(tmp_path)
     assert "G3" not in findings.findings(tmp_path)
+
+
+def test_accuracies_of_a_front_of_pairs_are_its_files(data, tmp_path):
+    front = Front.load(data[0] / "pairs_front_separate_runs.front.json")
+    own = [p.rewards["harmless"] for p in front.points if p.preference[0] == 0.7]
+    row = findings.pair_front_table(data[0]).splitlines()[3]
+    assert row.startswith("| (0.7, 0.3) | 3 |")
+    assert row.endswith(f"| {np.mean(own):.3f} ± {np.std(own, ddof=1) / 3**0.5:.3f} |")
+    part = replace(front, points=front.points[:-1])  # a model of the last seed is not there
+    for method in ("one_conditioned_run", "separate_runs"):
+        part.save(tmp_path / f"pairs_front_{method}.front.json")
+    assert findings.pair_points(tmp_path, "separate_runs").keys() == {400, 401}
+
+
+def test_a_claim_that_another_tests_with_more_seeds_leaves_the_table(data, tmp_path):
+    whole = findings.findings(data[0])
+    assert "| F2: " in whole
+    assert "| A4: " not in whole
+    for path in data[0].glob("baselines_*"):
+        if path.name != "baselines_169.json":
+            shutil.copy(path, tmp_path)
+    part = findings.findings(tmp_path)
+    assert "| F2: " in part
+    assert "| A4: " in part
 
 
 def test_a_world_counts_once_with_the_mean_of_its_seeds(data, tmp_path):
