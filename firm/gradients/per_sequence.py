@@ -403,10 +403,10 @@ class SharedRows:
         starts = counts.cumsum(0) - counts
         found = []
         for k in range(most):
-            has = counts > k
-            chosen = (starts + k).clamp(max=len(parts) - 1)  # [D]
-            of_part = (part == chosen[:, None]) & has[:, None]  # [D, B]
-            each = factors[:, chosen.to(factors.device)] * has.to(factors)
+            # the part of each row, [D], or one of another row if there are no more
+            chosen = (starts + k).clamp(max=len(parts) - 1)
+            of_part = (part == chosen[:, None]) & (counts > k)[:, None]  # [D, B]
+            each = factors[:, chosen.to(factors.device)]
             found.append((slice(None), each, partial(self._sums, gradients, of_part)))
         return found
 

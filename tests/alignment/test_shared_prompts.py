@@ -172,6 +172,8 @@ def test_finished_rows_leave_the_batch_and_change_no_token(
 
 ORDER = [0, 1, 0, 2, 0, 1, 3]
 REPLIES = [6, 3, 1, 4, 6, 2, 5]
+PAIRS = [0, 2, 1, 5], [4, 0]
+"""Two clients' pairs of replies, each to one prompt."""
 
 
 def replies(vocabulary: int, *, preferences=None) -> Sequences:
@@ -295,6 +297,51 @@ def test_every_architecture_has_the_gradients_of_whole_rows_in_joint_passes(
         assert (own - plain).abs().max() <= 1e-5 * plain.abs().max()
 
 
+def test_joint_passes_take_the_prompts_of_pairs_once_for_all_objectives(large):
+    policy = with_adapter(ARCHITECTURES["llama"].model(SPECIAL))
+    batches = [replies(policy.config.vocab_size).rows(torch.tensor(at)) for at in PAIRS]
+    groups = [torch.arange(len(at)) // 2 for at in PAIRS]
+    generator = torch.Generator().manual_seed(2)
+    factors = [torch.randn(4, len(at) // 2, generator=generator) for at in PAIRS]
+    stack = StackedModel(policy, prompts_once=True)
+    adapters = [stack.new_adapter() for _ in batches]
+    layer = policy.get_base_model().model.layers[0].self_attn.q_proj
+
+    def found(coefficients, groups):
+        parts = [
+            ClientPart(rows, adapter, has_gradient=True, is_tapped=True)
+            for rows, adapter in zip(batches, adapters, strict=True)
+        ]
+        passes: list[int] = []
+
+        def watch(_, __, output):
+            if output.requires_grad:
+                output.register_hook(lambda gradient: passes.append(len(gradient)))
+
+        handle = layer.register_forward_hook(watch)
+        outputs = stack.forward(parts)
+        handle.remove()
+        wanted = [
+            Weighted(
+                output.place,
+                output.token_scores(0.7).logprobs.masked_fill(~rows.mask, 0).sum(1),
+                own,
+                retain_graph=False,
+                groups=group,
+            )
+            for output, rows, own, group in zip(outputs, batches, coefficients, groups, strict=True)
+        ]
+        return stack.per_sequence_jacobian(wanted), passes
+
+    jacobians, passes = found(factors, groups)
+    by_reply = [own[:, group] for own, group in zip(factors, groups, strict=True)]
+    plain, plain_passes = found(by_reply, [None, None])
+    assert passes == [6, 3]  # replies, and their prompts
+    assert plain_passes == [6, 3, 3]
+    for own, expected in zip(jacobians, plain, strict=True):
+        assert (own - expected).abs().max() <= 1e-5 * expected.abs().max()
+
+
 # --- Dropout of the adapter -----------------------------------------------------------------------
 
 
@@ -400,6 +447,28 @@ def test_all_passes_of_a_step_take_prompts_once_and_agree_in_bfloat16(
     assert indices.tolist() == list(range(16))
     # the policy has not moved: any other way would round differently
     assert gradients.aux.metrics["log_ratio_mean_square"] == 0
+
+
+def test_parts_of_a_minibatch_have_whole_groups_by_length_and_no_needless_padding(
+    make_trainer, letter_count, large
+):
+    rewards = {letter: letter_count(letter) for letter in "ab"}
+    trainer = make_trainer(rewards=rewards, estimator="critic_free")
+    torch.manual_seed(0)
+    rollouts = trainer.with_logprobs(trainer.sample(trainer.encode(ASKED)))
+    scores = trainer.score(rollouts)
+    experience = trainer.learner.estimator.experience(rollouts, scores.scores, scores.rewards)
+    assert experience.parts(None) == experience.parts(16) == [experience]
+    parts = experience.parts(4)
+    rows = [part.rollouts for part in parts]
+    assert all(len({prompt.text for prompt in each.queries.prompts}) == 1 for each in rows)
+    longest = [int((each.queries.lengths + each.num_tokens).max()) for each in rows]
+    assert [set(part.lengths.tolist()) for part in parts] == [{own} for own in sorted(longest)]
+    for part, each in zip(parts, rows, strict=True):
+        width = each.queries.token_ids.size(1)
+        assert each.queries.lengths.tolist() == [width] * 4
+        assert torch.equal(each.query_responses[:, :width], each.queries.token_ids)
+        assert each.responses.size(1) == part.kl.size(1) == rollouts.responses.size(1)
 
 
 def test_replies_to_a_prompt_are_adjacent_in_minibatches_only_where_passes_share_it(

@@ -215,7 +215,7 @@ class StackedModel:
         groups = torch.arange(len(joint.mask), device=joint.mask.device)
         for _, each in good:
             span = joint.span(each.place.index)
-            own = each.by_sequence
+            own = wanted[each.place.index]
             coefficients[: len(own), span] = own.detach().to(coefficients)
             if each.groups is not None:  # no other part has these prompts
                 groups[span] = each.groups.to(groups)

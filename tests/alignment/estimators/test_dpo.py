@@ -199,6 +199,21 @@ def test_gradients_do_not_depend_on_the_pairs_per_pass(make_pairs_trainer, make_
         torch.testing.assert_close(parts.aux.metrics[name], values)
 
 
+@pytest.mark.parametrize("vocabulary", ["small", "large"], indirect=True)
+def test_a_part_of_empty_replies_adds_nothing(make_pairs_trainer, make_policy, vocabulary):
+    policy, found = make_policy(), []
+    for size in (None, 1):
+        trainer = make_pairs_trainer(FOUR, policy=policy, micro_batch_size=size)
+        batch = trainer.collated(encoded(trainer))
+        num_tokens = batch.num_tokens.clone()
+        num_tokens[1] = 0
+        batch = replace(batch, num_tokens=num_tokens)
+        found.append(trainer.gradients(trainer.new_learner(), batch))
+    whole, parts = found
+    torch.testing.assert_close(parts.jacobian, whole.jacobian, atol=1e-6, rtol=1e-4)
+    torch.testing.assert_close(parts.losses, whole.losses)
+
+
 def test_a_fresh_adapter_has_losses_of_log_2_and_margins_of_zero(make_pairs_trainer, make_policy):
     trainer = make_pairs_trainer(("a", "b"), policy=make_policy(fresh=True))
     own = gradients(trainer)
