@@ -646,7 +646,7 @@ RETESTED = {"A3": "F1", "A4": "F2"}
 
 
 def findings(folder: Path = PROTOCOL) -> str:
-    """Returns the table of findings: claims with finished seeds that no other tests with more."""
+    """Returns the table of findings, without claims that have no data or are tested again."""
     families, rows = [claims_of(folder) for claims_of in FAMILIES], []
     complete = {claim.name for family in families for claim in family if claim.is_complete}
     for family in families:
