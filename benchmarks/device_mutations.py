@@ -102,8 +102,8 @@ MUTATIONS = (
     ),
     Mutation(
         "firm/gradients/per_sequence.py",
-        "coefficients = coefficients.detach().to(rows)",
-        "coefficients = coefficients.detach().cpu()",
+        "coefficients.detach().to(rows), groups",
+        "coefficients.detach().cpu(), groups",
         FIRM,
     ),
     Mutation(

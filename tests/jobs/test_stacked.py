@@ -19,8 +19,12 @@ MANY = (
     *("--num_clients", 4, "--strategy.clients_per_round", 3, "--groups", GROUPS),
     *("--policy.lora.dropout", 0.1, "--evaluation.num_validation_prompts", 0),
     *("--estimator.micro_batch_size", 3, "--estimator.num_epochs", 1),
+    *("--estimator.actor_optimizer", "sgd", "--estimator.actor_learning_rate", 0.1),
 )
-"""Partial participation, clients that differ, dropout, and minibatches in parts."""
+"""Partial participation, clients that differ, dropout, and minibatches in parts.
+
+Adam would turn rounding of gradients near zero into whole steps.
+"""
 STACKED = ("--engine", "stacked", "--max_rows", 13)
 
 
