@@ -19,6 +19,10 @@ from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
 ALIGNMENT, CLASSIC = "tests/accelerator/test_alignment.py::", "tests/accelerator/test_classic.py::"
+JACOBIAN = (
+    "tests/accelerator/test_gradients.py::"
+    "test_a_jacobian_is_where_its_parameters_are[PerSequenceGradients]"
+)
 COMPRESSORS = "tests/accelerator/test_gradients.py::test_every_compressor_works_as_on_the_cpu"
 FEDAVG = f"{ALIGNMENT}test_every_strategy_runs[fedavg]"
 FIRM = f"{ALIGNMENT}test_every_strategy_runs[firm]"
@@ -26,6 +30,9 @@ FRONT = f"{ALIGNMENT}test_a_front_is_trained_measured_and_picked_from_and_its_ad
 STACKED = f"{ALIGNMENT}test_a_run_ends_as_on_the_cpu[critic_free-stacked]"
 LOCAL = f"{ALIGNMENT}test_a_run_ends_as_on_the_cpu[critic_free-local]"
 PROCESSES = f"{ALIGNMENT}test_two_processes_have_a_device_each_and_share_clients_or_batches"
+PROMPTS_ONCE = (
+    f"{ALIGNMENT}test_a_policy_on_two_devices_ends_as_on_one[auto-critic_free, prompts once]"
+)
 LENET = f"{CLASSIC}test_every_model_is_trained_and_evaluated_there[lenet]"
 
 
@@ -98,13 +105,13 @@ MUTATIONS = (
         "firm/gradients/jacobian.py",
         "parameters[0].new_empty(shape, dtype=dtype)",
         "torch.empty(shape, dtype=dtype)",
-        FIRM,
+        JACOBIAN,
     ),
     Mutation(
         "firm/gradients/per_sequence.py",
-        "coefficients.detach().to(rows), groups",
-        "coefficients.detach().cpu(), groups",
-        FIRM,
+        "torch.arange(len(self.index), device=self.index.device)",
+        "torch.arange(len(self.index))",
+        PROMPTS_ONCE,
     ),
     Mutation(
         "firm/gradients/compression.py",

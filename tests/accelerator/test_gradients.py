@@ -1,11 +1,31 @@
-"""Gradients of attention and compressors of Jacobians on an accelerator."""
+"""Jacobians, their compressors, and gradients of attention on an accelerator."""
+
+import copy
 
 import pytest
 import torch
 
 from firm.federation.devices import prepare_attention
+from firm.gradients import BackwardPasses, PerSequenceGradients
 from firm.gradients.messages import COMPRESSORS, message_from_dict, message_to_dict
 from tests.accelerator.device import IS_PRETEND, NAME, second
+
+
+@pytest.mark.parametrize("method", [BackwardPasses, PerSequenceGradients])
+def test_a_jacobian_is_where_its_parameters_are(method):
+    torch.manual_seed(0)
+    original = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.Tanh(), torch.nn.Linear(4, 2))
+    inputs, coefficients = torch.randn(5, 6, 3), torch.randn(2, 5)
+    jacobians = []
+    for device in ("cpu", second()):
+        module = copy.deepcopy(original).to(device)
+        parameters = dict(module.named_parameters())
+        model = (module,) if method is PerSequenceGradients else ()
+        with method(*model, parameters) as gradients:
+            losses = module(inputs.to(device)).square().sum((1, 2))
+            jacobians.append(gradients.jacobian(losses, coefficients.to(device)))
+        assert jacobians[-1].device == torch.device(device)
+    torch.testing.assert_close(jacobians[0], jacobians[1].cpu())
 
 
 @pytest.mark.parametrize("name", COMPRESSORS)
