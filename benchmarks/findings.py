@@ -484,6 +484,41 @@ def pair_front_table(folder: Path = PROTOCOL) -> str:
     return markdown_table(["p", "n", *(f"{side}: {name}" for side, name in kinds)], rows)
 
 
+def evaluated(path: Path) -> dict[str, dict[str, dict[str, float]]]:
+    """Returns the "mean" and "change" of each figure in a CSV file of `firm evaluate`, by model."""
+    found: dict[str, dict[str, dict[str, float]]] = {}
+    with path.open(encoding="utf-8") as file:
+        for row in csv.DictReader(file):
+            own = found.setdefault(row["model"], {"mean": {}, "change": {}})
+            for kind, figures in own.items():
+                if row[kind]:
+                    figures[row["figure"]] = float(row[kind])
+    return found
+
+
+def replies_table(folder: Path = PROTOCOL) -> str:
+    """Returns rewards of the base's replies, and how those of G3's models differ from them."""
+    rows = []
+    for prompts in OBJECTIVES:
+        path = folder / f"pairs_replies_{prompts}.csv"
+        models = evaluated(path) if path.exists() else {}
+        sides: dict[tuple[str, str], list[dict[str, dict[str, float]]]] = {}
+        for model, figures in models.items():
+            if named := re.fullmatch(r"(\w+)-(\d+)_(\d+)-seed_\d+", model):
+                p = f"({int(named[2]) / 100:g}, {int(named[3]) / 100:g})"
+                sides.setdefault((named[1].replace("_", " "), p), []).append(figures)
+            else:
+                own = figures["mean"]
+                cells = [*(f"{own[name]:.3f}" for name in OBJECTIVES), "0", f"{own['length']:.1f}"]
+                rows.append([prompts, model, "–", "–", *cells])
+        for (side, p), runs in sides.items():
+            changes = [interval(own["change"][name] for own in runs) for name in OBJECTIVES]
+            means = [spread((own["mean"][name] for own in runs), 1) for name in ("kl", "length")]
+            rows.append([prompts, side, p, str(len(runs)), *changes, *means])
+    kinds = [f"reward {name}" for name in OBJECTIVES]
+    return markdown_table(["prompts", "model", "p", "n", *kinds, "KL", "tokens"], rows)
+
+
 def pairs_table(folder: Path = PROTOCOL) -> str:
     """Returns accuracies and margins of the study of pairs, means ± standard errors."""
     figures = [f"{kind}{name}" for kind in ("reward ", "") for name in OBJECTIVES]
@@ -1051,6 +1086,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "constraint": constraint_table,
     "pairs": pairs_table,
     "front of pairs": pair_front_table,
+    "replies": replies_table,
     "search": search_table,
     "older runs": older_runs,
     "older fronts": older_fronts,

@@ -29,6 +29,7 @@ from benchmarks.findings import (
     holm,
     interval,
     older_differences,
+    replies_table,
     rich_of_folds,
     seeds_for_equality,
     soups,
@@ -42,12 +43,18 @@ from tests.docs.test_links import FENCE
 from tests.smoke import ROOT
 
 FIGURE = re.compile(r"\d\.\d")
+FIGURES = ("helpful", "harmless", "kl", "length")
 MARKED = re.compile(r"<!-- [\w ]+ -->\n.*?<!-- end -->", re.DOTALL)
 
 
 def claim(differences, *, planned=10, margin=MARGIN):
     sides = ("first", "second")
     return Claim("A", "a claim", sides, "reward", planned, tuple(differences), "front", margin)
+
+
+def table_cells(table):
+    """The cells of a table's rows, without its header."""
+    return [[cell.strip() for cell in row.strip("|").split("|")] for row in table.split("\n")[2:]]
 
 
 def around(mean, width, count=10):
@@ -170,6 +177,26 @@ def test_pairs_are_compared_at_the_smaller_of_their_two_kls():
         assert fold["test"]["reward helpful"] == pytest.approx(0.6 + 0.2 / 3)
         assert run["test"]["reward helpful"] == 0.7
         assert fold["validation"] == {"reward helpful": 0.9}  # of the whole model: it chooses
+
+
+def test_replies_are_compared_with_the_bases_by_side_and_preference(tmp_path):
+    def rows(model, mean, change):
+        changed = {name: f"{change + at:g}" if change else "" for at, name in enumerate(FIGURES)}
+        return [f"{model},{name},{mean + at:g},0,{changed[name]},,,9\n"
+                for at, name in enumerate(FIGURES)]  # fmt: skip
+
+    header = "model,figure,mean,se,change,change_se,z,num_prompts\n"
+    lines = [header, *rows("base", 1, 0)]
+    for seed, change in ((410, 2), (411, 4)):
+        lines += rows(f"separate_runs-90_10-seed_{seed}", 7, change)
+    lines += rows("one_conditioned_run-10_90-seed_410", 8, -0.5)
+    (tmp_path / "pairs_replies_harmless.csv").write_text("".join(lines), encoding="utf-8")
+    between = interval([2, 4]), interval([3, 5])
+    assert table_cells(replies_table(tmp_path)) == [
+        ["harmless", "base", "–", "–", "1.000", "2.000", "0", "4.0"],
+        ["harmless", "separate runs", "(0.9, 0.1)", "2", *between, "9.0 ± 0.0", "10.0 ± 0.0"],
+        ["harmless", "one conditioned run", "(0.1, 0.9)", "1", "-0.500", "+0.500", "10.0", "11.0"],
+    ]
 
 
 def test_hypervolume_is_of_the_models_that_validation_prompts_keep():
