@@ -55,7 +55,7 @@ class Data(Protocol):
         ...
 
     def every_source(self, cfg: AlignmentConfig) -> Mapping[str, PromptsConfig]:
-        """Returns the sources of training and held-out data, by key."""
+        """Returns the sources of the training and held-out data that a run reads, by key."""
         ...
 
     def load(
@@ -118,8 +118,11 @@ class PromptData:
         return {"data.train": cfg.data.train}
 
     def every_source(self, cfg: AlignmentConfig) -> dict[str, PromptsConfig]:
-        """Returns the sources of all prompts."""
-        return {f"data.{use}": getattr(cfg.data, use) for use in DEFAULT_SPLITS}
+        """Returns the sources of the prompts; without validation, of training and test prompts."""
+        unused = set() if cfg.evaluation.num_validation_prompts else {"validation"}
+        return {
+            f"data.{use}": getattr(cfg.data, use) for use in DEFAULT_SPLITS if use not in unused
+        }
 
     def load(
         self,

@@ -17,9 +17,10 @@ from transformers import AutoTokenizer
 from firm.cli.main import COMMANDS
 from firm.jobs.alignment import main
 from firm.jobs.alignment_config import AlignmentConfig
-from firm.run import Run, parse, run_cli, to_dict
+from firm.jobs.sources import check_sources
+from firm.run import Run, UserError, parse, run_cli, to_dict
 from reward_models import REWARD_MODELS
-from tests.smoke import POLICY, SMOKE
+from tests.smoke import POLICY, SMOKE, config
 
 REWARDS = """
 from reward_models import reward_model
@@ -401,6 +402,13 @@ def test_bad_input_ends_in_one_line_and_nothing_is_written(case, files, tmp_path
     for message in messages:
         assert message.replace("FILES", str(files)) in line
     assert contents(tmp_path) == {}
+
+
+def test_a_file_of_validation_prompts_must_exist_only_where_they_are_used():
+    missing = ("--data.validation.source", "no/such.jsonl")
+    check_sources(config(*missing, "--evaluation.num_validation_prompts", 0))
+    with pytest.raises(UserError, match=r"data\.validation\.source: there is no file no/such"):
+        check_sources(config(*missing))
 
 
 def test_an_incompatible_adapter_ends_in_one_line_and_nothing_is_written(files, tmp_path, refusal):
