@@ -43,7 +43,6 @@ from tests.docs.test_links import FENCE
 from tests.smoke import ROOT
 
 FIGURE = re.compile(r"\d\.\d")
-FIGURES = ("helpful", "harmless", "kl", "length")
 MARKED = re.compile(r"<!-- [\w ]+ -->\n.*?<!-- end -->", re.DOTALL)
 
 
@@ -181,9 +180,9 @@ def test_pairs_are_compared_at_the_smaller_of_their_two_kls():
 
 def test_replies_are_compared_with_the_bases_by_side_and_preference(tmp_path):
     def rows(model, mean, change):
-        changed = {name: f"{change + at:g}" if change else "" for at, name in enumerate(FIGURES)}
-        return [f"{model},{name},{mean + at:g},0,{changed[name]},,,9\n"
-                for at, name in enumerate(FIGURES)]  # fmt: skip
+        names = ("helpful", "harmless", "kl", "length")
+        return [f"{model},{name},{mean + at:g},0,{f'{change + at:g}' if change else ''},,,9\n"
+                for at, name in enumerate(names)]  # fmt: skip
 
     header = "model,figure,mean,se,change,change_se,z,num_prompts\n"
     lines = [header, *rows("base", 1, 0)]
