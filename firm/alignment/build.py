@@ -8,6 +8,7 @@ from firm.alignment.estimators.ppo import PPOConfig
 from firm.alignment.placement import is_placed
 from firm.alignment.sharding import ShardedTeam
 from firm.alignment.trainer import MultiObjectiveTrainer
+from firm.federation.randomness import kept_generators
 
 
 def has_trl_ppo() -> bool:
@@ -32,7 +33,8 @@ def build_trainer(config: EstimatorConfig, **arguments: Any) -> MultiObjectiveTr
     if isinstance(config, PPOConfig) and has_trl_ppo() and not is_divided:
         from firm.alignment.trl_ppo import MultiObjectivePPOTrainer
 
-        trainer = MultiObjectivePPOTrainer(config, **arguments)
+        with kept_generators():  # TRL seeds them
+            trainer = MultiObjectivePPOTrainer(config, **arguments)
         trainer.leave_training_to_clients_()
         return trainer.stages
     return MultiObjectiveTrainer(config, **arguments)

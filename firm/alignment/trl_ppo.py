@@ -10,19 +10,21 @@ Departures from TRL:
 - adapter dropout is active in updates if configured (TRL sets it to 0);
 - a minibatch is one optimizer step regardless of accumulation (TRL merges accumulated minibatches);
 - actor and critic have separate optimizers and learning rates, which may belong to a client;
+- a reply ends at every end token of the model's generation config (TRL sets it to the tokenizer's
+  EOS token);
 - the model is not wrapped for data parallelism, which would average gradients of clients.
 """
 
 import itertools
 import math
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
 import torch
 from datasets import Dataset
-from peft.tuners.lora import LoraLayer
 from torch.optim.lr_scheduler import LambdaLR
 from transformers import PreTrainedTokenizerBase
 from trl.experimental.ppo import PPOConfig as TrlPPOConfig
@@ -93,21 +95,17 @@ class MultiObjectivePPOTrainer(PPOTrainer):
             options = {**options, "weight_decay": self.args.weight_decay}
             self.stages = MultiObjectiveTrainer(config, **arguments, adam=partial(adam, **options))
             self.learner, self.stages.trl = self.stages.new_learner(), self
-            super().__init__(
-                args=self.args,
-                processing_class=self.stages.tokenizer,
-                model=self.stages.policy_model,
-                ref_model=None,
-                reward_model=torch.nn.Identity(),  # type: ignore[arg-type]  # rewards see texts
-                train_dataset=train_dataset or Dataset.from_dict({"input_ids": [[0]]}),
-                value_model=self.stages.critic,  # type: ignore[arg-type]
-                callbacks=callbacks,
-            )
-        policy = self.stages.policy_model
-        for layer in policy.modules():
-            if isinstance(layer, LoraLayer):  # TRL sets the dropout of the adapter to 0 as well
-                for name, dropout in layer.lora_dropout.items():
-                    dropout.p = policy.peft_config[name].lora_dropout
+            with _restored(self.stages.policy_model, self.stages.critic):
+                super().__init__(
+                    args=self.args,
+                    processing_class=self.stages.tokenizer,
+                    model=self.stages.policy_model,
+                    ref_model=None,
+                    reward_model=torch.nn.Identity(),  # type: ignore[arg-type]  # rewards see texts
+                    train_dataset=train_dataset or Dataset.from_dict({"input_ids": [[0]]}),
+                    value_model=self.stages.critic,  # type: ignore[arg-type]
+                    callbacks=callbacks,
+                )
 
     def leave_training_to_clients_(self) -> None:
         """Frees what `train` alone needs: the learner, and the critic's memory on an accelerator.
@@ -192,6 +190,24 @@ class MultiObjectivePPOTrainer(PPOTrainer):
             "lr": float(self.learner.actor_optimizer.param_groups[0]["lr"]),
             "episode": self.state.episode,
         }
+
+
+@contextmanager
+def _restored(policy: Any, critic: torch.nn.Module | None) -> Iterator[None]:
+    """Restores at the end what TRL's set-up changes on models: end tokens and dropout.
+
+    TRL replaces the end tokens of the policy's generation config by the tokenizer's EOS token, and
+    sets all dropout to 0, the adapter's too.
+    """
+    own = policy.generation_config.eos_token_id
+    modules = [module for model in filter(None, (policy, critic)) for module in model.modules()]
+    dropouts = [(each, each.p) for each in modules if isinstance(each, torch.nn.Dropout)]
+    try:
+        yield
+    finally:
+        policy.generation_config.eos_token_id = own
+        for dropout, probability in dropouts:
+            dropout.p = probability
 
 
 _TRL_NAMES = {

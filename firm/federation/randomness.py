@@ -7,7 +7,8 @@ the draws of one do not affect those of another.
 import hashlib
 import json
 import random
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from types import TracebackType
 from typing import Any, Generic, Self, TypeVar
 
@@ -83,6 +84,16 @@ class RandomStream:
         known = saved["states"] if saved["type"] == accelerator_type() else []
         states = [*known, *fresh[len(known) :]][: len(fresh)]
         self._state = copy_of_state({**state, "accelerators": _typed(states)})
+
+
+@contextmanager
+def kept_generators() -> Iterator[None]:
+    """Restores the global generators at the end, for code that seeds them."""
+    state = _global_state()
+    try:
+        yield
+    finally:
+        _set_global_state(state)
 
 
 def _fresh_state(seed: int) -> State:

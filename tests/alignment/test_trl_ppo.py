@@ -1,6 +1,8 @@
 """The trainer inside TRL's against stock TRL, and against the same stages without it."""
 
+import random
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -11,6 +13,7 @@ from firm.alignment import AlignmentClient, build_trainer, copy_adapter, load_ad
 from firm.alignment.prompts import prompt_of
 from firm.alignment.trainer import MultiObjectiveTrainer
 from firm.federation import LocalEngine, ServerState
+from firm.federation.randomness import RandomStream
 from firm.federation.strategies.firm import FirmConfig, firm_round
 
 stock = pytest.importorskip("trl.experimental.ppo", reason="TRL has no PPO from 1.13 on")
@@ -199,3 +202,50 @@ def test_clients_train_the_same_adapter_within_trl_s_trainer_and_without_it(
     assert all(torch.equal(start[name], own_start[name]) for name in start)
     assert all(torch.equal(wrapped[name], own[name]) for name in wrapped)
     assert largest_difference(start, own) > 1e-3
+
+
+def test_a_trainer_leaves_the_model_the_tokenizer_and_the_generators_as_they_were(
+    make_trainer, make_policy, letter_count
+):
+    """Whatever TRL's set-up changes is put back; this notices what a later release changes."""
+    states = []
+
+    def recorded(config, **arguments):
+        states.append(state_of(arguments["policy"], arguments["tokenizer"]))
+        trainer = build_trainer(config, **arguments)
+        states.append(state_of(arguments["policy"], arguments["tokenizer"]))
+        return trainer
+
+    policy = make_policy()
+    policy.generation_config.eos_token_id = [2, 5]
+    policy.base_model.model.model.layers[0].extra = torch.nn.Dropout(0.3).eval()
+    with RandomStream(5, "here"):
+        trainer = make_trainer(build=recorded, rewards={"a": letter_count("a")}, policy=policy)
+    assert trainer.trl is not None
+    before, after = states
+    assert before == after
+
+
+def state_of(policy: Any, tokenizer: Any) -> dict[str, Any]:
+    """Returns what others would notice of a policy, its tokenizer and the global generators."""
+    modules = {
+        name: (
+            module.training,
+            getattr(module, "p", None),
+            "forward" in vars(module),
+            [len(hooks) for key, hooks in vars(module).items() if key.endswith("_hooks")],
+        )
+        for name, module in policy.named_modules()
+    }
+    return {
+        "generation": policy.generation_config.to_dict(),
+        "config": policy.config.to_dict(),
+        "modules": modules,
+        "parameters": {n: (p.requires_grad, p.dtype) for n, p in policy.named_parameters()},
+        "tokenizer": (repr(tokenizer), tokenizer.padding_side, tokenizer.chat_template),
+        "generators": (
+            torch.get_rng_state().tolist(),
+            random.getstate(),
+            np.random.get_state()[1].tolist(),  # type: ignore[index]
+        ),
+    }
