@@ -31,6 +31,7 @@ from firm.alignment.policy import (
 )
 from firm.alignment.self_check import check_passes
 from firm.federation.client import Adapter
+from firm.json_text import json_text
 
 _WEIGHTS = "adapter_model.safetensors"
 _CONDITIONED = "conditioned.safetensors"
@@ -253,7 +254,7 @@ def save_state(policy: Any, folder: Path, state: Mapping[str, torch.Tensor]) -> 
     if isinstance(settings["target_modules"], list):
         # PEFT stores them in a set, whose order differs between processes
         settings["target_modules"].sort()
-        file.write_text(json.dumps(settings, indent=2, sort_keys=True), encoding="utf-8")
+        file.write_text(json_text(settings, indent=2, sort_keys=True), encoding="utf-8")
 
 
 def has_preferences(folder: Path) -> bool:

@@ -10,6 +10,8 @@ from pathlib import Path
 from types import UnionType
 from typing import Any, TypeVar, get_args, get_origin, get_type_hints
 
+from firm.json_text import json_text
+
 RecordT = TypeVar("RecordT")
 
 
@@ -20,8 +22,7 @@ def write_record(path: str | Path, record: Any, *, version: int) -> None:
     fails, an existing file is left unchanged.
     """
     path = Path(path)
-    content = _with_null({"format": version, **asdict(record)})
-    text = json.dumps(content, indent=2, allow_nan=False, ensure_ascii=False) + "\n"
+    text = json_text({"format": version, **asdict(record)}, indent=2, ensure_ascii=False) + "\n"
     number, draft = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
     try:
         with open(number, "w", encoding="utf-8") as file:
@@ -63,14 +64,6 @@ def read_record(
         raise ValueError(
             f"{path} is not a valid {what}: {str(error).rstrip('.')}. Restore or rewrite the file."
         ) from None
-
-
-def _with_null(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {key: _with_null(entry) for key, entry in value.items()}
-    if isinstance(value, list | tuple):
-        return [_with_null(entry) for entry in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def _parse(kind: Any, value: Any, where: str) -> Any:

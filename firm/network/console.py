@@ -2,7 +2,6 @@
 
 import contextlib
 import io
-import json
 import logging
 import re
 import tempfile
@@ -21,6 +20,7 @@ from nvflare.fuel.flare_api.api_spec import (
 from nvflare.fuel.flare_api.flare_api import Session, new_secure_session
 
 from firm.federation.outside import check_name, printable
+from firm.json_text import json_text
 from firm.network.controller import REASON, RESTART, SAID
 from firm.network.jobs import server_app, site_app
 from firm.network.kits import ADMIN
@@ -83,7 +83,7 @@ def submit(
         job = Path(folder) / name
         for path, content in ({"meta.json": meta} | files).items():
             (job / path).parent.mkdir(parents=True, exist_ok=True)
-            (job / path).write_text(json.dumps(content, indent=2), encoding="utf-8")
+            (job / path).write_text(json_text(content, indent=2), encoding="utf-8")
         return opened.submit_job(str(job))
 
 

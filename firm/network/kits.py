@@ -20,6 +20,7 @@ from nvflare.lighter.impl.workspace import WorkspaceBuilder
 from nvflare.lighter.provision import prepare_project
 from nvflare.lighter.provisioner import Provisioner
 
+from firm.json_text import json_text
 from firm.network.jobs import EXECUTOR
 from firm.network.link import write_profile
 
@@ -213,4 +214,4 @@ def _restrict(kit: Path, rights: Iterable[str]) -> None:
 
 
 def _write(path: Path, content: Mapping[str, Any]) -> None:
-    path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+    path.write_text(json_text(content, indent=2) + "\n", encoding="utf-8")

@@ -1,6 +1,5 @@
 """Connection of a site's own process to its job, by FLARE's Client API in attach mode."""
 
-import json
 import logging
 from collections.abc import Callable
 from pathlib import Path
@@ -8,6 +7,7 @@ from typing import Any
 
 from nvflare.client.api_context import APIContext
 
+from firm.json_text import json_text
 from firm.network.wire import from_model, to_model
 
 logger = logging.getLogger(__name__)
@@ -32,7 +32,7 @@ def write_profile(path: Path, *, site: str, meeting_place: Path) -> None:
         "rendezvous_dir": str(meeting_place),
         "job_wait_timeout": None,
     }
-    path.write_text(json.dumps(profile, indent=2), encoding="utf-8")
+    path.write_text(json_text(profile, indent=2), encoding="utf-8")
 
 
 def serve(profile: Path, answer: Callable[[bytes], bytes]) -> None:

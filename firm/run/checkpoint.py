@@ -20,6 +20,7 @@ from safetensors.torch import load_file, save_file
 
 from firm.federation.client import State
 from firm.federation.serialization import decode, encode
+from firm.json_text import json_text
 from firm.run.errors import UserError
 from firm.run.files import sync
 
@@ -65,7 +66,7 @@ def save_state(path: str | Path, state: State) -> None:
             "state_sha256": _digest(encoded),
             "state": encoded,
         }
-        (draft / _STATE).write_text(json.dumps(content), encoding="utf-8")
+        (draft / _STATE).write_text(json_text(content), encoding="utf-8")
         for place in (draft / _TENSORS, draft / _STATE, draft):
             sync(place)
         if path.exists():

@@ -13,7 +13,6 @@ and a resumed run truncates them to this length. Only one process at a time may 
 data of clients.
 """
 
-import json
 import logging
 import math
 import os
@@ -29,6 +28,7 @@ from typing import Annotated, Any, Self
 from firm.federation.client import State
 from firm.federation.outside import legible, printable
 from firm.fields import Hint, PositiveInt, configuration
+from firm.json_text import json_text
 from firm.run.checkpoint import OtherFormat, load_state, save_state
 from firm.run.config import to_yaml
 from firm.run.differences import differences, leaves
@@ -134,7 +134,7 @@ class Run:
                     if remains.name != LOCK_NAME:
                         remains.unlink()
                 replace_text(draft / CONFIG_NAME, to_yaml(config))
-                replace_text(draft / _RUN, json.dumps({"status": "running", **session()}, indent=2))
+                replace_text(draft / _RUN, json_text({"status": "running", **session()}, indent=2))
                 draft.rename(place)
                 on_error.pop_all()
             sync(place.parent)
@@ -204,7 +204,7 @@ class Run:
         self._qualities = {n: qualities[n] for n, _ in self._checkpoints() if n in qualities}
         record["status"] = "running"
         record.setdefault("resumed", []).append(session())
-        replace_text(self.path / _RUN, json.dumps(record, indent=2))
+        replace_text(self.path / _RUN, json_text(record, indent=2))
 
     @classmethod
     def open(
@@ -255,7 +255,7 @@ class Run:
     def finish(self, status: str = "finished") -> None:
         """Records in run.json when and how the run ended."""
         record = {**self.record(), "status": status, "ended": now()}
-        replace_text(self.path / _RUN, json.dumps(record, indent=2))
+        replace_text(self.path / _RUN, json_text(record, indent=2))
 
     def record(self) -> Row:
         """Returns the contents of run.json."""
@@ -392,7 +392,7 @@ class Run:
                         f"{k} {row[k]}" for k in ("kind", "round", "client") if k in row
                     )
                     raise ValueError(f"{key} is {value} in the row of {where}; log None instead.")
-            lines.append(json.dumps(row) + "\n")
+            lines.append(json_text(row) + "\n")
         log = self.path / name
         with file_errors(str(log)), log.open("a", encoding="utf-8") as file:
             file.write("".join(lines))

@@ -11,7 +11,6 @@ lock of each run ensures that only one process works on a point.
 """
 
 import copy
-import json
 import multiprocessing
 import os
 import shlex
@@ -27,6 +26,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from firm.federation.outside import by_reason, check_name
+from firm.json_text import json_text
 from firm.run.differences import differences
 from firm.run.directory import Row, Run
 from firm.run.errors import Terminated, UserError, interrupted_by_sigterm
@@ -117,7 +117,7 @@ class Sweep:
             if differences(manifest["config"], asked["config"]):
                 on_change()
                 sweep.manifest["config"] = asked["config"]
-                replace_text(path / SWEEP_NAME, json.dumps(sweep.manifest, indent=2))
+                replace_text(path / SWEEP_NAME, json_text(sweep.manifest, indent=2))
             return sweep
         is_resumed(path, resume, SWEEP_NAME)
         if path.exists() and (not path.is_dir() or any(path.iterdir())):
@@ -125,7 +125,7 @@ class Sweep:
         with file_errors(f"the {kind} {path}"):
             make_private_folder(path)
             draft = path / f".{SWEEP_NAME}.{uuid.uuid4().hex}"
-            draft.write_text(json.dumps({"id": uuid.uuid4().hex[:8], **asked}, indent=2))
+            draft.write_text(json_text({"id": uuid.uuid4().hex[:8], **asked}, indent=2))
             # `link` fails if the name exists, unlike `rename`: the first of several processes wins
             with suppress(FileExistsError):
                 os.link(draft, path / SWEEP_NAME)
