@@ -93,10 +93,7 @@ def attacked_pairs(pairs: Sequence[Pair], attack: AttackConfig | None) -> list[P
     if attack is None or attack.kind != "label_flip":
         return list(pairs)
     return [
-        replace(pair, chosen=pair.rejected, rejected=pair.chosen)
-        if attack.objective in (None, pair.objective)
-        else pair
-        for pair in pairs
+        pair.swapped() if attack.objective in (None, pair.objective) else pair for pair in pairs
     ]
 
 

@@ -18,7 +18,8 @@ from safetensors.torch import load_file, save_file
 from transformers import PreTrainedTokenizerBase
 
 from firm.alignment.pairs import Pair
-from firm.alignment.prompts import PromptFormat, apply_template, fitting_token_ids
+from firm.alignment.prompts import PromptFormat, fitting_token_ids
+from firm.alignment.reply_tokens import encode_replies
 from firm.alignment.sequences import BY_OBJECTIVE, Examples, Queries, Sequences, left_padded
 from firm.cache import cache_folder
 
@@ -101,8 +102,9 @@ def encode_pairs(
     end_ids: Sequence[int],
     max_prompt_tokens: int,
     max_reply_tokens: int,
+    on_note: Callable[[str], None] = lambda _: None,
 ) -> list[EncodedPair]:
-    """Returns pairs in the policy's tokens.
+    """Returns pairs in the policy's tokens, without those that are equal after truncation.
 
     Prompts are truncated as for sampling. Replies are truncated at the end and then lack the end
     token, as a sampled reply of maximum length.
@@ -115,49 +117,40 @@ def encode_pairs(
         end_ids: Tokens that end a sampled reply; see `end_token_ids`.
         max_prompt_tokens: Maximum number of tokens of a prompt.
         max_reply_tokens: Maximum number of tokens of a reply, with the end token.
+        on_note: Receives notes on dropped pairs and on what a chat template changes.
+
+    Raises:
+        ValueError: As in `encode_replies`.
     """
-    prompts = [pair.prompt for pair in pairs]
     prompt_ids, is_cut = fitting_token_ids(
-        prompts, tokenizer, prompt_format=prompt_format, max_tokens=max_prompt_tokens
+        [pair.prompt for pair in pairs],
+        tokenizer,
+        prompt_format=prompt_format,
+        max_tokens=max_prompt_tokens,
     )
-    end = reply_end(tokenizer, prompt_format, end_ids)
-    texts = [_spaced(text, tokenizer, prompt_format) for p in pairs for text in p.replies]
-    rows: Any = tokenizer(texts, add_special_tokens=False, verbose=False)["input_ids"]
-    whole = [[*ids, *end] for ids in rows]
-    kept = [ids[:max_reply_tokens] for ids in whole]
-    was_cut = [len(ids) > max_reply_tokens for ids in whole]
-    return [
-        EncodedPair(
-            pair,
-            objectives.index(pair.objective),
-            prompt_ids[at],
-            (kept[2 * at], kept[2 * at + 1]),
-            (is_cut[at], was_cut[2 * at], was_cut[2 * at + 1]),
+    replies = encode_replies(
+        pairs, tokenizer, prompt_format=prompt_format, end_ids=end_ids, on_note=on_note
+    )
+    encoded = []
+    for pair, ids, was_cut, own in zip(pairs, prompt_ids, is_cut, replies, strict=True):
+        first, second = (reply[:max_reply_tokens] for reply in own.reply_ids)
+        are_cut = [len(reply) > max_reply_tokens for reply in own.reply_ids]
+        if first != second:  # equal replies have no gradient
+            encoded.append(
+                EncodedPair(
+                    pair,
+                    objectives.index(pair.objective),
+                    ids[: len(ids) - own.num_unread],
+                    (first, second),
+                    (was_cut, are_cut[0], are_cut[1]),
+                )
+            )
+    if len(encoded) < len(pairs):
+        on_note(
+            f"{len(pairs) - len(encoded)} of {len(pairs)} pairs are dropped, since their replies "
+            f"are equal after truncation to {max_reply_tokens} tokens."
         )
-        for at, pair in enumerate(pairs)
-    ]
-
-
-def reply_end(
-    tokenizer: PreTrainedTokenizerBase, prompt_format: PromptFormat, end_ids: Sequence[int]
-) -> list[int]:
-    """Returns the token that ends a reply: the chat template's, or the tokenizer's EOS, or none."""
-    if prompt_format.kind_for(tokenizer) == "chat":
-        reply = "A reply."
-        turns = [{"role": "user", "content": "Hello."}, {"role": "assistant", "content": reply}]
-        closing = apply_template(tokenizer, turns).rpartition(reply)[2]
-        ids: Any = tokenizer(closing, add_special_tokens=False)["input_ids"]
-        if ends := [token for token in ids if token in end_ids]:
-            return ends[:1]
-    return list(end_ids[:1])
-
-
-def _spaced(text: str, tokenizer: PreTrainedTokenizerBase, prompt_format: PromptFormat) -> str:
-    """Returns a reply with the white space that the format puts before it."""
-    kind = prompt_format.kind_for(tokenizer)
-    if kind == "plain":
-        return text
-    return text.strip() if kind == "chat" else f" {text.strip()}"
+    return encoded
 
 
 def collate(pairs: Sequence[EncodedPair], num_objectives: int, *, pad_id: int) -> PairBatch:

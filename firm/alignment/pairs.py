@@ -7,8 +7,19 @@ from typing import Annotated, Any
 from transformers import PreTrainedTokenizerBase
 
 from firm.alignment.prompt_data import PromptsConfig, load_prompts
-from firm.alignment.prompts import AUTO, Prompt, PromptFormat, is_hh
+from firm.alignment.prompts import (
+    AUTO,
+    ChatMessage,
+    Prompt,
+    PromptFormat,
+    checked_message,
+    is_hh,
+)
 from firm.fields import NOT_IN_PAPER, configuration
+
+REPLY_FIELDS = ("tool_calls", "function_call", "reasoning_content", "reasoning", "thinking")
+"""Fields of a message that are part of a reply, beside its text."""
+_PARTS = ("chosen", "rejected")
 
 
 @dataclass(frozen=True)
@@ -17,14 +28,46 @@ class Pair:
 
     prompt: Prompt
     chosen: str
+    """Text of the preferred reply."""
     rejected: str
+    """Text of the other one."""
     objective: str = ""
     """Objective by which people ranked the replies; empty if there is only one."""
+    fields: tuple[Mapping[str, Any], Mapping[str, Any]] = ({}, {})
+    """Further fields of the two replies' messages, such as `tool_calls`."""
 
     @property
     def replies(self) -> tuple[str, str]:
         """The preferred reply and the other one."""
         return self.chosen, self.rejected
+
+    @property
+    def messages(self) -> tuple[ChatMessage, ChatMessage]:
+        """The replies as messages of the assistant."""
+        first, second = (
+            {"role": "assistant", "content": text, **fields}
+            for text, fields in zip(self.replies, self.fields, strict=True)
+        )
+        return first, second
+
+    @property
+    def extra_fields(self) -> list[str]:
+        """Names of `REPLY_FIELDS` that a reply has."""
+        return [name for name in REPLY_FIELDS if any(name in fields for fields in self.fields)]
+
+    @property
+    def is_equal(self) -> bool:
+        """Whether the replies are the same, up to white space around their texts."""
+        parts = [
+            (text.strip(), *(fields.get(name) for name in REPLY_FIELDS))
+            for text, fields in zip(self.replies, self.fields, strict=True)
+        ]
+        return parts[0] == parts[1]
+
+    def swapped(self) -> "Pair":
+        """Returns the pair with the other reply as the preferred one."""
+        fields = self.fields[::-1]
+        return replace(self, chosen=self.rejected, rejected=self.chosen, fields=fields)
 
 
 @configuration
@@ -63,33 +106,27 @@ def load_pairs(
     """Returns the pairs of one or more sources, or of the given rows, in order.
 
     A row has a `prompt`, text or chat messages, and `chosen` and `rejected` as texts or as messages
-    of the assistant; or whole dialogues as `chosen` and `rejected`, with or without a `prompt` that
-    they repeat. Rows whose two replies are equal, or follow different prompts, are dropped, and
-    `on_note` receives their number. Limits on tokens require the policy's tokenizer.
+    of the assistant. If it has none, the prompt is the common beginning of the two. Otherwise only
+    dialogues repeat it, as messages or in HH-RLHF's form: a text that happens to begin as its
+    prompt does is kept whole. Rows whose two replies are equal, or follow different prompts, are
+    dropped, and `on_note` receives their number. Limits on tokens require the policy's tokenizer.
 
     Raises:
-        ValueError: A source cannot be read, a row holds no two replies, or no pair is left.
+        ValueError: A source cannot be read, a row holds no two replies or a reply with more than
+            text and `REPLY_FIELDS`, or no pair is left.
     """
     prompts = load_prompts(
         config, tokenizer, given=given, prompt_format=prompt_format, on_note=on_note
     )
     named_by = getattr(config, "named_by", "")
-    numbered = [
-        (number, row)
-        for number, row in enumerate(prompts, 1)
-        if not named_by or row.columns.get(named_by) == objective
-    ]
-    if not numbered:
+    chosen = [row for row in prompts if not named_by or row.columns.get(named_by) == objective]
+    if not chosen:
         raise ValueError(
             f"no row of {len(prompts)} has {objective!r} in the field {named_by!r}: correct "
             "named_by, or the objective's name."
         )
-    rows = [pair_of(row, config.ranked_by, place=f"pair {number}") for number, row in numbered]
-    pairs = [
-        replace(pair, objective=objective)
-        for pair in rows
-        if pair and pair.chosen.strip() != pair.rejected.strip()
-    ]
+    rows = [pair_of(row, config.ranked_by, objective=objective) for row in chosen]
+    pairs = [pair for pair in rows if pair and not pair.is_equal]
     if not pairs:
         raise ValueError(
             f"no pair is left of {len(rows)}, since their replies are equal or follow different "
@@ -103,65 +140,86 @@ def load_pairs(
     return pairs
 
 
-def pair_of(prompt: Prompt, ranked_by: str = "", *, place: str = "the pair") -> Pair | None:
+def pair_of(prompt: Prompt, ranked_by: str = "", *, objective: str = "") -> Pair | None:
     """Returns the pair that a prompt's row holds; None if its replies follow different prompts.
 
     Args:
         prompt: Prompt with the fields of its row.
         ranked_by: See `PairsConfig.ranked_by`.
-        place: Name of the row for messages.
+        objective: Objective by which the replies are ranked.
 
     Raises:
         ValueError: The row does not hold two replies; the message quotes no text.
     """
-    columns = prompt.columns
-    better, worse = "chosen", "rejected"
+    columns, place = prompt.columns, prompt.place or "the pair"
+    better, worse = _PARTS
     if ranked_by:
         index = columns.get(ranked_by)
-        if index not in (0, 1):
+        if isinstance(index, bool) or index not in (0, 1):
             raise ValueError(
                 f"{place}: `{ranked_by}` must be 0 or 1, the index of the preferred reply, got "
                 f"{index!r}: correct it, or drop the row."
             )
-        better, worse = f"response_{index}", f"response_{1 - index}"
-    texts = []
+        better, worse = f"response_{int(index)}", f"response_{1 - int(index)}"
+    texts, fields = [], []
     for name in (better, worse):
-        before, reply = _split(columns.get(name))
-        if not reply:
+        try:
+            before, text, more = _split(columns.get(name), prompt)
+        except ValueError as error:
+            raise ValueError(f"{place}: `{name}`: {error}") from None
+        if not text.strip() and not any(key in more for key in REPLY_FIELDS):
+            got = "an empty reply" if name in columns else f"the fields {', '.join(columns)}"
             raise ValueError(
                 f"{place}: `{name}` must be a reply, as a text or as messages that end with the "
-                f"assistant's, and the row has the fields {', '.join(columns) or 'none'}: correct "
-                "the row."
+                f"assistant's, got {got}: correct the row."
             )
         if before and before != [_bare(turn) for turn in prompt.messages]:
             return None
-        texts.append(reply)
-    # whole dialogues as texts open with the prompt
+        texts.append(text)
+        fields.append(more)
     opening = (prompt.text or "").lstrip()
-    opens = [bool(opening) and text.lstrip().startswith(opening) for text in texts]
-    if all(opens):
+    if prompt.is_implicit or any(map(is_hh, texts)):
+        # the texts are whole dialogues, which begin with the prompt
+        if not all(text.lstrip().startswith(opening) for text in texts):
+            return None
         texts = [text.lstrip()[len(opening) :] for text in texts]
-    elif any(opens) and is_hh(opening):
-        return None
-    return Pair(prompt, *texts)
+    return Pair(prompt, texts[0], texts[1], objective, (fields[0], fields[1]))
 
 
-def _split(value: Any) -> tuple[list[tuple[Any, str]], str]:
-    """Returns the messages before a reply, and the reply; it is empty if there is none."""
+def _split(value: Any, prompt: Prompt) -> tuple[list[tuple[Any, ...]], str, dict[str, Any]]:
+    """Returns the messages before a reply, its text, and further fields of its message.
+
+    The text is empty if there is no reply.
+
+    Raises:
+        ValueError: A message of the reply is malformed, or not the assistant's.
+    """
     if isinstance(value, str):
-        return [], value
+        return [], value, {}
     if not isinstance(value, Sequence) or not all(isinstance(turn, Mapping) for turn in value):
-        return [], ""
-    turns = [_bare(turn) for turn in value]
+        return [], "", {}
+    turns = [checked_message(turn, number) for number, turn in enumerate(value, 1)]
     start = len(turns)
-    while start and turns[start - 1][0] == "assistant":
+    while start and turns[start - 1]["role"] == "assistant":
         start -= 1
-    return turns[:start], "\n\n".join(content for _, content in turns[start:])
+    before = [_bare(turn) for turn in turns[:start]]
+    own = [_bare(turn) for turn in prompt.messages]
+    repeats = before[: len(own)] == own
+    others = [role for role, *_ in (before[len(own) :] if repeats else before)]
+    if others and (repeats or others[0] == "assistant"):
+        roles = ", ".join((*others, "assistant"))
+        raise ValueError(
+            f"a reply must be messages of the assistant alone, got {roles}: cut the row before the "
+            "other messages."
+        )
+    replies = turns[start:]
+    more = [{k: v for k, v in turn.items() if k not in ("role", "content")} for turn in replies]
+    if len(replies) > 1 and (names := [n for n in REPLY_FIELDS if any(n in m for m in more)]):
+        raise ValueError(f"a reply with `{names[0]}` must be one message, got {len(replies)}.")
+    text = "\n\n".join((turn.get("content") or "").strip() for turn in replies)
+    return before, text, more[0] if len(replies) == 1 else {}
 
 
-def _bare(turn: Mapping[str, Any]) -> tuple[Any, str]:
-    """Returns a message's role and stripped text."""
-    content = turn.get("content") or ""
-    if isinstance(content, list):  # parts of text, which prompts have joined
-        content = "".join(str(part.get("text") or "") for part in content)
-    return turn.get("role"), content.strip()
+def _bare(turn: ChatMessage) -> tuple[Any, ...]:
+    """Returns a message's role, stripped text and calls, by which two messages are the same."""
+    return turn["role"], (turn.get("content") or "").strip(), turn.get("tool_calls")

@@ -30,6 +30,8 @@ _SYSTEM = ("system", "developer")
 """Roles of system messages, which truncation keeps and HH-RLHF's form moves to human turns."""
 _SOURCES = ("prompt", "messages", "chosen")
 """Fields that may contain a prompt; the first one present is used."""
+_IMAGES = ("images", "image")
+"""TRL's fields for the images of a prompt, which language models do not read."""
 _ARGUMENTS = ("prompts", "completions", "completion_ids")
 """Keyword arguments of reward functions, which fields of the data must not override."""
 
@@ -58,6 +60,10 @@ class Prompt:
     """Tools that the chat template describes to the model."""
     template_options: Mapping[str, Any] = field(default_factory=dict, compare=False)
     """Variables of the chat template, which override those of `PromptFormat`."""
+    is_implicit: bool = field(default=False, compare=False)
+    """True if the row has no field with the prompt, which is the beginning of `chosen`."""
+    place: str = field(default="", compare=False)
+    """Name of the row for messages, such as "pairs.jsonl, line 3"."""
 
     def __post_init__(self) -> None:
         if not self.messages:
@@ -183,6 +189,11 @@ def as_prompt(row: Any, *, place: str, kind: str = "", reader: Reader = "text") 
     if not isinstance(kind, str):
         raise ValueError(f"{place}: `kind` must be a text, got {type(kind).__name__}.")
     _check_readable({"the prompt": value, "`kind`": kind}, place)
+    if images := [name for name in _IMAGES if row.get(name)]:
+        raise ValueError(
+            f"{place}: the row has `{images[0]}`, which a language model does not read: remove the "
+            "field, or the row."
+        )
     # of a ranked pair both replies are kept, also where the prompt is a part of one
     own = source if source != "chosen" else ""
     columns = {str(name): value for name, value in row.items() if name not in (own, *_ARGUMENTS)}
@@ -199,7 +210,10 @@ def as_prompt(row: Any, *, place: str, kind: str = "", reader: Reader = "text") 
     if not (messages if text is None else text.strip()):
         got = "an empty text" if value is not None else f"fields {', '.join(map(str, row))}"
         raise ValueError(f"{place}: no prompt in {got}: {expected}")
-    return Prompt(text, kind, columns, messages, tools, options)
+    is_implicit = source == "chosen"
+    return Prompt(
+        text, kind, columns, messages, tools, options, is_implicit=is_implicit, place=place
+    )
 
 
 def _source_of(row: Any) -> tuple[str, Any]:
@@ -246,9 +260,18 @@ def _common_beginning(chosen: str, rejected: Any) -> str:
             "a row with a text as `chosen` needs a text `rejected`, so that their common prefix is "
             f"the prompt, or HH-RLHF's form with {ASSISTANT!r}: add one of them."
         )
+    shared = common_beginning(chosen, rejected)
+    following = (text[len(shared) : len(shared) + 1] for text in (chosen, rejected))
+    if shared[-1:].isalnum() and any(character.isalnum() for character in following):
+        shared = re.sub(r"\w+\Z", "", shared) or shared  # a shared part of a word is the replies'
     # the space before a word belongs to the reply's first token
-    shared = takewhile(lambda pair: pair[0] == pair[1], zip(chosen, rejected, strict=False))
-    return "".join(character for character, _ in shared).removesuffix(" ")
+    return shared.removesuffix(" ")
+
+
+def common_beginning(*texts: str) -> str:
+    """Returns the longest text with which all texts begin."""
+    same = takewhile(lambda characters: len(set(characters)) == 1, zip(*texts, strict=False))
+    return texts[0][: sum(1 for _ in same)]
 
 
 def _common_messages(chosen: Any, rejected: Any) -> Any:
@@ -272,7 +295,7 @@ def _read_messages(value: Any, *, drops_answer: bool) -> tuple[ChatMessage, ...]
         return ()
     if not isinstance(value, Sequence):
         raise ValueError(f"chat messages must be a list, got a JSON {type(value).__name__}.")
-    messages = [_checked_message(turn, number) for number, turn in enumerate(value, start=1)]
+    messages = [checked_message(turn, number) for number, turn in enumerate(value, start=1)]
     while drops_answer and messages and messages[-1]["role"] == "assistant":
         messages.pop()
     roles = [message["role"] for message in messages]
@@ -284,12 +307,21 @@ def _read_messages(value: Any, *, drops_answer: bool) -> tuple[ChatMessage, ...]
     return tuple(messages)
 
 
-def _checked_message(turn: Any, number: int) -> ChatMessage:
+def checked_message(turn: Any, number: int) -> ChatMessage:
     """Returns a chat message with its text parts joined and None fields removed."""
     turn = _without_none(turn) if isinstance(turn, Mapping) else {}
     role, content = turn.get("role"), turn.get("content")
     if isinstance(content, list):  # a list of parts, as for multimodal models
-        parts = [part.get("text") if isinstance(part, Mapping) else None for part in content]
+        kinds = [
+            part.get("type", "text") if isinstance(part, Mapping) else type(part).__name__
+            for part in content
+        ]
+        if others := [kind for kind in kinds if kind != "text"]:
+            raise ValueError(
+                f"chat message {number} has a part of type {others[0]!r}, which a language model "
+                "does not read: use parts of type text."
+            )
+        parts = [part.get("text") for part in content]
         content = None if None in parts else "".join(map(str, parts))
         turn = {**turn, "content": content}
     has_content = isinstance(content, str) or (content is None and bool(turn.get("tool_calls")))
@@ -438,9 +470,15 @@ def _content(message: ChatMessage) -> str:
 
 
 def format_prompt(
-    prompt: Prompt, tokenizer: PreTrainedTokenizerBase, prompt_format: PromptFormat = AUTO
+    prompt: Prompt,
+    tokenizer: PreTrainedTokenizerBase,
+    prompt_format: PromptFormat = AUTO,
+    *,
+    has_opening: bool = True,
 ) -> str:
     """Returns the text that the policy continues for a prompt, without truncation.
+
+    `has_opening` includes the beginning of a reply that a chat template writes.
 
     Raises:
         ValueError: When the format is "chat" and the tokenizer has no chat template, or the
@@ -452,6 +490,31 @@ def format_prompt(
     if name == "plain":
         asked = [_content(m) for m in prompt.messages if m["role"] == "user"]
         return prompt_format.template.replace("{prompt}", asked[-1] if asked else "")
+    return _rendered(prompt, (), tokenizer, prompt_format, add_generation_prompt=has_opening)
+
+
+def format_dialogue(
+    prompt: Prompt,
+    reply: ChatMessage,
+    tokenizer: PreTrainedTokenizerBase,
+    prompt_format: PromptFormat = AUTO,
+) -> str:
+    """Returns a prompt and a reply to it as the tokenizer's chat template writes them.
+
+    Raises:
+        ValueError: When the template rejects the conversation.
+    """
+    return _rendered(prompt, (reply,), tokenizer, prompt_format)
+
+
+def _rendered(
+    prompt: Prompt,
+    replies: Sequence[ChatMessage],
+    tokenizer: PreTrainedTokenizerBase,
+    prompt_format: PromptFormat,
+    **more: Any,
+) -> str:
+    """Returns a conversation in the tokenizer's chat template, with the prompt's own options."""
     messages = list(prompt.messages)
     if prompt_format.system_prompt and messages[0]["role"] not in _SYSTEM:
         messages.insert(0, {"role": "system", "content": prompt_format.system_prompt})
@@ -459,10 +522,9 @@ def format_prompt(
         "date_string": prompt_format.date_string,
         **prompt_format.template_options,
         **prompt.template_options,
+        **more,
     }
-    return apply_template(
-        tokenizer, messages, tools=prompt.tools, add_generation_prompt=True, **options
-    )
+    return apply_template(tokenizer, [*messages, *replies], tools=prompt.tools, **options)
 
 
 def apply_template(

@@ -8,7 +8,8 @@ from typing import Any, Protocol
 from transformers import PreTrainedTokenizerBase
 
 from firm.alignment.attacks import AttackConfig, attacked_pairs
-from firm.alignment.pair_tokens import EncodedPair
+from firm.alignment.generation import end_token_ids
+from firm.alignment.pair_tokens import EncodedPair, encode_pairs
 from firm.alignment.pairs import Pair, load_pairs
 from firm.alignment.prompt_data import PromptsConfig, load_prompts, loose_text, overlap_notes
 from firm.alignment.prompts import Prompt
@@ -227,14 +228,21 @@ class PairData:
             def pairs_of(
                 split: str | None, key: str, name: str = name, config: Any = config
             ) -> list[Pair]:
-                return load_pairs(
-                    replace(config, split=split),
-                    tokenizer,
-                    objective=name,
-                    given=given.get(key),
-                    prompt_format=cfg.policy.prompt,
-                    on_note=lambda text: on_note(f"pairs.{name}: {text}"),
-                )
+                def told(text: str) -> None:
+                    on_note(f"pairs.{name}: {text}")
+
+                try:
+                    pairs = load_pairs(
+                        replace(config, split=split),
+                        tokenizer,
+                        objective=name,
+                        given=given.get(key),
+                        prompt_format=cfg.policy.prompt,
+                        on_note=told,
+                    )
+                    return _distinct(pairs, cfg, tokenizer, told)
+                except ValueError as error:
+                    raise ValueError(f"pairs.{name}: {error}") from error
 
             own = pairs_of(config.split, name)
             for use, limit in limits.items():
@@ -282,9 +290,12 @@ class PairData:
             if not holders:
                 continue
             division = partition or cfg.partition
-            shards = _divided(
-                [objective] * len(pairs), len(holders), cfg, division, min_examples=max(sizes)
-            )
+            try:
+                shards = _divided(
+                    [objective] * len(pairs), len(holders), cfg, division, min_examples=max(sizes)
+                )
+            except ValueError as error:
+                raise ValueError(f"pairs.{objective}: {error}") from error
             for name, shard in _by_name(holders, pairs, shards).items():
                 own[name] += shard
         return own
@@ -350,6 +361,33 @@ def _held_out(pairs: Sequence[Pair], *, seed: int, limit: int) -> list[Pair]:
             break
         taken += groups[text]
     return taken
+
+
+def _distinct(
+    pairs: list[Pair],
+    cfg: AlignmentConfig,
+    tokenizer: PreTrainedTokenizerBase | None,
+    on_note: Callable[[str], None],
+) -> list[Pair]:
+    """Returns the pairs whose replies differ after truncation, as the policy reads them."""
+    if tokenizer is None:
+        return pairs
+    encoded = encode_pairs(
+        pairs,
+        cfg.objectives,
+        tokenizer,
+        prompt_format=cfg.policy.prompt,
+        end_ids=end_token_ids(tokenizer, cfg.rollout),
+        max_prompt_tokens=cfg.rollout.max_prompt_tokens,
+        max_reply_tokens=cfg.rollout.max_new_tokens,
+        on_note=on_note,
+    )
+    if not encoded:
+        raise ValueError(
+            f"no pair is left of {len(pairs)}: set rollout.max_new_tokens, now "
+            f"{cfg.rollout.max_new_tokens}, to the length of the replies."
+        )
+    return [each.pair for each in encoded]
 
 
 def _without(pairs: Iterable[Pair], held_out: Iterable[Pair]) -> list[Pair]:

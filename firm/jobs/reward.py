@@ -1,11 +1,11 @@
 """Trains a reward model from ranked pairs of replies, and reports how it ranks held-out pairs."""
 
-import json
 import math
 import random
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import compress
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
 
@@ -37,6 +37,7 @@ from firm.fields import (
 from firm.jobs.fetch import fetch_policy
 from firm.jobs.inspection import fast_dtype
 from firm.jobs.sources import check_data, check_folder, check_reward
+from firm.json_text import json_text
 from firm.report.reward_page import RewardReport, report_of, write_reward_page
 from firm.run.errors import UserError
 from firm.run.files import replace_text, whole_folder
@@ -159,6 +160,7 @@ def train_reward(cfg: RewardConfig) -> TrainedReward:
     try:
         source = PairsConfig(source=cfg.pairs, split=cfg.split, ranked_by=cfg.ranked_by)
         pairs = load_pairs(source, on_note=notes.append)
+        _check_texts(pairs)
         training, held_out = _split(pairs, cfg)
         reward = _new_reward(cfg)
     except ValueError as error:
@@ -194,7 +196,7 @@ def train_reward(cfg: RewardConfig) -> TrainedReward:
         model.save_pretrained(folder)
         reward.tokenizer.save_pretrained(folder)
         replace_text(folder / "reward.yaml", _yaml(cfg.name, settings, reward))
-        replace_text(folder / "report.json", json.dumps(report.as_data(), indent=1) + "\n")
+        replace_text(folder / "report.json", json_text(report.as_data(), indent=1) + "\n")
         write_reward_page(folder / "report.html", report, title=_title(cfg))
     return TrainedReward(out, settings, report)
 
@@ -222,6 +224,16 @@ def _differences(reward: Any, pairs: Sequence[Pair]) -> np.ndarray:
     ]
     chosen, rejected = ([math.nan if s is None else s for s in side] for side in scores)
     return np.array(chosen, dtype=float) - np.array(rejected, dtype=float)
+
+
+def _check_texts(pairs: Sequence[Pair]) -> None:
+    """Raises `ValueError` if a reply is more than its text, which is all that is scored."""
+    for pair in pairs:
+        if names := pair.extra_fields:
+            raise ValueError(
+                f"{pair.prompt.place}: a reply has `{names[0]}`, and reward models are trained on "
+                "texts alone: remove the field, or the row."
+            )
 
 
 def _split(pairs: Sequence[Pair], cfg: RewardConfig) -> tuple[list[Pair], list[Pair]]:
@@ -291,7 +303,20 @@ def _fit(reward: SequenceClassifierReward, pairs: Sequence[Pair], cfg: RewardCon
     for side in ("chosen", "rejected"):
         rows = reward.encode(prompts, [getattr(pair, side) for pair in pairs])
         columns[f"{side}_ids"] = [row["input_ids"] for row in rows]
-    num_steps = cfg.num_epochs * math.ceil(len(pairs) / cfg.batch_size)
+    rows = zip(columns["chosen_ids"], columns["rejected_ids"], strict=True)
+    differ = [chosen != rejected for chosen, rejected in rows]
+    if not any(differ):
+        raise UserError(
+            f"max_length: the replies of all {len(pairs)} training pairs are equal in the last "
+            f"{reward.max_length} tokens; raise max_length."
+        )
+    columns = {name: list(compress(own, differ)) for name, own in columns.items()}
+    if num_equal := len(pairs) - sum(differ):
+        say(
+            f"note: {num_equal} of {len(pairs)} training pairs are dropped, since their replies "
+            f"are equal after truncation to {reward.max_length} tokens."
+        )
+    num_steps = cfg.num_epochs * math.ceil(sum(differ) / cfg.batch_size)
     losses: list[float] = []
 
     class Lines(TrainerCallback):

@@ -83,7 +83,11 @@ def test_equal_replies_and_different_prompts_are_dropped_with_a_note(tmp_path: P
 @pytest.mark.parametrize(
     ("row", "options", "message"),
     [
-        ({"prompt": "Hi", "chosen": "Yes."}, {}, "pair 1: `rejected` must be a reply"),
+        (
+            {"prompt": "Hi", "chosen": "Yes."},
+            {},
+            r"pairs.jsonl, line 1: `rejected` must be a reply, .* got the fields chosen",
+        ),
         ({"prompt": "Hi", "chosen": QUESTION, "rejected": "No."}, {}, "`chosen` must be a reply"),
         (
             {"prompt": "Hi", "response_0": "a", "response_1": "b", "best": 2},
@@ -112,3 +116,103 @@ def test_real_pairs_are_read_alike_with_and_without_their_prompt(tmp_path: Path)
     ]
     assert len(both[0]) == 300
     assert both[0] == both[1]
+
+
+@pytest.mark.parametrize(
+    ("prompt", "chosen", "rejected"),
+    [
+        ("Hi", "Hi there! How are you?", "Highly inappropriate."),
+        ("Yes", "Yesterday it was.", "Yes"),
+        ("2", "25", "2"),
+        ("Say hi.", "Say hi. Then leave.", "Say hi. Stay."),
+    ],
+)
+def test_a_prompt_of_its_own_is_never_cut_off_a_reply(
+    tmp_path: Path, prompt: str, chosen: str, rejected: str
+) -> None:
+    (pair,) = read(tmp_path, {"prompt": prompt, "chosen": chosen, "rejected": rejected})
+    assert pair.prompt.text == prompt
+    assert pair.replies == (chosen, rejected)
+
+
+@pytest.mark.parametrize(
+    ("chosen", "rejected", "prompt"),
+    [
+        ("Is it cold? Yes.", "Is it cold? Yesterday.", "Is it cold?"),
+        ("What is 5 times 5? 25", "What is 5 times 5? 2", "What is 5 times 5?"),
+        ("Was it cold? unlikely", "Was it cold? undecided", "Was it cold?"),
+        ("Is it cold? Yes.", "Is it cold? (Yes.)", "Is it cold?"),
+    ],
+)
+def test_an_implicit_prompt_does_not_end_inside_a_word(
+    tmp_path: Path, chosen: str, rejected: str, prompt: str
+) -> None:
+    (pair,) = read(tmp_path, {"chosen": chosen, "rejected": rejected})
+    assert pair.prompt.text == prompt
+    assert [prompt + reply for reply in pair.replies] == [chosen, rejected]
+
+
+CALL = {"type": "function", "function": {"name": "weather", "arguments": '{"city": "Rome"}'}}
+OTHER = {"type": "function", "function": {"name": "weather", "arguments": '{"city": "Oslo"}'}}
+
+
+def calls(*own: dict, text: str = "") -> list[dict]:
+    return [{"role": "assistant", "content": text, "tool_calls": list(own)}]
+
+
+def test_replies_that_differ_in_tool_calls_alone_are_a_pair(tmp_path: Path) -> None:
+    row = {"prompt": QUESTION, "chosen": calls(CALL), "rejected": calls(OTHER)}
+    (pair,) = read(tmp_path, row)
+    assert [fields["tool_calls"] for fields in pair.fields] == [[CALL], [OTHER]]
+    assert pair.messages[0] == {"role": "assistant", "content": "", "tool_calls": [CALL]}
+    assert pair.swapped().fields == pair.fields[::-1]
+    thoughts = [[{**said("Yes."), "reasoning_content": each}] for each in ("So.", "Thus.")]
+    row = {"prompt": QUESTION, "chosen": thoughts[0], "rejected": thoughts[1]}
+    (pair,) = read(tmp_path, row)
+    assert pair.replies == ("Yes.", "Yes.")
+    with pytest.raises(ValueError, match="no pair is left of 1"):
+        read(tmp_path, {"prompt": QUESTION, "chosen": calls(CALL), "rejected": calls(CALL)})
+
+
+IMAGE = {"type": "image_url", "image_url": {"url": "cold.png"}}
+
+
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        ({"images": ["cold.png"]}, "line 1: the row has `images`, which a language model does not"),
+        (
+            {"chosen": [{"role": "assistant", "content": [{"type": "text", "text": "a"}, IMAGE]}]},
+            "line 1: `chosen`: chat message 1 has a part of type 'image_url'",
+        ),
+        (
+            {"chosen": [*calls(CALL), {"role": "tool", "content": "5"}, said("Yes.")]},
+            "line 1: `chosen`: a reply must be messages of the assistant alone, got assistant, "
+            "tool, assistant",
+        ),
+        (
+            {"chosen": [*QUESTION, *calls(CALL), {"role": "tool", "content": "5"}, said("Yes.")]},
+            "line 1: `chosen`: a reply must be messages of the assistant alone, got assistant, "
+            "tool, assistant",
+        ),
+        (
+            {"chosen": [*calls(CALL), said("Yes.")]},
+            "line 1: `chosen`: a reply with `tool_calls` must be one message, got 2",
+        ),
+        ({"chosen": ""}, "line 1: `chosen` must be a reply, .* got an empty reply"),
+        ({"chosen": "  "}, "line 1: `chosen` must be a reply, .* got an empty reply"),
+        ({"chosen": None}, "line 1: `chosen` must be a reply, .* got an empty reply"),
+    ],
+)
+def test_what_cannot_be_learned_is_refused_by_name(tmp_path: Path, row: dict, message: str) -> None:
+    good = {"prompt": QUESTION, "chosen": [said("Yes.")], "rejected": [said("No.")]}
+    with pytest.raises(ValueError, match=message):
+        read(tmp_path, {**good, **row})
+
+
+def test_a_ranking_that_is_true_or_false_is_refused(tmp_path: Path) -> None:
+    row = {"prompt": "Hi", "response_0": "a", "response_1": "b", "best": True}
+    with pytest.raises(ValueError, match=r"`best` must be 0 or 1, .* got True"):
+        read(tmp_path, row, ranked_by="best")
+    (pair,) = read(tmp_path, {**row, "best": 1.0}, ranked_by="best")
+    assert pair.replies == ("b", "a")

@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 
 from firm.alignment.trainer import MultiObjectiveTrainer
+from firm.cli.main import COMMANDS
 from firm.fronts import Front
 from firm.jobs.alignment import align, main
 from firm.jobs.alignment_config import AlignmentConfig
@@ -18,6 +19,7 @@ from firm.run.directory import Run
 from firm.run.errors import UserError
 from tests.runs import distance, read_rows
 
+align_cli = COMMANDS["align"].run
 CHOSEN = {"helpful": " Take a new one and keep it warm.", "harmless": " I would rather not."}
 REJECTED = {"helpful": " No.", "harmless": " Sure, do it now."}
 
@@ -259,3 +261,53 @@ def test_python_passes_lists_of_pairs(pairs, tmp_path):
         firm_align(path, {"x": "brevity"}, ["a"], pairs=lists)
     with pytest.raises(UserError, match="or pairs"):
         firm_align(path)
+
+
+THOUGHT = [{"role": "assistant", "content": "b", "reasoning_content": "c"}]
+
+
+@pytest.mark.parametrize(
+    ("chosen", "line"),
+    [
+        (None, "`chosen` must be a reply"),
+        (THOUGHT, "a reply has `reasoning_content`, which a prompt format without"),
+    ],
+)
+def test_a_row_that_cannot_be_learned_is_named_by_objective_file_and_line(
+    pairs, tmp_path, refusal, chosen, line
+):
+    file = pairs / "helpful.jsonl"
+    row = {"prompt": "a", "chosen": chosen, "rejected": "b"}
+    file.write_text(file.read_text() + json.dumps(row) + "\n")
+    given: dict = {}
+    for key, value in settings(pairs, out=str(tmp_path / "run")).items():
+        *sections, name = key.split(".")
+        place = given
+        for section in sections:
+            place = place.setdefault(section, {})
+        place[name] = value
+    (tmp_path / "pairs.yaml").write_text(json.dumps(given))
+    told = refusal(align_cli, ["--config", tmp_path / "pairs.yaml"])
+    assert f"pairs.helpful: {file}, line 41: {line}" in told
+
+
+def test_too_few_pairs_name_their_objective(pairs, tmp_path):
+    file = pairs / "harmless.jsonl"
+    file.write_text("".join(f"{line}\n" for line in file.read_text().splitlines()[:10]))
+    with pytest.raises(ValueError, match=r"pairs\.harmless: .*"):
+        align(configured(pairs, tmp_path / "run"))
+
+
+def test_pairs_that_are_equal_after_truncation_are_dropped_and_noted(pairs, tmp_path):
+    file = pairs / "helpful.jsonl"
+    same = "The very same beginning, which is longer than the limit, and then "
+    row = {"prompt": "a", "chosen": f"{same} yes", "rejected": f"{same} no"}
+    file.write_text(file.read_text() + json.dumps(row) + "\n")
+    result = align(configured(pairs, tmp_path / "run", rounds=1, estimator__minibatch_size=8))
+    (about,) = read_rows(result.path, "run")
+    assert (
+        "pairs.helpful: 1 of 41 pairs are dropped, since their replies are equal after truncation "
+        "to 16 tokens." in about["alarms"]
+    )
+    first = read_rows(result.path, "client")[0]["pair_accuracy"]
+    assert first["helpful"] == 0.5  # the policy is its reference, and all margins are zero

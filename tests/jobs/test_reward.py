@@ -174,3 +174,73 @@ def test_an_adapter_that_is_a_pickle_is_refused(trained, tmp_path) -> None:
         (folder / name).write_bytes(file.read_bytes())
     with pytest.raises(ValueError, match=r"it has no adapter_model.safetensors"):
         load_reward_model(RewardModelConfig(path=str(folder), format="chat_template"), "r")
+
+
+def test_the_report_is_strict_json_where_nothing_is_known(base, tmp_path) -> None:
+    """Of replies of one length, how often the longer one is chosen is unknown."""
+    path = tmp_path / "pairs.jsonl"
+    rows = [{"prompt": f"Question {n}?", "chosen": "Yes", "rejected": "No!"} for n in range(10)]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    done = train_reward(config(base, path, tmp_path / "out", num_epochs=1))
+
+    def refuse(name: str) -> None:
+        raise AssertionError(f"{name} is no JSON")
+
+    text = (done.path / "report.json").read_text()
+    data = json.loads(text, parse_constant=refuse)
+    assert data["verdicts"]["reward"]["longer_chosen"]["value"] is None
+
+
+def test_a_prompt_that_both_replies_begin_with_is_not_cut_off_them(
+    base, tmp_path, monkeypatch
+) -> None:
+    rows = [{"prompt": "Yes", "chosen": f"Yesterday {n}", "rejected": f"Yes {n}"} for n in range(3)]
+    rows += [{"prompt": f"{n}", "chosen": f"{n}5", "rejected": f"{n}"} for n in range(9)]
+    path = tmp_path / "pairs.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    seen = []
+
+    class Stop(Exception):
+        pass
+
+    def fit(reward, pairs, cfg):
+        seen.extend(pairs)
+        raise Stop
+
+    monkeypatch.setattr(job, "_fit", fit)
+    with pytest.raises(Stop):
+        train_reward(config(base, path, tmp_path / "out"))
+    assert seen
+    for pair in seen:
+        assert all(reply.startswith(str(pair.prompt.text)) for reply in pair.replies)
+
+
+def test_pairs_that_are_equal_after_truncation_are_dropped_or_refused(
+    base, tmp_path, capsys
+) -> None:
+    ends = ["same", "same", "other"]
+    rows = [
+        {"prompt": f"{n}?", "chosen": f"Yes, a {ends[n % 3]} end", "rejected": "No, a same end"}
+        for n in range(30)
+    ]
+    path = tmp_path / "pairs.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    train_reward(config(base, path, tmp_path / "out", max_length=10, num_epochs=1))
+    told = capsys.readouterr()
+    assert "training pairs are dropped, since their replies are equal" in told.out + told.err
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows if "other" not in row["chosen"]))
+    with pytest.raises(UserError, match="are equal in the last 4 tokens; raise max_length"):
+        train_reward(config(base, path, tmp_path / "other", max_length=4, num_epochs=1))
+
+
+def test_replies_with_calls_are_refused_by_file_and_line(base, tmp_path) -> None:
+    call = {"type": "function", "function": {"name": "f", "arguments": "{}"}}
+    row = {
+        "prompt": [{"role": "user", "content": "a"}],
+        "chosen": [{"role": "assistant", "content": "b", "tool_calls": [call]}],
+        "rejected": [{"role": "assistant", "content": "c"}],
+    }
+    path = tmp_path / "pairs.jsonl"
+    path.write_text(json.dumps(row) + "\n")
+    with pytest.raises(UserError, match=r"pairs.jsonl, line 1: a reply has `tool_calls`"):
+        train_reward(config(base, path, tmp_path / "out"))

@@ -190,7 +190,8 @@ class DPO:
             jacobian,
             values,
             {
-                "pair_accuracy": shares @ (margins > 0).to(shares),
+                "pair_accuracy": shares
+                @ ((margins.sign() + 1) / 2).to(shares),  # a tie counts half
                 "pair_margin": shares @ margins,
             },
         )

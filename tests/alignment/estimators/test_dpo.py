@@ -10,9 +10,10 @@ from trl import DPOTrainer
 
 from firm.alignment import KLConfig, RolloutConfig
 from firm.alignment.estimators import DPOConfig
-from firm.alignment.pair_tokens import collate, reply_end
+from firm.alignment.pair_tokens import collate
 from firm.alignment.pairs import Pair
 from firm.alignment.prompts import Prompt, PromptFormat
+from firm.alignment.reply_tokens import encode_replies
 from firm.alignment.trainer import MultiObjectiveTrainer
 
 ROWS = [
@@ -285,9 +286,19 @@ def test_a_reply_ends_with_the_end_token_unless_it_is_cut(make_pairs_trainer, to
 def test_a_reply_in_a_chat_ends_as_its_template_closes_a_turn(make_tokenizer, closing, end):
     tokenizer = make_tokenizer()
     tokenizer.chat_template = "{% for m in messages %}{{ m.content }}" + closing + "{% endfor %}"
-    assert reply_end(tokenizer, PromptFormat(name="chat"), [2, 1]) == end
-    assert reply_end(tokenizer, PromptFormat(name="hh"), [2, 1]) == [2]
-    assert reply_end(tokenizer, PromptFormat(name="hh"), []) == []
+
+    def end_of(name, ends):
+        (own,) = encode_replies(
+            [Pair(Prompt("a"), "ab", "ba")],
+            tokenizer,
+            prompt_format=PromptFormat(name),
+            end_ids=ends,
+        )
+        return own.reply_ids[0][2 if name == "chat" else 3 :]
+
+    assert end_of("chat", [2, 1]) == end
+    assert end_of("hh", [2, 1]) == [2]
+    assert end_of("hh", []) == []
 
 
 @pytest.mark.parametrize(
