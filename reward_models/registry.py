@@ -5,7 +5,7 @@ import inspect
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from functools import cached_property, partial
 from importlib.metadata import entry_points
 from importlib.util import find_spec
@@ -106,6 +106,12 @@ class RewardModelConfig:
                 f"`options` are a function's arguments, got {', '.join(self.options)} for a "
                 "'sequence_classifier': remove them."
             )
+        for key in self.keys_without_effect(self.name) if not is_classifier else ():
+            if getattr(self, key) != _DEFAULTS[key]:
+                raise ValueError(
+                    f"`{key}` is a setting of sequence classifiers, got {getattr(self, key)!r} "
+                    f"beside the function {self.name!r}: remove one of them."
+                )
         if isinstance(self.output, int) and self.output < 0:
             raise ValueError(f"output must be non-negative or null, got {self.output}.")
         if self.output is not None and isinstance(self.output, str) == is_classifier:
@@ -114,6 +120,16 @@ class RewardModelConfig:
                 f"that a function returns, got {self.output!r} for {self.name!r}: correct or "
                 "remove it."
             )
+
+    @staticmethod
+    def keys_without_effect(name: str) -> tuple[str, ...]:
+        """Returns the settings that a reward model with this name does not read."""
+        return ("file", "options") if name == "sequence_classifier" else _OF_CLASSIFIERS
+
+
+_OF_CLASSIFIERS = ("path", "format", "append_eos", "max_length", "batch_size", "dtype", "device")
+"""Settings that functions do not read."""
+_DEFAULTS = {each.name: each.default for each in fields(RewardModelConfig)}
 
 
 def _sequence_classifier(config: RewardModelConfig, objective: str) -> SequenceClassifierReward:

@@ -91,9 +91,21 @@ def end_token_ids(
 def stop_strings(
     config: RolloutConfig, prompt_format: PromptFormat, tokenizer: PreTrainedTokenizerBase
 ) -> list[str]:
-    """Returns the strings before which a response ends: the configured ones, or the format's."""
+    """Returns the strings before which a response ends: the configured ones, or the format's.
+
+    Raises:
+        ValueError: When a configured string contains a special token, which no text does.
+    """
     if config.stop_strings is None:
         return prompt_format.stop_strings(tokenizer)
+    decoder = tokenizer.added_tokens_decoder.values()
+    special = {*tokenizer.all_special_tokens, *(str(each) for each in decoder if each.special)}
+    for stop in config.stop_strings:
+        if found := [token for token in special if token in stop]:
+            raise ValueError(
+                f"rollout.stop_strings: {stop!r} contains the special token {found[0]!r}, which is "
+                f"not part of a reply's text: set rollout.end_tokens to [{found[0]!r}] instead."
+            )
     return config.stop_strings
 
 

@@ -12,7 +12,7 @@ import sys
 from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from itertools import groupby, takewhile
 from time import monotonic
 from types import FrameType
@@ -132,6 +132,22 @@ class PromptFormat:
             )
         return self.name
 
+    def check(self, tokenizer: PreTrainedTokenizerBase) -> None:
+        """Checks that every option applies to the format that a tokenizer gets.
+
+        Raises:
+            ValueError: When an option belongs to another format, or as in `kind_for`.
+        """
+        kind = self.kind_for(tokenizer)
+        for option in fields(self):
+            needed = _FORMATS_WITH.get(option.name, kind)
+            default = {} if option.name == "template_options" else option.default
+            if kind != needed and getattr(self, option.name) != default:
+                raise ValueError(
+                    f"policy.prompt.{option.name} applies to the prompt format {needed!r}, and the "
+                    f"policy's prompts have {kind!r}: remove it, or set policy.prompt.name."
+                )
+
     def stop_strings(self, tokenizer: PreTrainedTokenizerBase) -> list[str]:
         """Returns the strings that would start another human turn in a reply.
 
@@ -141,6 +157,13 @@ class PromptFormat:
         return [HUMAN] if self.kind_for(tokenizer) == "hh" else []
 
 
+_FORMATS_WITH = {
+    "template": "plain",
+    "system_prompt": "chat",
+    "template_options": "chat",
+    "date_string": "chat",
+}
+"""Options of `PromptFormat` that apply to one format only."""
 AUTO = PromptFormat()
 
 

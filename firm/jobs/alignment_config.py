@@ -355,6 +355,17 @@ def _check_objectives(cfg: AlignmentConfig) -> None:
                 f"{key} must be left out with estimator {estimator}, which samples no replies, got "
                 f"{', '.join(value)}; score the finished run with `firm evaluate`."
             )
+    rollout, default = cfg.rollout, RolloutConfig()
+    for key, value, needed in (
+        ("cache", rollout.cache, default.cache),
+        ("logprobs", rollout.logprobs, default.logprobs),
+        ("engine.name", rollout.engine.name, default.engine.name),
+    ):
+        if value != needed:
+            raise ValueError(
+                f"rollout.{key} must be left out with estimator {estimator}, which samples no "
+                f"replies, got {value}."
+            )
     for name, group in cfg.groups.items():
         if group.attack and group.attack.kind in ("reward_bias", "reward_scaling"):
             raise ValueError(

@@ -13,6 +13,7 @@ from firm.alignment.adapter_files import check_settings, fill_adapter_
 from firm.alignment.attacks import as_attacker, attacked_judges
 from firm.alignment.build import build_trainer
 from firm.alignment.client import AlignmentClient
+from firm.alignment.generation import end_token_ids, stop_strings
 from firm.alignment.placement import place_
 from firm.alignment.policy import (
     check_context,
@@ -116,6 +117,9 @@ def load(
     )
     plain_tokenizer = given.tokenizer or read_tokenizer(cfg.policy.path)
     tokenizer = load_tokenizer(cfg.policy, plain_tokenizer)
+    cfg.policy.prompt.check(tokenizer)
+    stop_strings(cfg.rollout, cfg.policy.prompt, tokenizer)  # refused before models are loaded
+    end_token_ids(tokenizer, cfg.rollout)
     dtype = getattr(torch, cfg.policy.dtype)
     notes = [generator_note(device), dtype_note(device, dtype, "policy.dtype")]
     notes = [note for note in notes if note]

@@ -2,6 +2,7 @@
 
 import math
 import random
+import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -173,7 +174,9 @@ def train_reward(cfg: RewardConfig) -> TrainedReward:
     seconds = time.monotonic() - began
     differences = {cfg.name: _differences(reward, held_out)}
     for name, text in cfg.others.items():
-        options: dict[str, Any] = {"format": reward.format, **reward_settings(text)}
+        options: dict[str, Any] = dict(reward_settings(text))
+        if "path" in options:
+            options["format"] = reward.format
         own = RewardModelConfig(**options)
         differences[name] = _differences(load_reward_model(own, name), held_out)
     lengths = [len(pair.chosen.split()) - len(pair.rejected.split()) for pair in held_out]
@@ -343,9 +346,9 @@ def _fit(reward: SequenceClassifierReward, pairs: Sequence[Pair], cfg: RewardCon
     reward.whole_model.train()
     for name, parameter in reward.whole_model.named_parameters():
         parameter.requires_grad_("lora_" in name or "modules_to_save" in name)
-    with without_needless_warnings():
+    with without_needless_warnings(), tempfile.TemporaryDirectory() as folder:
         settings = TrainerConfig(
-            output_dir="unused",
+            output_dir=folder,  # TRL creates it
             num_train_epochs=cfg.num_epochs,
             per_device_train_batch_size=cfg.micro_batch_size,
             gradient_accumulation_steps=cfg.batch_size // cfg.micro_batch_size,

@@ -5,7 +5,8 @@ A file overrides the defaults, and `--key.path value` overrides the files:
 - A *section* (a nested dataclass) is merged: keys that are not given keep their values.
 - A section may have several *forms*, selected by `name` (a union of dataclasses, or a dataclass
   with a class method `forms` that returns the registered ones). If another form is selected, the
-  section keeps those of the given keys that the new form also has.
+  section keeps those of the given keys that the new form also has. A dataclass without forms may
+  have a static method `keys_without_effect`, which returns the keys that a `name` resets.
 - A top-level key `plugins` names modules that register such forms; they are imported first.
 - A list or a dictionary replaces the entire default, since the set of objectives is a single
   choice; `--rewards.helpful.path value` changes one entry and keeps the others. The names in a
@@ -164,6 +165,12 @@ class PartialConfig:
         section.values |= {key: self.values[key] for key in section.given}
         return section
 
+    def reset_(self, keys: Sequence[str]) -> None:
+        """Sets keys to their defaults, as if they had not been given."""
+        defaults = PartialConfig.of(self.form).values
+        self.values |= {key: defaults[key] for key in keys}
+        self.given -= set(keys)
+
     def key_paths(self) -> Iterator[str]:
         """Yields the dotted paths of all keys in this section and the sections below it."""
         for f in init_fields(self.form):
@@ -311,6 +318,8 @@ def _lay_section(
             raise UserError(f"unknown key {place}; {remedy}")
         section.values[key] = _lay(hints[key], section.values.get(key), rest, item, place)
         section.given.add(key)
+        if key == "name" and hasattr(section.form, "keys_without_effect"):
+            section.reset_(section.form.keys_without_effect(section.values[key]))
     if section is None:
         names = ", ".join(_forms_by_name(forms))
         raise UserError(f"{path}.name is required, got nothing; choose one of {names}.")
