@@ -6,7 +6,7 @@ from dataclasses import field
 from typing import Annotated, Any, Literal
 
 import torch
-from transformers import PreTrainedTokenizerBase
+from transformers import GenerationConfig, PreTrainedTokenizerBase
 
 from firm.alignment.prompts import PromptFormat
 from firm.alignment.rollout_engines import RolloutEngineConfig, TransformersConfig
@@ -86,6 +86,26 @@ def end_token_ids(
             )
         ids.append(vocabulary[token])
     return list(dict.fromkeys(int(each) for each in ids if each is not None))
+
+
+def generation_settings(end_ids: Sequence[int], config: RolloutConfig) -> GenerationConfig:
+    """Returns settings of transformers' `generate` for replies as in training.
+
+    They lack the stop strings, with which `generate` also needs the tokenizer.
+
+    Args:
+        end_ids: Tokens that end a reply; see `end_token_ids`.
+        config: Sampling of replies.
+    """
+    return GenerationConfig(
+        do_sample=True,
+        temperature=config.temperature,
+        top_k=0,
+        top_p=1.0,
+        max_new_tokens=config.max_new_tokens,
+        eos_token_id=list(end_ids) or None,
+        pad_token_id=end_ids[0] if end_ids else None,
+    )
 
 
 def stop_strings(

@@ -22,6 +22,7 @@ from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
     AutoTokenizer,
+    GenerationConfig,
     PretrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
@@ -156,6 +157,21 @@ def read_architecture(path: str) -> PretrainedConfig:
     config = AutoConfig.from_pretrained(**checkpoint_source(path))
     vars(config).pop("quantization_config", None)
     return config
+
+
+def read_generation_config(path: str, config: PretrainedConfig) -> GenerationConfig:
+    """Returns the generation settings of a checkpoint, or those in its model's configuration.
+
+    Args:
+        path: A folder, a hub name or a GGUF file.
+        config: The model's configuration.
+    """
+    try:
+        if not is_gguf(path):
+            return GenerationConfig.from_pretrained(path)
+    except OSError:  # optional file: the model's configuration then has the end tokens
+        pass
+    return GenerationConfig.from_model_config(config)
 
 
 def is_gguf(path: str) -> bool:

@@ -181,6 +181,11 @@ class MultiObjectiveTrainer:
             model.eval()  # `set_mode` switches the adapter's dropout on
         self.device = policy.device
 
+    @property
+    def end_ids(self) -> list[int]:
+        """Ids of the tokens that end a sampled reply."""
+        return self._sampler.end_ids
+
     def _adapter(self) -> dict[str, torch.nn.Parameter]:
         return adapter_parameters(self.policy_model)
 
@@ -282,7 +287,7 @@ class MultiObjectiveTrainer:
             self.objectives,
             self.tokenizer,
             prompt_format=self.prompt_format,
-            end_ids=self._sampler.end_ids,
+            end_ids=self.end_ids,
             max_prompt_tokens=config.max_prompt_tokens,
             max_reply_tokens=config.max_new_tokens,
         )

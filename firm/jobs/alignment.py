@@ -18,6 +18,7 @@ from safetensors.torch import save_file
 
 from firm.alignment.adapter_files import save_adapter, save_folded
 from firm.alignment.evaluation import Evaluation, MetricComparison, evaluate
+from firm.alignment.generation import generation_settings
 from firm.alignment.pair_evaluation import (
     PairEvaluation,
     evaluate_pairs,
@@ -479,13 +480,16 @@ class _LanguageWing(Wing):
         """Saves the adapter and, if it is conditioned, its folds at the measured preferences."""
         run, loaded = self.book.run, self._loaded
         policy, tokenizer = loaded.trainer.policy_model, loaded.tokenizer
+        generation = generation_settings(loaded.trainer.end_ids, self._cfg.rollout)
         save_adapter(policy, run.path / "adapter")
         tokenizer.save_pretrained(str(run.path / "adapter"))
+        generation.save_pretrained(run.path / "adapter")
         shutil.rmtree(run.path / "front", ignore_errors=True)  # left by a session of fewer rounds
         for preference in self.preferences:
             folder = run.path / "front" / preference_folder(preference)
             save_folded(policy, folder, preference)
             tokenizer.save_pretrained(str(folder))
+            generation.save_pretrained(folder)
             _folded_card(self._cfg, preference).save(folder / "README.md")
         _card(self._cfg, base, aligned, run).save(run.path / "adapter" / "README.md")
 

@@ -9,9 +9,10 @@ from typing import Annotated, Any, Literal
 
 import transformers
 from annotated_types import Gt, Lt
+from transformers import GenerationConfig
 
 from firm.alignment.adapter_files import has_preferences, read_adapter, read_settings
-from firm.alignment.generation import RolloutConfig
+from firm.alignment.generation import RolloutConfig, end_token_ids, generation_settings
 from firm.alignment.policy import (
     PolicyConfig,
     checkpoint_errors,
@@ -19,6 +20,7 @@ from firm.alignment.policy import (
     load_base_model,
     load_tokenizer,
     read_architecture,
+    read_generation_config,
 )
 from firm.federation.outside import legible
 from firm.fields import configuration
@@ -35,6 +37,7 @@ from firm.run.shipped import with_shipped_paths
 from firm.serving import gguf_adapters, openvino
 from firm.serving.front import TRADE_OFFS, ServedFront
 from firm.serving.gguf_base import HH_TEMPLATE, plain_template, write_base
+from firm.serving.plain import check_plain
 
 CARD_NAME = "README.md"
 """Model card of an adapter."""
@@ -73,7 +76,7 @@ class ExportConfig:
     out: Path | None = None
     """Folder to write, which must not exist; default: runs/RUN-TO-TIME."""
     policy: PolicyConfig = field(default_factory=lambda: PolicyConfig(path=""))
-    """Base model, read only for gguf."""
+    """Base model; its weights are read only for gguf."""
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
     """Sampling of replies, the default of requests to an export for gguf."""
 
@@ -130,10 +133,13 @@ def export(cfg: ExportConfig) -> Exported:
         )
     try:
         settings = read_settings(adapter)
-        served = front and _record(cfg, front, adapter)
+        end_ids = _end_ids(cfg, adapter)
+        served = front and _record(cfg, front, adapter, end_ids)
         preferences = _preferences(cfg, served)
+        generation = generation_settings(end_ids, cfg.rollout)
         with whole_folder(out) as draft:
-            base_file = _write_base(cfg, adapter, draft)
+            if cfg.to == "vllm":  # which would limit all requests to max_new_tokens
+                _without_limit(generation).save_pretrained(draft)
             for place, preference in preferences.items():
                 values = read_adapter(adapter, preference)
                 if cfg.to == "gguf":
@@ -142,13 +148,22 @@ def export(cfg: ExportConfig) -> Exported:
                 elif cfg.to == "openvino":
                     openvino.write_adapter(draft / place, values, settings)
                 else:
+                    if cfg.to == "vllm":
+                        check_plain(values, settings, "vLLM")
                     save_like(adapter, draft / place, values)
+                    generation.save_pretrained(draft / place)
                     _write_card(cfg, front, preference, adapter, draft / place)
+            base_file = _write_base(cfg, adapter, draft, end_ids)
             if served is not None and not cfg.is_folded:
                 _save_front(cfg, replace(served, base_file=base_file), list(preferences), draft)
     except ValueError as error:
         raise UserError(str(error)) from error
     return Exported(out, cfg.policy.path, preferences, settings.r)
+
+
+def _without_limit(generation: GenerationConfig) -> GenerationConfig:
+    settings = {**generation.to_diff_dict(), "max_new_tokens": None}
+    return GenerationConfig(**settings)
 
 
 def _preferences(cfg: ExportConfig, served: ServedFront | None) -> dict[str, list[float] | None]:
@@ -177,7 +192,20 @@ def _save_front(cfg: ExportConfig, served: ServedFront, places: list[str], draft
     replace(front, points=tuple(points)).save(draft / FRONT_NAME)
 
 
-def _record(cfg: ExportConfig, front: Front, adapter: Path) -> ServedFront:
+def _tokenizer(cfg: ExportConfig, adapter: Path) -> Any:
+    """Returns the policy's tokenizer, from the adapter's folder if it is there."""
+    own = adapter if tokenizer_files(adapter) else None
+    return load_tokenizer(with_shipped_paths(cfg.policy), own)
+
+
+def _end_ids(cfg: ExportConfig, adapter: Path) -> list[int]:
+    """Returns the tokens at which replies ended in training."""
+    config, path = _architecture(cfg), with_shipped_paths(cfg.policy).path
+    generation = read_generation_config(path, config)
+    return end_token_ids(_tokenizer(cfg, adapter), cfg.rollout, generation)
+
+
+def _record(cfg: ExportConfig, front: Front, adapter: Path, end_ids: Sequence[int]) -> ServedFront:
     """Returns the record of the whole front, without the base model's file."""
     check_slugs(front.objectives, "objectives")
     request: dict[str, Any] = {
@@ -187,9 +215,7 @@ def _record(cfg: ExportConfig, front: Front, adapter: Path) -> ServedFront:
         "min_p": 0.0,  # as in training, which samples from all tokens
     }
     given, template = cfg.policy.prompt, ""
-    tokenizer = load_tokenizer(
-        with_shipped_paths(cfg.policy), adapter if tokenizer_files(adapter) else None
-    )
+    tokenizer = _tokenizer(cfg, adapter)
     kind = given.kind_for(tokenizer)
     if kind == "chat":
         options = {"date_string": given.date_string, **given.template_options}
@@ -206,6 +232,7 @@ def _record(cfg: ExportConfig, front: Front, adapter: Path) -> ServedFront:
         front=front,
         system_prompt=given.system_prompt if kind == "chat" else "",
         chat_template=template,
+        end_ids=tuple(end_ids),
         request=request,
     )
 
@@ -216,7 +243,7 @@ def _architecture(cfg: ExportConfig) -> Any:
         return read_architecture(path)
 
 
-def _write_base(cfg: ExportConfig, adapter: Path, draft: Path) -> str:
+def _write_base(cfg: ExportConfig, adapter: Path, draft: Path, end_ids: Sequence[int]) -> str:
     """Writes the base model as a GGUF file, if needed; returns the file's name, or an empty one."""
     if cfg.to != "gguf" or not cfg.has_base:
         return ""
@@ -225,8 +252,8 @@ def _write_base(cfg: ExportConfig, adapter: Path, draft: Path) -> str:
         shutil.copyfile(Path(policy.path).expanduser(), draft / BASE_NAME)
     else:
         transformers.utils.logging.disable_progress_bar()
-        tokenizer = load_tokenizer(policy, adapter if tokenizer_files(adapter) else None)
-        write_base(draft / BASE_NAME, load_base_model(policy), tokenizer)
+        tokenizer = _tokenizer(cfg, adapter)
+        write_base(draft / BASE_NAME, load_base_model(policy), tokenizer, end_ids)
     return BASE_NAME
 
 
@@ -285,5 +312,6 @@ def _command(cfg: ExportConfig, done: Exported) -> list[str]:
     modules = [f"{name}={place}" for name, place in names.items()]
     return [
         *("vllm", "serve", base, "--host", "127.0.0.1", "--enable-lora"),
+        *("--generation-config", str(folder)),
         *("--max-lora-rank", str(rank), "--lora-modules", *modules),
     ]

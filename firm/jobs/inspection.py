@@ -5,11 +5,15 @@ from dataclasses import dataclass
 from typing import Literal
 
 import torch
-from transformers import GenerationConfig, PretrainedConfig
 
 from firm.alignment.adapters.target_modules import empty_model, usual_names
 from firm.alignment.generation import RolloutConfig, end_token_ids, stop_strings
-from firm.alignment.policy import checkpoint_errors, is_gguf, read_architecture, read_tokenizer
+from firm.alignment.policy import (
+    checkpoint_errors,
+    read_architecture,
+    read_generation_config,
+    read_tokenizer,
+)
 from firm.alignment.prompts import PromptFormat
 from firm.federation.devices import product_seconds
 
@@ -55,7 +59,7 @@ def inspect_policy(
         tokenizer = read_tokenizer(path)
         with checkpoint_errors("language model", path):
             config = read_architecture(path)
-            generation = _generation_config(path, config)
+            generation = read_generation_config(path, config)
             model = empty_model(config)
             modules = usual_names(model)
     except ValueError as error:
@@ -71,15 +75,6 @@ def inspect_policy(
         modules,
         model.num_parameters(),
     )
-
-
-def _generation_config(path: str, config: PretrainedConfig) -> GenerationConfig:
-    try:
-        if not is_gguf(path):
-            return GenerationConfig.from_pretrained(path)
-    except OSError:  # optional file: the model's configuration then has the end tokens
-        pass
-    return GenerationConfig.from_model_config(config)
 
 
 def fast_dtype() -> Literal["bfloat16", "float32"]:

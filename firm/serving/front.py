@@ -48,6 +48,8 @@ class ServedFront:
     """Jinja template of chats in place of the base model's; empty if that one was trained with."""
     system_prompt: str = ""
     """System message for conversations without one."""
+    end_ids: tuple[int, ...] = ()
+    """Ids of the tokens that end a reply, the tokenizer's EOS first."""
     request: dict[str, Any] = field(default_factory=dict)
     """Defaults of chat requests, by OpenAI's and llama.cpp's names: the sampling at which the front
     was measured."""
@@ -77,7 +79,7 @@ class ServedFront:
         file = Path(folder) / FRONT_NAME
         if not file.is_file():
             raise ValueError(f"there is no {file}: pass a folder that `firm export` wrote.")
-        return read_record(file, cls, version=_FORMAT)
+        return read_record(file, cls, version=_FORMAT, added={"end_ids": []})
 
     def preference(
         self,

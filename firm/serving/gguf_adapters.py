@@ -7,9 +7,7 @@ from transformers import PretrainedConfig
 
 from firm.federation.client import Adapter
 from firm.serving.gguf_layout import import_gguf, layout_of
-
-_PREFIX = "base_model.model."
-"""Prefix of PEFT's names before those of transformers."""
+from firm.serving.plain import PREFIX, check_plain
 
 
 def write_adapter(
@@ -25,15 +23,11 @@ def write_adapter(
         name: Name of the adapter in the file's metadata.
 
     Raises:
-        ValueError: When the architecture is not supported, the adapter adapts something else than
-            linear layers, or its scale differs between layers.
+        ValueError: When the architecture is not supported, or the adapter is not plain; see
+            `check_plain`.
     """
+    check_plain(adapter, settings, "llama.cpp")
     gguf, layout = import_gguf(), layout_of(config)
-    if settings.rank_pattern or settings.alpha_pattern or settings.fan_in_fan_out:
-        raise ValueError(
-            "GGUF files have one scale for all layers: rank_pattern, alpha_pattern and "
-            "fan_in_fan_out must be empty."
-        )
     writer = gguf.GGUFWriter(str(file), layout.architecture)
     writer.add_type(gguf.GGUFType.ADAPTER)
     writer.add_string(gguf.Keys.Adapter.TYPE, "lora")
@@ -43,9 +37,7 @@ def write_adapter(
     writer.add_float32(gguf.Keys.Adapter.LORA_ALPHA, float(alpha))
     for own, values in adapter.items():
         layer, _, factor = own.removesuffix(".weight").rpartition(".lora_")
-        if not own.startswith(_PREFIX) or factor not in ("A", "B"):
-            raise ValueError(f"{own} is not a factor of a linear layer's adapter.")
-        weight = f"{layer.removeprefix(_PREFIX)}.weight"
+        weight = f"{layer.removeprefix(PREFIX)}.weight"
         ordered = layout.rows(weight, values) if factor == "B" else values
         writer.add_tensor(
             f"{layout.name(weight)}.lora_{factor.lower()}", ordered.float().contiguous().numpy()

@@ -1,7 +1,7 @@
 """Base models as GGUF files for llama.cpp, in the dtype of their checkpoint."""
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -41,10 +41,21 @@ def plain_template(template: str) -> str:
     )
 
 
-def write_base(file: Path, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
+def write_base(
+    file: Path,
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    end_ids: Sequence[int] = (),
+) -> None:
     """Writes a language model and its tokenizer as a GGUF file.
 
     Matrices keep the model's dtype; vectors are float32, as llama.cpp needs them.
+
+    Args:
+        file: File to write.
+        model: The model.
+        tokenizer: Its tokenizer.
+        end_ids: Tokens that end a reply, at most three; by default the tokenizer's EOS.
 
     Raises:
         ValueError: When this function does not know the architecture, the rotary scaling or the
@@ -55,6 +66,7 @@ def write_base(file: Path, model: PreTrainedModel, tokenizer: PreTrainedTokenize
     writer = gguf.GGUFWriter(str(file), layout_of(config).architecture)
     _add_sizes(writer, config)
     _add_tokenizer(writer, gguf.TokenType, tokenizer, config.vocab_size)
+    _add_ends(writer, tokenizer, end_ids)
     for name, values, dtype in _tensors(model):
         kind = getattr(gguf.GGMLQuantizationType, dtype)
         writer.add_tensor(name, values, raw_shape=None, raw_dtype=kind)
@@ -114,7 +126,7 @@ def _add_tokenizer(
     writer.add_token_types([types.get(index, kinds.UNUSED) for index in ids])
     merges = (pair if isinstance(pair, str) else " ".join(pair) for pair in model["merges"])
     writer.add_token_merges(list(merges))
-    for name in ("bos", "eos", "unk", "pad"):
+    for name in ("bos", "unk", "pad"):
         if (index := getattr(tokenizer, f"{name}_token_id")) is not None:
             getattr(writer, f"add_{name}_token_id")(index)
     first = tokenizer("a").input_ids[0]
@@ -122,6 +134,20 @@ def _add_tokenizer(
     writer.add_add_space_prefix(False)
     if isinstance(tokenizer.chat_template, str):
         writer.add_chat_template(tokenizer.chat_template)
+
+
+def _add_ends(writer: Any, tokenizer: PreTrainedTokenizerBase, end_ids: Sequence[int]) -> None:
+    """Adds the tokens at which llama.cpp ends a reply: end of text, of a turn and of a message."""
+    own = [] if tokenizer.eos_token_id is None else [int(tokenizer.eos_token_id)]  # type: ignore[arg-type]
+    ends = list(end_ids or own)
+    adds = (writer.add_eos_token_id, writer.add_eot_token_id, writer.add_eom_token_id)
+    if len(ends) > len(adds):
+        words = ", ".join(map(repr, tokenizer.convert_ids_to_tokens(ends)))
+        raise ValueError(
+            f"GGUF files hold {len(adds)} tokens that end a reply, got {words}: {_USE_OTHER}"
+        )
+    for add, token in zip(adds, ends, strict=False):
+        add(token)
 
 
 def _tensors(model: PreTrainedModel) -> Iterator[tuple[str, np.ndarray, str]]:

@@ -10,6 +10,7 @@ from safetensors.torch import save_file
 
 from firm.federation.client import Adapter
 from firm.serving.front import ServedFront
+from firm.serving.plain import check_plain
 
 BASE_FOLDER = "base"
 """Folder of the base model in an export, as the command that `firm export` prints writes it."""
@@ -21,13 +22,9 @@ def write_adapter(file: Path, adapter: Adapter, settings: LoraConfig) -> None:
     OpenVINO GenAI reads no settings, so α / r is part of the matrices B.
 
     Raises:
-        ValueError: When its scale differs between layers.
+        ValueError: When the adapter is not plain; see `check_plain`.
     """
-    if settings.rank_pattern or settings.alpha_pattern or settings.fan_in_fan_out:
-        raise ValueError(
-            "adapters of OpenVINO GenAI have one scale for all layers: rank_pattern, alpha_pattern "
-            "and fan_in_fan_out must be empty."
-        )
+    check_plain(adapter, settings, "OpenVINO GenAI")
     scale = settings.lora_alpha / (settings.r**0.5 if settings.use_rslora else settings.r)
     scaled = {
         name: (scale * values if ".lora_B." in name else values).contiguous()
@@ -88,8 +85,11 @@ class OpenVINOEngine:
         Args:
             prompt: Text, texts, tokens or a history, as `LLMPipeline.generate` takes them.
             scales: Scale of each objective's adapter.
-            options: Fields of `openvino_genai.GenerationConfig`.
+            options: Fields of `openvino_genai.GenerationConfig`; by default a reply ends at the
+                tokens at which it ended in training.
         """
+        if self.served.end_ids:
+            options.setdefault("stop_token_ids", set(self.served.end_ids))
         return self.pipeline.generate(prompt, adapters=self._scaled(scales), **options)
 
     def _scaled(self, scales: Mapping[str, float]) -> Any:

@@ -38,6 +38,8 @@ def load_served(folder: str | Path, model: Any = None) -> tuple[PeftModel, Serve
             else:
                 policy.load_adapter(str(place), adapter_name=name)
     policy.base_model.set_adapter(list(places), inference_mode=True)
+    if served.end_ids:
+        policy.generation_config.eos_token_id = list(served.end_ids)
     set_scales_(policy, served.scales())
     return policy.eval(), served
 

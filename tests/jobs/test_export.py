@@ -359,3 +359,84 @@ def test_a_base_model_that_llama_cpp_does_not_know_is_not_loaded(gguf_folder, tm
     (folder / "base.gguf").unlink()
     with pytest.raises(ValueError, match="there is no GGUF file"):
         LlamaEngine(folder)
+
+
+@pytest.fixture(scope="module")
+def end(strong):
+    """A token that the policy says early, and that is no end of its own."""
+    ids = _prompt(strong, QUESTIONS[0])
+    said = _reply(_folded(strong, [0.5, 0.5]), ids)
+    tokenizer = AutoTokenizer.from_pretrained(strong / "adapter")
+    assert said.index(said[3]) == 3
+    return said[3], tokenizer.convert_ids_to_tokens(said[3]), said[:4]
+
+
+def with_ends(run, out, end, *arguments):
+    return exported(run, out, "--rollout.end_tokens", json.dumps([end[1]]), *arguments).folder
+
+
+def ends_in(folder):
+    return json.loads((folder / "generation_config.json").read_text())["eos_token_id"]
+
+
+def test_exports_end_replies_where_training_ended_them(strong, tmp_path, end, capsys):
+    eos = AutoTokenizer.from_pretrained(strong / "adapter").eos_token_id
+    peft = with_ends(strong, tmp_path / "peft", end)
+    assert ends_in(peft / "brevity") == [eos, end[0]]
+    assert ServedFront.load(peft).end_ids == (eos, end[0])
+    model, served = load_served(peft)
+    set_scales_(model, served.scales([0.5, 0.5]))
+    assert _reply(model, _prompt(strong, QUESTIONS[0])) == end[2]
+
+    gguf = with_ends(strong, tmp_path / "gguf", end, "--to", "gguf")
+    engine = LlamaEngine(gguf, num_slots=1, context=256, num_threads=1)
+    messages = [{"role": "user", "content": QUESTIONS[0]}]
+    body = {**engine.served.request, "messages": messages, "temperature": 0, "max_tokens": 12}
+    choice = engine.reply(body, engine.served.scales([0.5, 0.5]))["choices"][0]
+    assert choice["finish_reason"] == "stop"
+    tokenizer = AutoTokenizer.from_pretrained(strong / "adapter")
+    assert choice["message"]["content"] == tokenizer.decode(end[2])
+
+    given = ["--rollout.end_tokens", json.dumps([end[1]]), "--out", str(tmp_path / "vllm")]
+    COMMANDS["export"].run(["--run", str(strong), "--to", "vllm", *given])
+    words = shlex.split(capsys.readouterr().out.splitlines()[-1])
+    assert words[words.index("--generation-config") + 1] == str(tmp_path / "vllm")
+    assert ends_in(tmp_path / "vllm") == ends_in(tmp_path / "vllm/100_0") == [eos, end[0]]
+    settings = json.loads((tmp_path / "vllm/generation_config.json").read_text())
+    assert "max_new_tokens" not in settings  # which would be a limit of all requests
+
+
+def test_openvino_ends_replies_where_training_ended_them(strong, tmp_path, end, monkeypatch):
+    asked = []
+
+    class Pipeline:
+        def __init__(self, *_, **__):
+            pass
+
+        def get_tokenizer(self):
+            return self
+
+        def set_chat_template(self, _):
+            pass
+
+        def generate(self, prompt, **options):
+            asked.append(options)
+
+    genai = ModuleType("openvino_genai")
+    genai.Adapter = genai.AdapterConfig = lambda *arguments: arguments
+    genai.LLMPipeline = Pipeline
+    monkeypatch.setitem(sys.modules, "openvino_genai", genai)
+    folder = with_ends(strong, tmp_path / "openvino", end, "--to", "openvino")
+    (folder / "base").mkdir()
+    (folder / "base/openvino_model.xml").touch()
+    engine = OpenVINOEngine(folder)
+    engine.generate("Hi", engine.served.scales())
+    engine.generate("Hi", engine.served.scales(), stop_token_ids={1})
+    assert asked[0]["stop_token_ids"] == set(engine.served.end_ids) >= {end[0]}
+    assert asked[1]["stop_token_ids"] == {1}
+
+
+def test_a_run_s_adapter_has_its_settings_of_generation(strong):
+    settings = json.loads((strong / "adapter/generation_config.json").read_text())
+    assert settings["eos_token_id"] == [AutoTokenizer.from_pretrained(smoke.POLICY).eos_token_id]
+    assert (settings["top_k"], settings["top_p"], settings["do_sample"]) == (0, 1.0, True)

@@ -18,6 +18,7 @@ from transformers import (
 
 from firm.alignment.policy import without_needless_warnings
 from firm.alignment.prompts import hh_text
+from firm.serving import openvino
 from firm.serving.gguf_adapters import write_adapter
 from firm.serving.gguf_base import HH_TEMPLATE, plain_template, write_base
 from firm.serving.gguf_layout import layout_of
@@ -141,14 +142,34 @@ def test_models_that_llama_cpp_reads_otherwise_are_refused(tokenizer, tmp_path):
         )
 
 
-def test_adapters_that_have_no_form_in_gguf_are_refused(tmp_path):
+LAYER = "base_model.model.model.layers.0.self_attn.q_proj"
+
+
+@pytest.mark.parametrize(
+    ("settings", "extra", "name"),
+    [
+        ({"rank_pattern": {"q_proj": 2}}, (), "rank_pattern"),
+        ({"alpha_pattern": {"q_proj": 2}}, (), "alpha_pattern"),
+        ({"use_dora": True}, (), "use_dora True"),
+        ({"modules_to_save": ["lm_head"]}, (), "modules_to_save"),
+        ({"trainable_token_indices": [1]}, (), "trainable_token_indices"),
+        ({"bias": "all"}, (), "bias 'all'"),
+        ({"lora_bias": True}, (), "lora_bias True"),
+        ({}, ("base_model.model.model.embed_tokens.lora_embedding_A",), "lora_embedding_A"),
+        ({}, (f"{LAYER}.lora_magnitude_vector",), "lora_magnitude_vector"),
+        ({}, ("base_model.model.lm_head.weight",), "lm_head.weight"),
+        ({}, (f"{LAYER}.bias",), "q_proj.bias"),
+    ],
+)
+def test_adapters_that_are_not_plain_are_refused_by_every_writer(tmp_path, settings, extra, name):
     policy, adapter = adapted(CONFIGS["llama"], torch.float32)
-    given = (tmp_path / "adapter.gguf", adapter)
-    with pytest.raises(ValueError, match="one scale for all layers"):
-        write_adapter(*given, LoraConfig(rank_pattern={"q_proj": 2}), policy.config, name="a")
-    odd = {"base_model.model.lm_head.lora_embedding_A": torch.zeros(1)}
-    with pytest.raises(ValueError, match="not a factor of a linear layer"):
-        write_adapter(given[0], odd, LoraConfig(), policy.config, name="a")
+    adapter = {**adapter, **{key: torch.zeros(1) for key in extra}}
+    own, file = LoraConfig(**settings), tmp_path / "adapter"
+    with pytest.raises(ValueError, match=f"{name}.* llama.cpp takes plain LoRA adapters"):
+        write_adapter(file, adapter, own, policy.config, name="a")
+    with pytest.raises(ValueError, match=f"{name}.* OpenVINO GenAI takes plain LoRA adapters"):
+        openvino.write_adapter(file, adapter, own)
+    assert not file.exists()
 
 
 def test_the_templates_write_prompts_as_in_training(tokenizer):
@@ -165,3 +186,21 @@ def test_the_templates_write_prompts_as_in_training(tokenizer):
     plain = plain_template('Say "{prompt}"!\n')
     text = tokenizer.apply_chat_template(messages, chat_template=plain, **options)
     assert text == 'Say "Bye"!\n'
+
+
+def test_a_model_s_ends_are_in_its_metadata(tokenizer, tmp_path):
+    gguf = pytest.importorskip("gguf")
+    model = adapted(CONFIGS["llama"], torch.float32)[0].unload()
+
+    def ends(*given):
+        write_base(tmp_path / "base.gguf", model, tokenizer, given)
+        fields = gguf.GGUFReader(tmp_path / "base.gguf").fields
+        keys = (f"tokenizer.ggml.{name}_token_id" for name in ("eos", "eot", "eom"))
+        return [int(fields[key].contents()) for key in keys if key in fields]
+
+    eos = tokenizer.eos_token_id
+    assert ends() == [eos]
+    assert ends(eos, 7) == [eos, 7]
+    assert ends(eos, 7, 9) == [eos, 7, 9]
+    with pytest.raises(ValueError, match="GGUF files hold 3 tokens that end a reply, got"):
+        ends(eos, 7, 9, 11)
