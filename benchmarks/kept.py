@@ -1,14 +1,15 @@
-"""How often a requirement with a 95 % bound is kept on fresh prompts, and by how much targets miss.
+"""How often a certified requirement is kept on fresh prompts, and by how much targets miss.
 
     python benchmarks/kept.py --run runs/smollm2_front      # half an hour and more, then the table
     python benchmarks/kept.py                               # the table, from the stored rewards
 
 RUN is the conditioned run of `firm demo --model smollm2_front`. Its adapter replies to each of the
 200 shipped questions at nine preferences, and the rewards are stored. Each of 2,000 trials draws 50
-questions at random, on which the front is measured at five preferences, as a run does; the other
-150 are fresh. A trial picks by a random requirement and by a random target, mixing neighbouring
-preferences as `firm pick --merge` does. Rewards on the fresh questions at the picked preference are
-linear between the nine.
+questions at random, on which the front is measured at five preferences, as a run does, and 50 more
+as validation questions; the other 100 are fresh. A trial picks by a random requirement and by a
+random target, mixing neighbouring preferences as `firm pick --merge` does, with and without the
+validation questions. Rewards on the fresh questions at the picked preference are linear between
+the nine.
 
 The adapter was trained on 130 of the questions. Questions that measure and fresh ones are drawn
 from the same 200, so this tests the bound and the interpolation, not the step to other questions.
@@ -30,7 +31,7 @@ from firm.federation import RandomStream
 from firm.fronts.front import Front, Point
 from firm.fronts.nearest import expected_rewards
 from firm.fronts.reach import mean_preference, reaching
-from firm.fronts.requirements import Requirement, best_meeting, free_weights
+from firm.fronts.requirements import Requirement, best_meeting, certified, free_weights
 from firm.jobs.alignment_config import AlignmentConfig
 from firm.jobs.pick import conditioned_front
 from firm.jobs.speakers import Speakers, SpeakersConfig
@@ -74,9 +75,19 @@ class Rewards:
         stored = json.loads(path.read_text(encoding="utf-8"))
         return cls(tuple(stored["objectives"]), np.array(stored["rewards"]))
 
-    def front(self, questions: np.ndarray) -> Front:
-        """Returns the front as measured on some questions."""
-        points = []
+    def front(self, questions: np.ndarray, validation: np.ndarray | None = None) -> Front:
+        """Returns the front as measured on some questions, and on validation questions."""
+        points, own = [], dict(zip(self.objectives, range(len(self.objectives)), strict=True))
+
+        def values(chosen: np.ndarray) -> dict[str, dict[str, tuple[float, ...]]]:
+            return {
+                f"{place}": {
+                    name: tuple(self.values[place, chosen, at].tolist()) for name, at in own.items()
+                }
+                for place in MEASURED
+            }
+
+        method = "sigmoid" if self.values.min() >= 0 and self.values.max() <= 1 else "none"
         for place in MEASURED:
             rows = self.values[place, questions]
             errors = rows.std(0, ddof=1) / len(questions) ** 0.5
@@ -97,11 +108,13 @@ class Rewards:
             objectives=self.objectives,
             points=tuple(points),
             reference=(0.0,) * len(self.objectives),
-            calibrations={name: {} for name in self.objectives},
+            calibrations={name: {"method": method} for name in self.objectives},
             base=zeros,
             strategy="run",
             num_prompts=len(questions),
             is_conditioned=True,
+            test_values=values(questions) if method == "sigmoid" else {},
+            validation_values={} if validation is None else values(validation),
         )
 
     def at(self, share: float, questions: np.ndarray) -> np.ndarray:
@@ -113,21 +126,26 @@ class Rewards:
 def print_tables(rewards: Rewards) -> None:
     """Prints how often requirements are kept, and the errors of targets."""
     rows = []
-    for confidence in CONFIDENCES:
-        kept, gaps, infeasible = required(rewards, confidence)
-        rows.append(
-            [
-                f"{confidence:.0%}",
-                f"{len(kept)} of {NUM_TRIALS}",
-                f"{np.mean(kept):.1%}",
-                f"{np.mean(gaps):+.3f}",
-                f"{np.quantile(gaps, 0.05):+.3f}",
-                f"{infeasible}",
-            ]
-        )
+    for is_validated in (False, True):
+        for confidence in CONFIDENCES:
+            kept, gaps, num_others = required(rewards, confidence, is_validated=is_validated)
+            rows.append(
+                [
+                    "validation" if is_validated else "test",
+                    f"{confidence:.0%}",
+                    f"{len(kept)}",
+                    f"{np.mean(kept):.1%}",
+                    f"{np.mean(gaps):+.3f}",
+                    f"{np.quantile(gaps, 0.05):+.3f}",
+                    f"{num_others}",
+                ]
+            )
     print_table(
-        "Requirements on one objective, drawn from its range on the front",
-        ["bound", "met", "kept on fresh", "reward less bound", "5 % quantile", "none meets it"],
+        f"{NUM_TRIALS} requirements on one objective, drawn from its range on the front",
+        [
+            *("chosen on", "confidence", "passed", "kept on fresh", "reward less bound"),
+            *("5 % quantile", "did not pass"),
+        ],
         rows,
     )
     errors = targeted(rewards)
@@ -146,19 +164,21 @@ def print_tables(rewards: Rewards) -> None:
     )
 
 
-def required(rewards: Rewards, confidence: float) -> tuple[list[bool], list[float], int]:
+def required(
+    rewards: Rewards, confidence: float, *, is_validated: bool = False
+) -> tuple[list[bool], list[float], int]:
     """Draws a requirement in each trial.
 
     Returns:
-        For each requirement that a front met: whether it is kept, and the reward less the bound;
-        and the number of requirements that no mixture met.
+        For each requirement whose certificate passes: whether it is kept, and the reward less the
+        bound; and the number of other requirements.
     """
     random = np.random.default_rng(0)
     means = rewards.values.mean(1)  # [9, M]
-    kept, gaps, infeasible = list[bool](), list[float](), 0
+    kept, gaps, num_others = list[bool](), list[float](), 0
     for _ in range(NUM_TRIALS):
-        measured, fresh = divided(rewards, random)
-        front = rewards.front(measured)
+        measured, validation, fresh = divided(rewards, random)
+        front = rewards.front(measured, validation if is_validated else None)
         objective = int(random.integers(len(rewards.objectives)))
         bound = random.uniform(means[:, objective].min(), means[:, objective].max())
         requirement = Requirement(rewards.objectives[objective], is_minimum=True, bound=bound)
@@ -169,20 +189,21 @@ def required(rewards: Rewards, confidence: float) -> tuple[list[bool], list[floa
             confidence=confidence,
             is_mixed=True,
         )
-        if margin < 0:
-            infeasible += 1
+        certificate = certified(front, parts, [requirement], confidence=confidence)
+        if margin < 0 or not certificate.passes:
+            num_others += 1
             continue
         gap = rewards.at(mean_preference(parts)[0], fresh)[objective] - bound
         kept.append(gap >= 0)
         gaps.append(float(gap))
-    return kept, gaps, infeasible
+    return kept, gaps, num_others
 
 
 def targeted(rewards: Rewards) -> np.ndarray:
     """Returns expected less fresh rewards of random targets, [trials, M]."""
     random, errors = np.random.default_rng(1), []
     for _ in range(NUM_TRIALS):
-        measured, fresh = divided(rewards, random)
+        measured, _, fresh = divided(rewards, random)
         share = random.uniform()
         parts = reaching(rewards.front(measured), [share, 1 - share])
         expected = expected_rewards(parts).rewards
@@ -191,10 +212,12 @@ def targeted(rewards: Rewards) -> np.ndarray:
     return np.array(errors)
 
 
-def divided(rewards: Rewards, random: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
-    """Returns the questions that measure a trial's front, and the fresh ones."""
+def divided(
+    rewards: Rewards, random: np.random.Generator
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Returns the test questions of a trial, its validation questions and the fresh ones."""
     order = random.permutation(rewards.values.shape[1])
-    return order[:NUM_MEASURED], order[NUM_MEASURED:]
+    return order[:NUM_MEASURED], order[NUM_MEASURED : 2 * NUM_MEASURED], order[2 * NUM_MEASURED :]
 
 
 def store(run: Path, path: Path) -> None:

@@ -20,6 +20,9 @@ KL = "kl"
 """Name of the KL from the base model in requirements and errors."""
 _FORMAT = 1
 
+Values = dict[str, dict[str, tuple[float, ...]]]
+"""Values by prompt, by point name and quantity; NaN for prompts to which a quantity does not apply.
+All points have the same prompts, in the same order."""
 SAME_FIGURE = 1e-6
 """Relative tolerance within which a parameter of two calibrations counts as equal."""
 
@@ -79,6 +82,10 @@ class Front:
     validation: dict[str, dict[str, float]] = field(default_factory=dict)
     """Mean calibrated rewards on the validation prompts, by point name and objective. Selecting
     points by them keeps the rewards on the test prompts free of selection bias."""
+    test_values: Values = field(default_factory=dict)
+    """The test prompts' own values of rewards, scores and KL, by point name."""
+    validation_values: Values = field(default_factory=dict)
+    """The same of the validation prompts."""
 
     def __post_init__(self) -> None:
         if not self.objectives or len(set(self.objectives)) < len(self.objectives):
@@ -101,6 +108,13 @@ class Front:
             self._check_point(point)
         for name, rewards in self.validation.items():
             self._check_figures(f"the validation rewards of {name!r}", rewards)
+        for split, values in (("test", self.test_values), ("validation", self.validation_values)):
+            sizes = {len(row) for own in values.values() for row in own.values()}
+            if len(sizes) > 1:
+                raise ValueError(
+                    f"the {split} values must have one number for each prompt, got "
+                    f"{', '.join(map(str, sorted(sizes)))} numbers."
+                )
 
     def _check_point(self, point: Point) -> None:
         for what, text in (
@@ -143,6 +157,10 @@ class Front:
     def _shares(self, point: Point) -> np.ndarray:
         name = f"the preference of {point.name!r}"
         return as_shares(point.preference or (), len(self.objectives), name=name)
+
+    def is_bounded(self, name: str) -> bool:
+        """Returns whether a quantity is an objective's reward in [0, 1]."""
+        return self.calibrations.get(name, {"method": "none"}).get("method") != "none"
 
     def prompts(self, noun: str = "prompts") -> str:
         """Describes the number of prompts that the rewards are means over."""
@@ -221,6 +239,7 @@ class Front:
             ValueError: When the file does not hold a valid front; names the invalid entry.
         """
         added = {"is_conditioned": False, "num_scored": {}, "validation": {}}
+        added |= {"test_values": {}, "validation_values": {}}
         return read_record(path, cls, version=_FORMAT, added=added)
 
 

@@ -1,13 +1,20 @@
-"""Selects the model that does best among those that meet requirements, by their lower bounds."""
+"""Selects the model that does best among those that meet requirements, and certifies that it does.
+
+Models are selected by bounds on validation prompts, and certified by bounds on test prompts. A
+front without the values of validation prompts serves for both by bounds that hold for all of its
+models at once.
+"""
 
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from scipy.optimize import linprog
-from scipy.stats import norm
 
+from firm.fronts.certificate import Bound, Certificate, holds
+from firm.fronts.confidence import check_confidence, half_width, lower_bound, upper_bound
 from firm.fronts.front import KL, Front, Point
 from firm.fronts.nearest import sound
 from firm.fronts.preferences import in_words
@@ -16,6 +23,8 @@ from firm.solvers.checks import as_shares
 
 _SAME = 1e-9
 """Margins closer to zero than this are zero, because of rounding."""
+Parts = Sequence[tuple[Point, float]]
+"""Models with shares that sum to 1."""
 
 
 @dataclass(frozen=True)
@@ -29,16 +38,66 @@ class Requirement:
     def __str__(self) -> str:
         return f"{self.name} {'>=' if self.is_minimum else '<='} {self.bound:g}"
 
-    def margin(self, point: Point, confidence: float) -> float:
-        """Returns how far a model's one-sided bound is inside the requirement; negative if outside.
+    def margin(self, value: float) -> float:
+        """Returns how far a value is inside the requirement; negative if outside."""
+        return value - self.bound if self.is_minimum else self.bound - value
 
-        The bound is mean ∓ z · standard error, z the normal quantile of the confidence. A mean
-        whose standard error the front lacks counts as it is.
+
+@dataclass(frozen=True)
+class _Evidence:
+    """What the prompts of one split say about the models of a front."""
+
+    front: Front
+    is_validation: bool
+    confidence: float
+    """Confidence of one bound."""
+
+    def bound(self, parts: Parts, requirement: Requirement) -> tuple[float, float, int]:
+        """Returns the one-sided bound of a mixture of models, its mean and the number of prompts.
+
+        The bound is infinitely far outside the requirement if the prompts give none.
         """
-        values = {**point.scores, **point.rewards, KL: point.kl}
-        error = float(norm.ppf(confidence)) * point.errors.get(self.name, 0.0)
-        gap = values[self.name] - self.bound
-        return (gap if self.is_minimum else -gap) - error
+        name, is_bounded = requirement.name, self.front.is_bounded(requirement.name)
+        rows = self._values(parts, name)
+        if rows is None:
+            return self._by_errors(parts, requirement)
+        shares = np.array([share for _, share in parts])
+        values = shares @ rows
+        values = values[np.isfinite(values)]
+        bound = lower_bound if requirement.is_minimum else upper_bound
+        mean = float(values.mean()) if len(values) else np.nan
+        return bound(values, self.confidence, is_bounded=is_bounded), mean, len(values)
+
+    def _values(self, parts: Parts, name: str) -> np.ndarray | None:
+        """Returns the prompts' values of models, [N, prompts]; None if the front lacks them."""
+        front = self.front
+        known = front.validation_values if self.is_validation else front.test_values
+        rows = [known.get(point.name, {}).get(name) for point, _ in parts]
+        if None not in rows:
+            return np.array(rows, dtype=np.float64)
+        if self.is_validation:
+            return None
+        # equal values are known from their mean
+        means = [_value(point, name) for point, _ in parts]
+        errors = [point.errors.get(name) for point, _ in parts]
+        if not front.is_bounded(name) or any(errors) or None in errors:
+            return None
+        return np.repeat(np.array(means)[:, None], self._num_prompts(name), axis=1)
+
+    def _by_errors(self, parts: Parts, requirement: Requirement) -> tuple[float, float, int]:
+        """Returns Student's bound from the means and standard errors alone; see `bound`."""
+        name, num = requirement.name, self._num_prompts(requirement.name)
+        mean = sum(share * _value(point, name) for point, share in parts)
+        error = sum(share * point.errors.get(name, np.inf) for point, share in parts)
+        width = half_width(error, num, self.confidence)
+        return mean - width if requirement.is_minimum else mean + width, mean, num
+
+    def _num_prompts(self, name: str) -> int:
+        return self.front.num_scored.get(name, self.front.num_prompts)
+
+
+def _value(point: Point, name: str) -> float:
+    return {**point.scores, **point.rewards, KL: point.kl}[name]
 
 
 def parse_requirements(text: str, front: Front) -> list[Requirement]:
@@ -69,6 +128,27 @@ def parse_requirements(text: str, front: Front) -> list[Requirement]:
     return found
 
 
+def is_validated(front: Front, requirements: Sequence[Requirement]) -> bool:
+    """Returns whether validation prompts can choose a model: all models have their values."""
+    names = {each.name for each in requirements} | set(front.objectives)
+    return bool(front.points) and all(
+        names <= front.validation_values.get(point.name, {}).keys() for point in front.points
+    )
+
+
+def _evidence_of_choice(
+    front: Front, requirements: Sequence[Requirement], confidence: float
+) -> _Evidence:
+    """Returns the evidence by which a model is chosen.
+
+    On test prompts, which also certify the model, all bounds of all models hold at once.
+    """
+    if is_validated(front, requirements):
+        return _Evidence(front, True, check_confidence(confidence))
+    delta = (1 - check_confidence(confidence)) / max(1, len(front.points) * len(requirements))
+    return _Evidence(front, False, 1 - delta)
+
+
 def best_meeting(
     front: Front,
     requirements: Sequence[Requirement],
@@ -79,10 +159,12 @@ def best_meeting(
 ) -> tuple[list[tuple[Point, float]], float]:
     """Returns the models with shares whose mixture does best among those that meet requirements.
 
-    Rewards and their errors are linear between neighbouring preferences, as in `reaching` and
+    Rewards and their bounds are linear between neighbouring preferences, as in `reaching` and
     `expected_rewards`, so each simplex of neighbours is a linear program: maximise the weighted
     rewards over the shares, with every requirement's bound inside. Excludes models that have
-    collapsed or are dominated.
+    collapsed or are dominated, or of which nothing is known about a requirement. On validation
+    prompts, models whose bounds meet the requirements at twice their distance from the mean are
+    preferred, so that the chosen one passes on the test prompts as well.
 
     Args:
         front: The measured models.
@@ -98,26 +180,48 @@ def best_meeting(
         the least.
 
     Raises:
-        ValueError: The weights are invalid, or no model is eligible.
+        ValueError: The weights or the confidence are invalid, or no model is eligible.
     """
     shares = as_shares(weights, len(front.objectives), name="the weights of the objectives")
-    found = []
+    evidence = _evidence_of_choice(front, requirements, confidence)
+    found, num_unknown = [], 0
     for seed in sorted({point.seed for point in front.points}):
         own = sound(front).of_seed(seed)
         if not own.points:
             continue
+        every_value = own.selection_rewards() if evidence.is_validation else own.rewards()
+        found_bounds = [
+            [evidence.bound([(p, 1.0)], r)[:2] for r in requirements] for p in own.points
+        ]
+        every_margin, of_means = (
+            np.array(
+                [
+                    [r.margin(pair[place]) for r, pair in zip(requirements, row, strict=True)]
+                    for row in found_bounds
+                ]
+            )
+            for place in (0, 1)
+        )
+        # the test's bound misses the mean by as much again (Thomas et al., 2019)
+        cautious = 2 * every_margin - of_means if evidence.is_validation else every_margin
+        is_known = [bool(np.isfinite(row).all()) for row in every_margin]
+        num_unknown += is_known.count(False)
         cells = (
             neighbourhoods(own.preferences()) if is_mixed else [[i] for i in range(len(own.points))]
         )
-        for cell in cells:
-            points = [own.points[at] for at in cell]
-            values = np.array([[p.rewards[name] for name in front.objectives] for p in points])
-            margins = np.array([[r.margin(p, confidence) for r in requirements] for p in points])
-            mixture = _best_mixture(values @ shares, margins)
+        for cell in ([at for at in cell if is_known[at]] for cell in cells):
+            if not cell:
+                continue
+            points, values = [own.points[at] for at in cell], every_value[cell]
+            mixture = _best_mixture(values @ shares, cautious[cell])
             parts = [(p, float(s)) for p, s in zip(points, mixture, strict=True) if s > 1e-9]
-            margin = float((mixture @ margins).min())
-            margin = 0.0 if abs(margin) < _SAME else margin  # a bound that is just met is met
-            found.append((min(margin, 0.0), float(mixture @ values @ shares), margin, parts))
+            wide, margin = (_met(mixture @ rows[cell]) for rows in (cautious, every_margin))
+            found.append((min(wide, 0.0), float(mixture @ values @ shares), margin, parts))
+    if not found and num_unknown:
+        raise ValueError(
+            f"require: nothing is known about {', '.join(map(str, requirements))}, since the front "
+            "has no values that differ, and no standard error above 0: measure more prompts."
+        )
     if not found:
         raise ValueError(
             f"none of the {len(front.points)} models has a preference and is neither dominated nor "
@@ -125,6 +229,12 @@ def best_meeting(
         )
     _, _, margin, parts = max(found, key=lambda entry: entry[:2])
     return parts, margin
+
+
+def _met(margins: np.ndarray) -> float:
+    """Returns the smallest margin; 0 if a bound is just met, up to rounding."""
+    margin = float(margins.min())
+    return 0.0 if abs(margin) < _SAME else margin
 
 
 def meeting(
@@ -157,15 +267,60 @@ def meeting(
     )
     if margin >= 0:
         return parts
-    found = bounds(parts, requirements, confidence)
+    evidence = _evidence_of_choice(front, requirements, confidence)
+    found = [_mixed_bound(evidence, parts, each) for each in requirements]
     numbers = ", ".join(f"{each} has {b:.3f}" for each, b in zip(requirements, found, strict=True))
+    prompts = "validation" if evidence.is_validation else "test"
     raise ValueError(
         f"require: no {'mixture' if is_mixed else 'measured model'} meets "
-        f"{', '.join(map(str, requirements))} with {confidence:.0%} confidence. The nearest, at "
-        f"the preference {in_words(front.objectives, mean_preference(parts))}, misses by "
-        f"{-margin:.3f}: {numbers}. Relax a requirement, measure more prompts, or train other "
-        "preferences."
+        f"{', '.join(map(str, requirements))} on {prompts} prompts with {confidence:.0%} "
+        f"confidence. The nearest, at the preference "
+        f"{in_words(front.objectives, mean_preference(parts))}, misses by {-margin:.3f}: "
+        f"{numbers}. Relax a requirement, measure more prompts, or train other preferences."
     )
+
+
+def certified(
+    front: Front, parts: Parts, requirements: Sequence[Requirement], *, confidence: float
+) -> Certificate:
+    """Returns the certificate of a model that `meeting` has chosen, by the test prompts.
+
+    Args:
+        front: The measured models.
+        parts: The model, as shares of measured ones.
+        requirements: Bounds that it must meet.
+        confidence: Probability in (0.5, 1) with which a model that misses one does not pass.
+    """
+    is_validated_choice = is_validated(front, requirements)
+    evidence = _Evidence(front, False, check_confidence(confidence))
+    if not is_validated_choice:
+        evidence = _evidence_of_choice(front, requirements, confidence)
+    bounds = []
+    for each in requirements:
+        bound, mean, num = evidence.bound(parts, each)
+        if not is_validated_choice:
+            bound = _mixed_bound(evidence, parts, each)
+        margin = each.margin(bound)
+        passes = bool(np.isfinite(bound) and margin >= -_SAME)
+        shown = float(bound) if np.isfinite(bound) else float("nan")
+        bounds.append(Bound(str(each), shown, mean, num, passes))
+    preference: dict[str, Any] = dict(
+        zip(front.objectives, map(float, mean_preference(list(parts))), strict=True)
+    )
+    return Certificate(
+        preference,
+        tuple(bounds),
+        float(confidence),
+        "test",
+        1 if is_validated_choice else len(front.points),
+        len(parts) > 1,
+        holds(bounds),
+    )
+
+
+def _mixed_bound(evidence: _Evidence, parts: Parts, requirement: Requirement) -> float:
+    """Returns the mixture of models' bounds; holds for all mixtures if theirs hold at once."""
+    return sum(share * evidence.bound([(point, 1.0)], requirement)[0] for point, share in parts)
 
 
 def free_weights(front: Front, requirements: Sequence[Requirement]) -> list[float]:
@@ -173,17 +328,6 @@ def free_weights(front: Front, requirements: Sequence[Requirement]) -> list[floa
     bound = {each.name for each in requirements}
     free = [float(name not in bound) for name in front.objectives]
     return free if any(free) else [1.0] * len(front.objectives)
-
-
-def bounds(
-    parts: Sequence[tuple[Point, float]], requirements: Sequence[Requirement], confidence: float
-) -> list[float]:
-    """Returns the one-sided bound of a mixture of models for each requirement."""
-    found = []
-    for each in requirements:
-        inside = sum(share * each.margin(point, confidence) for point, share in parts)
-        found.append(each.bound + inside if each.is_minimum else each.bound - inside)
-    return found
 
 
 def _best_mixture(values: np.ndarray, margins: np.ndarray) -> np.ndarray:

@@ -403,6 +403,8 @@ class _LanguageWing(Wing):
         self._base: dict[str, Any] = {}
         self.preferences = measured_preferences(cfg)
         """Preferences at which a conditioned policy is evaluated."""
+        self._by_row: dict[tuple[str, tuple[float, ...]], dict[str, Any]] = {}
+        """Newest metrics by row, by split and preference."""
 
     def start(self) -> tuple[ServerState, float | None]:
         loaded, cfg = self._loaded, self._cfg
@@ -471,6 +473,11 @@ class _LanguageWing(Wing):
             self.book.log(self._row(measured, state, "validation"))
         for row in self._final_front(state):
             self.book.log(row)
+        if self._loaded.data.validation and is_front_due(self._cfg, self._cfg.rounds):
+            for preference in self.preferences:
+                # a run that was resumed after its last round has not kept them
+                if ("validation", tuple(preference)) not in self._by_row:
+                    self._at_preference(state, "validation", preference)
         self._log_samples(aligned, state)
         save_file(aligned.by_row(), self.book.run.path / SCORES_NAME)
         self._save_adapters(base, aligned)
@@ -490,6 +497,9 @@ class _LanguageWing(Wing):
             save_folded(policy, folder, preference)
             tokenizer.save_pretrained(str(folder))
             generation.save_pretrained(folder)
+            for split in ("test", "validation"):
+                if rows := self._by_row.get((split, tuple(preference))):
+                    save_file(rows, folder / f"{split}_scores.safetensors")
             _folded_card(self._cfg, preference).save(folder / "README.md")
         _card(self._cfg, base, aligned, run).save(run.path / "adapter" / "README.md")
 
@@ -499,6 +509,7 @@ class _LanguageWing(Wing):
 
     def _at_preference(self, state: ServerState, split: str, preference: Sequence[float]) -> Row:
         measured = self._evaluate(state.adapter, split, preference)
+        self._by_row[split, tuple(preference)] = measured.by_row()
         if split == "test":
             self._log_samples(measured, state, preference)
         row = self._row(measured, state, split)

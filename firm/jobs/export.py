@@ -2,7 +2,7 @@
 
 import shlex
 import shutil
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -24,8 +24,10 @@ from firm.alignment.policy import (
 )
 from firm.federation.outside import legible
 from firm.fields import configuration
+from firm.fronts.certificate import CERTIFICATE_NAME, Certificate
 from firm.fronts.front import FRONT_NAME, Front
 from firm.fronts.preferences import in_words, preference_folder
+from firm.fronts.requirements import certified, meeting, parse_requirements
 from firm.jobs.fetch import fetch_policy
 from firm.jobs.finished_runs import adapter_folder
 from firm.jobs.model_card import markdown_text, model_card
@@ -35,7 +37,7 @@ from firm.run.files import whole_folder
 from firm.run.names import check_slugs, dated_folder, slug
 from firm.run.shipped import with_shipped_paths
 from firm.serving import gguf_adapters, openvino
-from firm.serving.front import TRADE_OFFS, ServedFront
+from firm.serving.front import TRADE_OFFS, ServedFront, checked
 from firm.serving.gguf_base import HH_TEMPLATE, plain_template, write_base
 from firm.serving.plain import check_plain
 
@@ -104,6 +106,8 @@ class Exported:
     None for the adapter of an ordinary run."""
     rank: int
     """Rank of the adapters."""
+    certificate: Certificate | None = None
+    """Certificate of the adapter, which passes; None without requirements."""
 
     @property
     def is_conditioned(self) -> bool:
@@ -135,7 +139,8 @@ def export(cfg: ExportConfig) -> Exported:
         settings = read_settings(adapter)
         end_ids = _end_ids(cfg, adapter)
         served = front and _record(cfg, front, adapter, end_ids)
-        preferences = _preferences(cfg, served)
+        certificate = _certificate(cfg, front) if front and cfg.require else None
+        preferences = _preferences(cfg, served, certificate)
         generation = generation_settings(end_ids, cfg.rollout)
         with whole_folder(out) as draft:
             if cfg.to == "vllm":  # which would limit all requests to max_new_tokens
@@ -153,12 +158,25 @@ def export(cfg: ExportConfig) -> Exported:
                     save_like(adapter, draft / place, values)
                     generation.save_pretrained(draft / place)
                     _write_card(cfg, front, preference, adapter, draft / place)
+            if certificate is not None:
+                certificate.save(draft)
             base_file = _write_base(cfg, adapter, draft, end_ids)
             if served is not None and not cfg.is_folded:
                 _save_front(cfg, replace(served, base_file=base_file), list(preferences), draft)
     except ValueError as error:
         raise UserError(str(error)) from error
-    return Exported(out, cfg.policy.path, preferences, settings.r)
+    return Exported(out, cfg.policy.path, preferences, settings.r, certificate)
+
+
+def _certificate(cfg: ExportConfig, front: Front) -> Certificate:
+    """Returns the certificate of the model that meets the requirements.
+
+    Raises:
+        ValueError: No model meets them.
+    """
+    requirements = parse_requirements(cfg.require, front)
+    parts = meeting(front, requirements, confidence=cfg.confidence, is_mixed=True)
+    return certified(front, parts, requirements, confidence=cfg.confidence)
 
 
 def _without_limit(generation: GenerationConfig) -> GenerationConfig:
@@ -166,15 +184,18 @@ def _without_limit(generation: GenerationConfig) -> GenerationConfig:
     return GenerationConfig(**settings)
 
 
-def _preferences(cfg: ExportConfig, served: ServedFront | None) -> dict[str, list[float] | None]:
+def _preferences(
+    cfg: ExportConfig, served: ServedFront | None, certificate: Certificate | None
+) -> dict[str, list[float] | None]:
     """Returns the preference of each adapter to write, by its folder or file."""
     alone = _ALONE.get(cfg.to, "")
     if served is None:
         return {alone: None}
     front = served.front
+    if certificate is not None:
+        return {alone: checked(certificate, front.objectives)}
     if cfg.is_folded:
-        request = {key: getattr(cfg, key) or None for key in TRADE_OFFS}
-        return {alone: served.preference(**request, confidence=cfg.confidence)}
+        return {alone: served.preference(cfg.preference, target=cfg.target or None)}
     if cfg.to == "vllm":
         rows = front.preferences().tolist()
         return {preference_folder(row): row for row in rows}
@@ -233,8 +254,16 @@ def _record(cfg: ExportConfig, front: Front, adapter: Path, end_ids: Sequence[in
         system_prompt=given.system_prompt if kind == "chat" else "",
         chat_template=template,
         end_ids=tuple(end_ids),
+        certificates=tuple(_certificates(adapter.parent / "front")),
         request=request,
     )
+
+
+def _certificates(folder: Path) -> Iterator[Certificate]:
+    """Yields the certificates that `firm pick` has written beside the adapters of a front."""
+    for file in sorted(folder.glob(f"*/{CERTIFICATE_NAME}")):
+        if found := Certificate.load(file.parent):
+            yield found
 
 
 def _architecture(cfg: ExportConfig) -> Any:
@@ -288,6 +317,8 @@ def main(cfg: ExportConfig) -> Path:
     for place, preference in done.preferences.items():
         at = "" if preference is None else f", at {in_words(objectives, preference)}"
         print(legible(f"adapter   {done.folder / place}{at}"))
+    if done.certificate is not None:
+        print(f"certificate  {done.certificate.describe()}")
     if command := _command(cfg, done):
         verb = "convert" if cfg.to == "openvino" else "serve"
         print(legible(f"{verb:9} {shlex.join(command)}"))

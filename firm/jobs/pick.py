@@ -17,13 +17,15 @@ from safetensors.torch import load_file, save_file
 from firm.federation.aggregation import weighted_mean
 from firm.federation.client import Adapter
 from firm.federation.outside import legible
+from firm.fields import configuration
+from firm.fronts.certificate import CERTIFICATE_NAME, Certificate
 from firm.fronts.front import FRONT_NAME, Front, Point
 from firm.fronts.nearest import Expectation, expected_rewards, nearest, neighbours, sound
 from firm.fronts.preferences import in_words, parse_shares
 from firm.fronts.reach import mean_preference, reaching
 from firm.fronts.requirements import (
     Requirement,
-    bounds,
+    certified,
     free_weights,
     meeting,
     parse_requirements,
@@ -40,7 +42,7 @@ TOKENIZER_SUFFIXES = (".json", ".jinja", ".txt", ".model")
 """Suffixes of a tokenizer's files: vocabularies, settings and chat templates."""
 
 
-@dataclass(frozen=True)
+@configuration
 class PickConfig:
     """A target trade-off on a front."""
 
@@ -55,8 +57,9 @@ class PickConfig:
     rewards to maximise instead."""
     require: str = ""
     """Requirements on rewards in [0, 1], kl or other scores, such as "harmless>=0.6, kl<=3". Among
-    the models whose bounds meet all of them, the one with the largest rewards of the objectives
-    without a requirement is chosen, or with the largest weighted by `target`."""
+    the models whose bounds on validation prompts meet all of them, the one with the largest rewards
+    of the objectives without a requirement is chosen, or with the largest weighted by `target`.
+    Bounds on test prompts then certify it, in certificate.json beside the adapter."""
     confidence: Annotated[float, Gt(0.5), Lt(1)] = 0.95
     """Confidence of the one-sided bounds that must meet `require`."""
     merge: bool = False
@@ -96,9 +99,9 @@ class PickedModel:
     run: Path | None
     """Conditioned run that the front belongs to; None for the front of a sweep."""
     requirements: Sequence[Requirement] = ()
-    """Requirements that the model meets."""
-    confidence: float = 0.95
-    """Confidence of the bounds that meet them."""
+    """Requirements that the model must meet."""
+    certificate: Certificate | None = None
+    """Whether it does, with requirements."""
 
     @property
     def adapter(self) -> Path:
@@ -121,9 +124,12 @@ class PickedModel:
 
     @property
     def requirement_rows(self) -> list[list[str]]:
-        """Returns a table row per requirement: the requirement, and the model's bound."""
-        found = bounds(self.parts, self.requirements, self.confidence)
-        return [[str(each), f"{b:.3f}"] for each, b in zip(self.requirements, found, strict=True)]
+        """Returns a table row per requirement: mean, bound and prompts."""
+        rows = self.certificate.bounds if self.certificate else ()
+        return [
+            [own.requirement, f"{own.mean:.3f}", f"{own.bound:.3f}", str(own.num_prompts)]
+            for own in rows
+        ]
 
     @property
     def evidence(self) -> str:
@@ -145,9 +151,12 @@ class PickedModel:
             )
         else:
             nearby = " It was trained for the nearest available preference."
+        is_apart = self.front.has_validation
+        if self.certificate is not None:
+            is_apart = self.certificate.num_models == 1
         selected = (
             " It was selected by rewards on validation prompts."
-            if self.front.has_validation
+            if is_apart
             else " It was selected on the same prompts, so expect a little less: runs with "
             "evaluation.num_validation_prompts above 0 select on others."
         )
@@ -212,11 +221,16 @@ def pick(cfg: PickConfig) -> PickedModel:
         check_there(point, folder, cfg.front.parent)
     out = (cfg.out or dated_folder("merged")) if cfg.merge else None
     run = cfg.front.parent if (cfg.front.parent / "run.json").is_file() else None
+    certificate = None
+    if requirements:
+        certificate = certified(front, parts, requirements, confidence=cfg.confidence)
     picked = PickedModel(
-        front, target, preference, parts, folders, out, run, requirements, cfg.confidence
+        front, target, preference, parts, folders, out, run, requirements, certificate
     )
     if out is not None:
         write_merged(out, folders, [share for _, share in parts], merged_card(picked))
+    if certificate is not None:
+        certificate.save(picked.adapter)
     return picked
 
 
@@ -421,7 +435,8 @@ def tokenizer_files(adapter: Path) -> list[Path]:
     if not (adapter / "tokenizer_config.json").is_file():
         return []
     files = (file for file in adapter.iterdir() if file.is_file() and not file.is_symlink())
-    return [f for f in files if f.suffix in TOKENIZER_SUFFIXES and f.name != SETTINGS_NAME]
+    others = (SETTINGS_NAME, CERTIFICATE_NAME)
+    return [f for f in files if f.suffix in TOKENIZER_SUFFIXES and f.name not in others]
 
 
 def main(cfg: PickConfig) -> Path:
@@ -448,13 +463,15 @@ def main(cfg: PickConfig) -> Path:
         ["", "base", "expected"],
         picked.reward_rows,
     )
-    if picked.requirements:
+    if picked.certificate is not None:
         print_table(
-            f"Bounds with {picked.confidence:.0%} confidence",
-            ["required", "bound"],
+            f"Bounds with {picked.certificate.confidence:.0%} confidence",
+            ["required", "mean", "bound", "prompts"],
             picked.requirement_rows,
         )
     print(picked.evidence)
+    if picked.certificate is not None:
+        print(f"certificate  {picked.certificate.describe()}")
     print(legible(f"adapter   {picked.adapter}"))
     for purpose, command in picked.commands().items():
         print(legible(f"{purpose:<10}{shlex.join(command)}"))

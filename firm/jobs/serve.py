@@ -11,6 +11,7 @@ from typing import Annotated
 
 from firm.alignment.generation import RolloutConfig
 from firm.alignment.policy import PolicyConfig
+from firm.federation.outside import legible
 from firm.fields import Hint, NumTokens, NumWorkers, Port, configuration
 from firm.jobs.export import ExportConfig, export
 from firm.jobs.pick import conditioned_front
@@ -117,4 +118,7 @@ def main(cfg: ServeConfig) -> None:
         print(f"model     {server.name}, at equal shares of {', '.join(front.objectives)}")
         shares = dict(zip(front.objectives, front.preferences()[0].tolist(), strict=True))
         print(f"          {model_at(server.name, shares)}, or any other preference", flush=True)
+        for found in server.engine.served.certificates:
+            at = model_at(server.name, found.preference)
+            print(legible(f"certificate  {at}: {found.describe()}"), flush=True)
         server.serve_forever()

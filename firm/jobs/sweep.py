@@ -26,7 +26,7 @@ from firm.jobs.workspace import show_layout
 from firm.report.front_page import front_figure, write_front_page
 from firm.report.page import PAGE_NAME
 from firm.report.record import read_record
-from firm.report.run_front import num_scored, point_of
+from firm.report.run_front import num_scored, point_of, values_by_prompt
 from firm.report.static import save_figure
 from firm.run.config import compose, to_yaml
 from firm.run.errors import UserError
@@ -220,7 +220,7 @@ def front_of(
 
     Excludes points without a valid final evaluation in the log, with a warning.
     """
-    points, records, validation = [], [], {}
+    points, records, validation, values = [], [], {}, {}
     for name, point in sweep.manifest["points"].items():
         if point["method"] != method or not sweep.is_done(name):
             continue
@@ -245,6 +245,8 @@ def front_of(
                 )
             )
             records.append(record)
+            if own := values_by_prompt(path / SCORES_NAME, objectives):
+                values[name] = own
             rows = record.evaluations.get("validation", [])
             if rows and rows[-1]["round"] == final["round"] and rows[-1] is not rows[0]:
                 means = {n: rows[-1]["rewards"][n]["mean"] for n in record.objectives}
@@ -262,6 +264,7 @@ def front_of(
         num_prompts=first[0]["num_prompts"],
         num_scored=num_scored(first[0], objectives),
         validation=validation,
+        test_values=values,
     )
 
 

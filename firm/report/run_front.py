@@ -2,8 +2,11 @@
 
 import math
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 
 import numpy as np
+from safetensors import SafetensorError
+from safetensors.torch import load_file
 
 from firm.federation.outside import printable
 from firm.fronts.collapse import collapse_reason
@@ -73,6 +76,28 @@ def num_scored(base: Row, objectives: Sequence[str]) -> dict[str, int]:
     return {n: count for n, count in counts.items() if count not in (None, base["num_prompts"])}
 
 
+def values_by_prompt(file: Path, objectives: Sequence[str]) -> dict[str, tuple[float, ...]]:
+    """Returns a model's values by prompt from a file of its metrics by row; {} without the file.
+
+    They are means over the rows of a prompt, of rewards, further scores and KL, to six digits.
+    """
+    try:
+        table = load_file(file)
+        prompts = table.pop("prompt").numpy()
+    except (OSError, SafetensorError, KeyError):
+        return {}
+    values = {}
+    for key, own in table.items():
+        kind, _, name = key.rpartition("/")
+        if kind == "rewards" or (kind == "scores" and name not in objectives) or key == KL:
+            known = np.isfinite(own.numpy())
+            counts = np.bincount(prompts, known)
+            sums = np.bincount(prompts, np.where(known, own.numpy(), 0.0))
+            with np.errstate(invalid="ignore"):
+                values[name] = tuple((sums / counts).round(6).tolist())
+    return values
+
+
 def front_rows(record: Record) -> list[Row]:
     """Returns the final evaluations of a conditioned run on the test prompts, by preference.
 
@@ -88,6 +113,13 @@ def front_of_run(record: Record) -> Front | None:
         return None
     base = record.evaluations["test"][0]
     chosen = _rows(record, "validation").get(record.num_rounds, [])
+    names = [preference_folder(row["preference"]) for row in rows]
+
+    def values(split: str) -> dict[str, dict[str, tuple[float, ...]]]:
+        files = {n: record.path / "front" / n / f"{split}_scores.safetensors" for n in names}
+        found = {n: values_by_prompt(file, record.objectives) for n, file in files.items()}
+        return {name: own for name, own in found.items() if own}
+
     return Front(
         objectives=record.objectives,
         points=tuple(
@@ -120,6 +152,8 @@ def front_of_run(record: Record) -> Front | None:
             for row in chosen
             if rewards_of(row, record.objectives) is not None
         },
+        test_values=values("test"),
+        validation_values=values("validation"),
     )
 
 

@@ -7,11 +7,12 @@ from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
 from typing import Any, Self
 
+from firm.fronts.certificate import Certificate
 from firm.fronts.front import FRONT_NAME, Front
 from firm.fronts.json_record import read_record, write_record
 from firm.fronts.preferences import parse_shares
 from firm.fronts.reach import mean_preference, reaching
-from firm.fronts.requirements import meeting, parse_requirements
+from firm.fronts.requirements import certified, meeting, parse_requirements
 
 TRADE_OFFS = ("preference", "target", "require")
 """Keys of requests that state a trade-off."""
@@ -50,6 +51,8 @@ class ServedFront:
     """System message for conversations without one."""
     end_ids: tuple[int, ...] = ()
     """Ids of the tokens that end a reply, the tokenizer's EOS first."""
+    certificates: tuple[Certificate, ...] = ()
+    """Certificates of models that `firm pick` chose, and of the one that the export is for."""
     request: dict[str, Any] = field(default_factory=dict)
     """Defaults of chat requests, by OpenAI's and llama.cpp's names: the sampling at which the front
     was measured."""
@@ -79,7 +82,7 @@ class ServedFront:
         file = Path(folder) / FRONT_NAME
         if not file.is_file():
             raise ValueError(f"there is no {file}: pass a folder that `firm export` wrote.")
-        return read_record(file, cls, version=_FORMAT, added={"end_ids": []})
+        return read_record(file, cls, version=_FORMAT, added={"end_ids": [], "certificates": []})
 
     def preference(
         self,
@@ -136,8 +139,23 @@ def stated_preference(
             raise ValueError(f"require must be a text such as 'kl<=3', got {_shown(require)}.")
         requirements = parse_requirements(require, front)
         parts = meeting(front, requirements, confidence=confidence, is_mixed=True)
-        return mean_preference(parts)
+        certificate = certified(front, parts, requirements, confidence=confidence)
+        return checked(certificate, objectives)
     return [1 / len(objectives)] * len(objectives)
+
+
+def checked(certificate: Certificate, objectives: Sequence[str]) -> list[float]:
+    """Returns the preference [M] of a certificate that passes.
+
+    Raises:
+        ValueError: It does not.
+    """
+    if not certificate.passes:
+        raise ValueError(
+            f"require: the chosen model does not pass its certificate ({certificate.describe()}): "
+            "relax a requirement, or measure more prompts."
+        )
+    return [certificate.preference[name] for name in objectives]
 
 
 def _preference(value: Shares, objectives: Sequence[str]) -> list[float]:

@@ -19,18 +19,20 @@ def _few_trials(monkeypatch):
     monkeypatch.setattr(kept, "NUM_TRIALS", 200)
 
 
-def test_without_noise_every_requirement_is_kept_and_every_target_reached():
+@pytest.mark.parametrize("is_validated", [False, True])
+def test_without_noise_every_requirement_is_kept_and_every_target_reached(is_validated):
     exact = rewards(0.0)
-    found, gaps, infeasible = kept.required(exact, 0.95)
-    assert (len(found), infeasible) == (200, 0)
-    assert min(gaps) > -1e-9
+    found, gaps, others = kept.required(exact, 0.95, is_validated=is_validated)
+    assert len(found) + others == 200
+    assert 100 < len(found) < 200  # equal values are no certainty
+    assert min(gaps) > 0
     assert np.abs(kept.targeted(exact)).max() < 1e-9
 
 
 @pytest.mark.parametrize("confidence", [0.6, 0.95])
-def test_a_bound_is_kept_about_as_often_as_it_says(confidence):
+def test_a_bound_is_kept_at_least_as_often_as_it_says(confidence):
     found, gaps, _ = kept.required(rewards(0.5), confidence)
-    assert np.mean(found) == pytest.approx(confidence, abs=0.08)  # questions are drawn with others
+    assert np.mean(found) >= confidence - 0.03
     assert found == [gap >= 0 for gap in gaps]
 
 

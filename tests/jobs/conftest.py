@@ -42,7 +42,8 @@ def bent(trained, tmp_path_factory) -> Path:
         first, _ = point.preference or ()
         rewards = dict(zip(front.objectives, (first**2, 1 - first**2), strict=True))
         points.append(replace(point, rewards=rewards, collapse=None))
-    replace(front, points=tuple(points), validation={}).save(place / "front.json")
+    unknown = {"validation": {}, "test_values": {}, "validation_values": {}}
+    replace(front, points=tuple(points), **unknown).save(place / "front.json")
     return place
 
 

@@ -6,6 +6,7 @@ import shutil
 import socket
 import sys
 from contextlib import closing
+from dataclasses import replace
 from http.client import HTTPConnection
 from pathlib import Path
 from threading import Thread
@@ -24,11 +25,13 @@ from firm.alignment.prompts import hh_text
 from firm.cli.main import COMMANDS, main
 from firm.extras import install_command
 from firm.fronts import Front
+from firm.fronts.certificate import Certificate
 from firm.jobs.export import export
 from firm.jobs.pick import PickConfig, pick
 from firm.jobs.serve import endpoint
 from firm.run import UserError
 from firm.serving import ServedFront, load_served, set_scales_
+from firm.serving.endpoint import Endpoint
 from firm.serving.llama import LlamaEngine
 from firm.serving.openvino import OpenVINOEngine
 from tests import smoke
@@ -440,3 +443,46 @@ def test_a_run_s_adapter_has_its_settings_of_generation(strong):
     settings = json.loads((strong / "adapter/generation_config.json").read_text())
     assert settings["eos_token_id"] == [AutoTokenizer.from_pretrained(smoke.POLICY).eos_token_id]
     assert (settings["top_k"], settings["top_p"], settings["do_sample"]) == (0, 1.0, True)
+
+
+def test_certificates_are_exported_and_served(strong, tmp_path, capsys, monkeypatch):
+    run = Path(shutil.copytree(strong, tmp_path / "run"))
+    requirements = "brevity>=0.3"
+    chosen = pick(PickConfig(front=run, require=requirements)).adapter
+    own = Certificate.load(chosen)
+    assert own is not None
+    assert own.passes
+    folder = exported(run, tmp_path / "all", "--to", "gguf", "--has_base", "false").folder
+    assert ServedFront.load(folder).certificates == (own,)
+    monkeypatch.setattr(Endpoint, "serve_forever", lambda _: None)
+    COMMANDS["serve"].run([str(run), "--port", str(free_port()), "--name", "tiny"])
+    assert "certificate  tiny@brevity=" in capsys.readouterr().out
+    COMMANDS["export"].run(
+        ["--run", str(run), "--out", str(tmp_path / "one"), "--require", requirements]
+    )
+    assert "certificate  pass: brevity >= 0.3 (bound 0.300)" in capsys.readouterr().out
+    found = Certificate.load(tmp_path / "one")
+    assert found is not None
+    assert found.passes
+    assert found.is_interpolated
+    folder = exported(run, tmp_path / "other", "--target", "brevity=1,positivity=1").folder
+    assert Certificate.load(folder) is None
+
+
+def test_a_model_that_does_not_pass_is_neither_exported_nor_served(strong, tmp_path):
+    run = Path(shutil.copytree(strong, tmp_path / "run"))
+    front = Front.load(run / "front.json")
+    good, bad = ({"brevity": (0.9,) * 50, "positivity": (b,) * 50} for b in (0.9, 0.1))
+    names = [point.name for point in front.points]
+    known = {
+        "test_values": dict.fromkeys(names, bad),
+        "validation_values": dict.fromkeys(names, good),
+    }
+    replace(front, **known).save(run / "front.json")
+    with pytest.raises(UserError, match=r"not pass its certificate .fail: positivity >= 0.5"):
+        exported(run, tmp_path / "out", "--require", "positivity>=0.5")
+    assert not (tmp_path / "out").exists()
+    chosen = pick(PickConfig(front=run, require="positivity>=0.5"))
+    assert chosen.certificate is not None
+    assert chosen.certificate.verdict == "fail"
+    assert Certificate.load(chosen.adapter) == chosen.certificate

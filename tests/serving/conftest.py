@@ -14,7 +14,7 @@ def make_point(share: float) -> Point:
         preference=(share, 1 - share),
         seed=0,
         rewards={"helpful": share**2, "harmless": 1 - share**2},
-        errors=dict.fromkeys(NAMES, 0.01),
+        errors=dict.fromkeys((*NAMES, "kl"), 0.01),
         scores={},
         kl=2 * share,
         adapter=f"front/{share}",

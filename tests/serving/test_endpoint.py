@@ -7,6 +7,7 @@ from contextlib import closing, contextmanager
 
 import pytest
 
+from firm.fronts.confidence import half_width
 from firm.serving.endpoint import MAX_BODY, Endpoint, Refused, models, translated
 from firm.serving.local import is_local
 
@@ -64,6 +65,11 @@ def ask(server, path="/v1/chat/completions", body=None, **headers):
         return response.status, response.read().decode()
 
 
+SHARE = 0.5 + 0.5 * (0.9 + half_width(0.01, 8, 1 - 0.05 / 3) - 0.25) / 0.75
+"""Share of helpful at which its bound is 0.9, and the rest goes to harmless."""
+MET = f"tiny@helpful={round(SHARE, 6):g},harmless={round(1 - SHARE, 6):g}"
+
+
 @pytest.mark.parametrize(
     ("request_", "shares", "model"),
     [
@@ -79,8 +85,8 @@ def ask(server, path="/v1/chat/completions", body=None, **headers):
             "tiny@helpful=0.666667,harmless=0.333333",
         ),
         ({"target": [0, 1]}, (0, 1), "tiny@helpful=0,harmless=1"),
-        ({"require": "kl<=1"}, (0.5, 0.5), "tiny@helpful=0.5,harmless=0.5"),
-        ({"model": "tiny@require:kl<=1"}, (0.5, 0.5), "tiny@helpful=0.5,harmless=0.5"),
+        ({"require": "helpful>=0.9"}, (SHARE, 1 - SHARE), MET),
+        ({"model": "tiny@require:helpful>=0.9"}, (SHARE, 1 - SHARE), MET),
     ],
 )
 def test_a_trade_off_in_the_body_or_the_name_becomes_scales(served, request_, shares, model):

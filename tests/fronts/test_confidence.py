@@ -1,0 +1,75 @@
+"""Bounds hold as often as they say, with few values, ties and skew."""
+
+import math
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from scipy.stats import t
+
+from benchmarks.certificates import SETTINGS, wrong_choices, wrong_passes
+from firm.fronts.confidence import half_width, lower_bound, upper_bound
+
+shares = st.lists(st.floats(0, 1), min_size=1, max_size=40).map(np.array)
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_a_bound_is_wrong_in_at_most_5_percent(name):
+    share, distance = wrong_passes(SETTINGS[name], 300)
+    assert share <= 0.05 + 2.5 * math.sqrt(0.05 * 0.95 / 300) * (not SETTINGS[name].is_bounded)
+    assert math.isfinite(distance)
+    assert distance > 0
+
+
+@pytest.mark.parametrize("is_validated", [True, False])
+def test_the_best_of_many_passes_as_rarely(is_validated):
+    assert wrong_choices(40, is_validated=is_validated) <= 0.05
+
+
+def test_a_proportion_has_the_exact_bound():
+    assert lower_bound(np.ones(5), 0.95, is_bounded=True) == pytest.approx(0.05**0.2)
+    assert lower_bound(np.zeros(5), 0.95, is_bounded=True) == 0
+    assert upper_bound(np.zeros(5), 0.95, is_bounded=True) == pytest.approx(1 - 0.05**0.2)
+    assert upper_bound(np.zeros(5), 0.95, is_bounded=False) == pytest.approx(1 - 0.05**0.2)
+
+
+@given(shares)
+def test_bounds_enclose_the_mean_and_widen_with_the_confidence(values):
+    lows = [lower_bound(values, c, is_bounded=True) for c in (0.6, 0.9, 0.99)]
+    highs = [upper_bound(values, c, is_bounded=True) for c in (0.6, 0.9, 0.99)]
+    assert 0 <= lows[2] <= lows[1] <= lows[0] <= values.mean() + 1e-9
+    assert values.mean() - 1e-9 <= highs[0] <= highs[1] <= highs[2] <= 1
+
+
+def test_the_test_by_betting_has_the_exact_bound_where_all_values_are_1():
+    """A gambler who stakes all on each of n wins at odds 1 / m has m⁻ⁿ."""
+    almost = np.full(60, 1 - 1e-9)  # not counted as a proportion
+    exact = lower_bound(np.ones(60), 0.95, is_bounded=True)
+    assert exact - 0.03 < lower_bound(almost, 0.95, is_bounded=True) <= exact
+
+
+def test_values_without_a_bound_have_student_s_at_least():
+    values = np.random.default_rng(0).normal(size=200)
+    error = values.std(ddof=1) / math.sqrt(200)
+    student = values.mean() - t.ppf(0.95, 199) * error
+    assert student - 0.6 * error <= lower_bound(values, 0.95, is_bounded=False) <= student
+    assert half_width(error, 200, 0.95) == pytest.approx(t.ppf(0.95, 199) * error)
+
+
+@pytest.mark.parametrize("values", [[], [2.0], [2.0, 2.0, 2.0]])
+def test_equal_values_without_a_bound_say_nothing(values):
+    assert lower_bound(np.array(values), 0.95, is_bounded=False) == -math.inf
+    assert upper_bound(np.array(values), 0.95, is_bounded=False) == math.inf
+    assert half_width(0.0, 9, 0.95) == half_width(1.0, 1, 0.95) == math.inf
+
+
+@pytest.mark.parametrize("confidence", [0.1, 0.5, 1.0, math.nan])
+def test_a_confidence_outside_its_range_is_refused(confidence):
+    with pytest.raises(ValueError, match=r"confidence must be greater than 0\.5 and less than 1"):
+        lower_bound(np.ones(5), confidence, is_bounded=True)
+
+
+def test_values_outside_their_bounds_are_refused():
+    with pytest.raises(ValueError, match=r"values must be in \[0, 1\], got 0 to 2"):
+        lower_bound(np.array([0.0, 2.0]), 0.95, is_bounded=True)
