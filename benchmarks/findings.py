@@ -587,17 +587,24 @@ def older_front(folder: str, method: str) -> dict[int, list[Point]]:
     return dict(sorted(kept.items()))
 
 
-def older_volumes(folder: str, method: str, *, true: bool = False) -> list[float]:
-    """Returns the hypervolume of each seed: of the rewards from zero, or true scores from -1.5."""
+def older_volumes(folder: str, method: str, *, true: float | None = None) -> list[float]:
+    """Returns each seed's hypervolume: of the rewards from zero, or of true scores from `true`."""
     volumes = []
     for points in older_front(folder, method).values():
-        if true:
+        if true is not None:
             rows = [[p.scores[f"true_{name}"] for name in OBJECTIVES] for p in points]
         else:
             rows = [list(p.rewards.values()) for p in points]
-        corner = np.full(2, -1.5 if true else 0.0)
-        volumes.append(volume_above(np.array(rows), corner))
+        volumes.append(volume_above(np.array(rows), np.full(2, true or 0.0)))
     return volumes
+
+
+def older_scores(folder: str, method: str, name: str) -> list[float]:
+    """Returns the mean of a true score over a method's preferences, of each seed."""
+    return [
+        fmean(point.scores[name] for point in points)
+        for points in older_front(folder, method).values()
+    ]
 
 
 def figure_3() -> dict[str, dict[int, dict[str, float]]]:
@@ -613,13 +620,14 @@ def figure_3() -> dict[str, dict[int, dict[str, float]]]:
 
 FOLDS, SEPARATE, SOUPS = "one_conditioned_run", "separate_runs", "rewarded_soups"
 VOLUMES = (
-    # world, text, first and second method, whether by true scores
-    ("aligned", "one conditioned run, nine separate runs", FOLDS, SEPARATE, False),
-    ("aligned", "one conditioned run, nine runs with PPO", FOLDS, f"{SEPARATE}_ppo", False),
-    ("aligned", "one conditioned run, Rewarded Soups", FOLDS, SOUPS, True),
-    ("aligned", "Rewarded Soups, nine separate runs", SOUPS, SEPARATE, True),
-    ("aligned", "Rewarded Soups, nine separate runs", SOUPS, SEPARATE, False),
-    ("hh", "one conditioned run, three separate runs", FOLDS, SEPARATE, False),
+    # world, text, first and second method, reference point if by true scores
+    ("aligned", "one conditioned run, nine separate runs", FOLDS, SEPARATE, None),
+    ("aligned", "one conditioned run, nine runs with PPO", FOLDS, f"{SEPARATE}_ppo", None),
+    ("aligned", "one conditioned run, Rewarded Soups", FOLDS, SOUPS, -1.5),
+    ("aligned", "Rewarded Soups, nine separate runs", SOUPS, SEPARATE, -1.5),
+    ("aligned", "Rewarded Soups, nine separate runs", SOUPS, SEPARATE, -3.0),
+    ("aligned", "Rewarded Soups, nine separate runs", SOUPS, SEPARATE, None),
+    ("hh", "one conditioned run, three separate runs", FOLDS, SEPARATE, None),
 )
 EVEN = "fixed λ = (0.5, 0.5)"
 RUNS = (
@@ -642,9 +650,14 @@ def older_differences() -> dict[tuple[str, str, str], list[float]]:
     found = {}
     for world, text, first, second, true in VOLUMES:
         ends = [older_volumes(world, method, true=true) for method in (first, second)]
-        kind = "true scores" if true else "rewards"
+        kind = "rewards" if true is None else f"true scores from ({true:g}, {true:g})"
         name = {"aligned": "Aligned world", "hh": "HH-RLHF"}[world]
         key = f"{name}: {text}", f"hypervolume, {kind}", f"docs/fronts/{world}"
+        found[key] = [a - b for a, b in zip(*ends, strict=True)]
+    for score in ("true_helpful", "true_harmless"):
+        ends = [older_scores("aligned", method, score) for method in (SOUPS, SEPARATE)]
+        quantity = f"{score.replace('_', ' ')}, mean over the preferences"
+        key = "Aligned world: Rewarded Soups, nine separate runs", quantity, "docs/fronts/aligned"
         found[key] = [a - b for a, b in zip(*ends, strict=True)]
     runs = figure_3()
     for text, first, second, name in RUNS:
@@ -706,6 +719,7 @@ def front_table(folder: Path = PROTOCOL) -> str:
     """Returns the secondary quantities of A1 and A2, means ± standard errors."""
     data = parts("front", TEN, folder).values()
     sides: dict[str, Callable[[Models], list[Model]]] = {
+        "base model": lambda models: [models["base"]],
         "one conditioned run": lambda models: of(models, "conditioned"),
         "five separate runs": lambda models: of(models, "separate"),
         "soup of three": lambda models: soups(models, 3),
@@ -932,6 +946,10 @@ def real_table(folder: Path = PROTOCOL) -> str:
         [name, str(len(own)), *(spread([row[key] for row in own.values()]) for key in keys)]
         for name, own in by_model.items()
     ]
+    first, second = (by_model[f"conditioned {share}"] for share in (0.1, 0.9))
+    seeds = sorted(first.keys() & second.keys())
+    change = [interval([second[s][key] - first[s][key] for s in seeds]) for key in keys]
+    rows.append(["conditioned 0.9 less 0.1", str(len(seeds)), *change])
     return markdown_table(["model", "seeds", *keys], rows)
 
 

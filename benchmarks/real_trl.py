@@ -4,11 +4,12 @@
     python benchmarks/real_trl.py --out runs/real_trl
 
 Both sides sample 768 replies to the same questions in groups of four, take two optimizer steps per
-64 replies at the same learning rate and KL coefficient, and have the same LoRA, rewards and maps to
-[0, 1], which FIRM's side measures. FIRM has four clients that solve for their weights; TRL's
-trainer has all questions, and adds the rewards up. What else differs is each library's default.
-Each side runs in a process of its own, which measures its peak memory; then both adapters reply to
-the same 50 questions.
+64 replies at the same learning rate, and have the same LoRA, rewards and maps to [0, 1], which
+FIRM's side measures. The KL coefficients are equal in number, not in weight: FIRM's is subtracted
+from rewards in [0, 1] before they are normalised, TRL's stands beside advantages of unit variance.
+FIRM has four clients that solve for their weights; TRL's trainer has all questions, and adds the
+rewards up. What else differs is each library's default. Each side runs in a process of its own,
+which measures its peak memory; then both adapters reply to the same 50 questions.
 """
 
 import argparse

@@ -12,9 +12,11 @@ from benchmarks.findings import (
     PAGE,
     PROTOCOL,
     TABLES,
+    TEN,
     Claim,
     at_equal_kl,
     at_kl,
+    baseline_table,
     chosen,
     coverage,
     difference_p,
@@ -28,7 +30,10 @@ from benchmarks.findings import (
     gained_volume,
     holm,
     interval,
+    of,
     older_differences,
+    parts,
+    real_table,
     replies_table,
     rich_of_folds,
     seeds_for_equality,
@@ -256,6 +261,33 @@ def test_the_table_of_findings_is_short_and_names_command_and_data():
         assert any(PAGE.parents[1].glob(data)) or "open: 0 of" in row
 
 
+SOUPS = "Aligned world: Rewarded Soups, nine separate runs"
+
+
+def cells(table: str, first: str, second: str) -> list[str]:
+    """The cells after the first of the row of a Markdown table that begins with these two."""
+    rows = ([cell.strip() for cell in line.split("|")[1:-1]] for line in table.splitlines())
+    (row,) = (row for row in rows if row[:2] == [first, second])
+    return row[1:]
+
+
+def gain_lost() -> list[float]:
+    """The part of five separate runs' gain that the conditioned run lacks, also in true scores."""
+    data = list(parts("front", TEN).values())
+    lost = []
+    for keys in ((), (["true_helpful", "true_harmless"],)):
+        base, own, others = (
+            np.mean([expected_utility(side(models), *keys) for models in data])
+            for side in (
+                lambda models: [models["base"]],
+                lambda models: of(models, "conditioned"),
+                lambda models: of(models, "separate"),
+            )
+        )
+        lost.append((others - own) / (others - base))
+    return lost
+
+
 def test_the_readme_states_the_intervals_of_the_findings():
     text = (ROOT / "README.md").read_text(encoding="utf-8")
     section = text[text.index("## What to expect") : text.index("SmolLM2 beside TRL")]
@@ -271,7 +303,15 @@ def test_the_readme_states_the_intervals_of_the_findings():
             interval(claims[name].differences)
             for name in ("A1", "F1", "B5", "B6", "C1", "C2", "C4")
         ),
+        *cells(baseline_table(), "FIRM less fixed weights", "60")[1:3],
+        cells(real_table(), "conditioned 0.9 less 0.1", "3")[4],
+        *(
+            found[SOUPS, f"{name}, mean over the preferences"].text()
+            for name in ("true helpful", "true harmless")
+        ),
     ]
+    for share in gain_lost():
+        assert f"{share:.0%}".replace("%", " %") in section
     for figure in stated:
         assert figure in section
         section = section.replace(figure, "")
