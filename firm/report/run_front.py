@@ -120,6 +120,20 @@ def front_of_run(record: Record) -> Front | None:
         found = {n: values_by_prompt(file, record.objectives) for n, file in files.items()}
         return {name: own for name, own in found.items() if own}
 
+    validation_values = values("validation")
+    validation = {
+        preference_folder(row["preference"]): {
+            name: row["rewards"][name]["mean"] for name in record.objectives
+        }
+        for row in chosen
+        if rewards_of(row, record.objectives) is not None
+    }
+    if not chosen:  # a run without rounds measures them at its end alone
+        validation = {
+            name: {own: float(np.nanmean(rows[own])) for own in record.objectives}
+            for name, rows in validation_values.items()
+        }
+
     return Front(
         objectives=record.objectives,
         points=tuple(
@@ -145,15 +159,9 @@ def front_of_run(record: Record) -> Front | None:
         num_prompts=base["num_prompts"],
         is_conditioned=True,
         num_scored=num_scored(base, record.objectives),
-        validation={
-            preference_folder(row["preference"]): {
-                name: row["rewards"][name]["mean"] for name in record.objectives
-            }
-            for row in chosen
-            if rewards_of(row, record.objectives) is not None
-        },
+        validation=validation,
         test_values=values("test"),
-        validation_values=values("validation"),
+        validation_values=validation_values,
     )
 
 
