@@ -206,7 +206,10 @@ def test_two_processes_on_one_client_give_the_gradients_of_one_without_a_critic(
     fork_two(names[0], *options, *sharded, "--processes_per_client", "2")
     for mine, theirs in zip(*(read_rows(runs / name, "client") for name in names), strict=True):
         assert mine["scores"] == pytest.approx(theirs["scores"], rel=1e-6)
-        assert mine["gradient_norms"][0] == pytest.approx(theirs["gradient_norms"][0], rel=1e-5)
+        norms = theirs["gradient_norms"][0]
+        # halves of a batch are added in another order, and round relative to their terms, which
+        # may cancel in a small sum: 1.1e-5 of one of 0.18 beside 2.0 on processors with AMX
+        assert mine["gradient_norms"][0] == pytest.approx(norms, rel=1e-5, abs=1e-5 * max(norms))
         assert mine["zero_variance_share"] == theirs["zero_variance_share"]
     assert distance(*[read_adapter(runs / name) for name in names]) < 1e-7
 
