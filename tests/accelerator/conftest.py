@@ -60,6 +60,8 @@ def pytest_runtest_protocol(item: pytest.Item) -> bool | None:
     hook.pytest_runtest_logstart(nodeid=item.nodeid, location=item.location)
     for data in reports[item.nodeid]:
         report = hook.pytest_report_from_serializable(config=config, data=data)
+        if isinstance(report.longrepr, list):  # of a skip; JSON has no tuples
+            report.longrepr = tuple(report.longrepr)
         hook.pytest_runtest_logreport(report=report)
     hook.pytest_runtest_logfinish(nodeid=item.nodeid, location=item.location)
     return True
