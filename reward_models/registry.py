@@ -127,8 +127,8 @@ class RewardModelConfig:
         return ("file", "options") if name == "sequence_classifier" else _OF_CLASSIFIERS
 
 
-_OF_CLASSIFIERS = ("path", "format", "append_eos", "max_length", "batch_size", "dtype", "device")
-"""Settings that functions do not read."""
+_OF_CLASSIFIERS = ("path", "format", "append_eos", "max_length", "dtype")
+"""Settings that functions do not read, and that change scores; `batch_size` and `device` do not."""
 _DEFAULTS = {each.name: each.default for each in fields(RewardModelConfig)}
 
 

@@ -89,7 +89,7 @@ def test_a_run_on_pairs_multiplies_as_much_as_its_plan_says(dtype, tmp_path, mon
     }
     for at, name in enumerate(("helpful", "harmless")):
         rows = [
-            {"prompt": text, "chosen": reply, "rejected": reply + " more"}
+            {"prompt": text, "chosen": reply, "rejected": "more " + reply}
             for text in dialogues(256, 22, 64)[32 * at : 32 * (at + 1)]
         ]
         (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))

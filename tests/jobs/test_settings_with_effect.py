@@ -97,15 +97,13 @@ REWARD: dict[str, list[Any]] = {
     "format": ["plain"],
     "append_eos": [True],
     "max_length": [3],
-    "batch_size": [3],
     "dtype": ["bfloat16"],
-    "device": ["meta"],
     "output": ["other"],
     "file": ["nothing.py"],
     "options": [{"half_words": 3}, {"nothing": 3}],
     "golden": [[GoldenScore("a", "b", 7.0)]],
 }
-"""Settings beside the function `brevity`."""
+"""Settings beside the function `brevity`, but those of where and in which portions it scores."""
 
 
 def has_effect(read: Callable[..., Any], key: str, value: Any) -> bool:
@@ -216,9 +214,7 @@ def test_every_setting_of_the_prompts_format_has_an_effect(key, has_template):
         )
 
 
-@pytest.mark.parametrize(
-    "key", [name for name in names(RewardModelConfig) if name != "normalization"]
-)
+@pytest.mark.parametrize("key", REWARD)
 def test_every_setting_of_a_reward_function_has_an_effect(key):
     def scores(**given: Any) -> Any:
         own = RewardModelConfig(**{"name": "brevity", **given})
@@ -232,10 +228,15 @@ def test_every_setting_of_a_reward_function_has_an_effect(key):
         assert has_effect(scores, key, value)
 
 
+def test_the_settings_of_rewards_are_complete():
+    others = {"normalization", "batch_size", "device"}
+    assert {*names(RewardModelConfig)} - others == REWARD.keys()
+
+
 def test_the_name_of_another_reward_drops_settings_that_it_does_not_read():
     given = [("rewards.helpful.name", "brevity")]
     cfg = compose(AlignmentConfig, [str(ROOT / "configs/miniature.yaml")], given, source="test")
-    assert cfg.rewards["helpful"] == RewardModelConfig(name="brevity")
+    assert cfg.rewards["helpful"] == RewardModelConfig(name="brevity", batch_size=64)
     with pytest.raises(UserError, match=r"rewards\.helpful: `path` is a setting of sequence class"):
         compose(
             AlignmentConfig,
