@@ -19,7 +19,6 @@ from firm.fields import NOT_IN_PAPER, configuration
 
 REPLY_FIELDS = ("tool_calls", "function_call", "reasoning_content", "reasoning", "thinking")
 """Fields of a message that are part of a reply, beside its text."""
-_PARTS = ("chosen", "rejected")
 
 
 @dataclass(frozen=True)
@@ -152,7 +151,7 @@ def pair_of(prompt: Prompt, ranked_by: str = "", *, objective: str = "") -> Pair
         ValueError: The row does not hold two replies; the message quotes no text.
     """
     columns, place = prompt.columns, prompt.place or "the pair"
-    better, worse = _PARTS
+    better, worse = "chosen", "rejected"
     if ranked_by:
         index = columns.get(ranked_by)
         if isinstance(index, bool) or index not in (0, 1):
@@ -213,7 +212,15 @@ def _split(value: Any, prompt: Prompt) -> tuple[list[tuple[Any, ...]], str, dict
             "other messages."
         )
     replies = turns[start:]
-    more = [{k: v for k, v in turn.items() if k not in ("role", "content")} for turn in replies]
+    more = [
+        # data sets pad messages with empty lists of calls
+        {
+            k: v
+            for k, v in turn.items()
+            if k not in ("role", "content") and (v or k not in REPLY_FIELDS)
+        }
+        for turn in replies
+    ]
     if len(replies) > 1 and (names := [n for n in REPLY_FIELDS if any(n in m for m in more)]):
         raise ValueError(f"a reply with `{names[0]}` must be one message, got {len(replies)}.")
     text = "\n\n".join((turn.get("content") or "").strip() for turn in replies)
@@ -222,4 +229,4 @@ def _split(value: Any, prompt: Prompt) -> tuple[list[tuple[Any, ...]], str, dict
 
 def _bare(turn: ChatMessage) -> tuple[Any, ...]:
     """Returns a message's role, stripped text and calls, by which two messages are the same."""
-    return turn["role"], (turn.get("content") or "").strip(), turn.get("tool_calls")
+    return turn["role"], (turn.get("content") or "").strip(), turn.get("tool_calls") or None

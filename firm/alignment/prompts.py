@@ -291,17 +291,16 @@ def _common_beginning(chosen: str, rejected: Any) -> str:
     return shared.removesuffix(" ")
 
 
-def common_beginning(*texts: str) -> str:
-    """Returns the longest text with which all texts begin."""
-    same = takewhile(lambda characters: len(set(characters)) == 1, zip(*texts, strict=False))
-    return texts[0][: sum(1 for _ in same)]
+def common_beginning(first: Any, *others: Any) -> Any:
+    """Returns the longest text or list with which all given ones begin."""
+    rows = zip(first, *others, strict=False)
+    return first[: sum(1 for _ in takewhile(lambda row: row.count(row[0]) == len(row), rows))]
 
 
 def _common_messages(chosen: Any, rejected: Any) -> Any:
     if not (isinstance(chosen, list) and isinstance(rejected, list)):
         return chosen
-    pairs = zip(chosen, rejected, strict=False)
-    return [turn for turn, _ in takewhile(lambda pair: pair[0] == pair[1], pairs)]
+    return common_beginning(chosen, rejected)
 
 
 def _read_messages(value: Any, *, drops_answer: bool) -> tuple[ChatMessage, ...]:

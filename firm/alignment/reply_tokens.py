@@ -8,7 +8,6 @@ template writes.
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import takewhile
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
@@ -92,7 +91,7 @@ def _from_template(
         opening, *wholes = texts[3 * at : 3 * at + 3]
         opening_ids, *whole_ids = ids[3 * at : 3 * at + 3]
         # a token that spans the end of the prompt is the reply's
-        num_read = _num_shared(opening_ids, *whole_ids)
+        num_read = len(common_beginning(opening_ids, *whole_ids))
         if not all(whole.startswith(opening) for whole in wholes):
             _check_prompt(pair, opening, wholes, tokenizer, prompt_format)
             unread[str(tokenizer.decode(opening_ids[num_read:]))] += 1
@@ -115,11 +114,6 @@ def _from_template(
             "which are learned as it writes them."
         )
     return encoded
-
-
-def _num_shared(*rows: list[int]) -> int:
-    """Returns the number of tokens with which all rows begin."""
-    return sum(1 for _ in takewhile(lambda each: len(set(each)) == 1, zip(*rows, strict=False)))
 
 
 def _closing(opening: str, whole: str, text: str) -> str:

@@ -6,7 +6,6 @@ and tested on others. A certificate that passes is wrong with a probability of a
 (Bonferroni), so that the choice among them does not matter.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, Self
@@ -49,6 +48,13 @@ class Certificate:
     passes: bool
     """Whether all bounds meet their requirements."""
 
+    def __post_init__(self) -> None:
+        if not self.bounds or self.passes != all(own.passes for own in self.bounds):
+            raise ValueError(
+                f"a certificate must have bounds, and pass if all of them do, got passes "
+                f"{self.passes} with {len(self.bounds)} bounds."
+            )
+
     @property
     def verdict(self) -> Literal["pass", "fail"]:
         """The result in a word."""
@@ -82,8 +88,3 @@ class Certificate:
         """
         file = folder / CERTIFICATE_NAME
         return read_record(file, cls, version=_FORMAT) if file.is_file() else None
-
-
-def holds(bounds: Sequence[Bound]) -> bool:
-    """Returns whether all bounds meet their requirements."""
-    return all(own.passes for own in bounds)

@@ -8,12 +8,11 @@ models at once.
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 from scipy.optimize import linprog
 
-from firm.fronts.certificate import Bound, Certificate, holds
+from firm.fronts.certificate import Bound, Certificate
 from firm.fronts.confidence import check_confidence, half_width, lower_bound, upper_bound
 from firm.fronts.front import KL, Front, Point
 from firm.fronts.nearest import sound
@@ -291,30 +290,29 @@ def certified(
         requirements: Bounds that it must meet.
         confidence: Probability in (0.5, 1) with which a model that misses one does not pass.
     """
-    is_validated_choice = is_validated(front, requirements)
-    evidence = _Evidence(front, False, check_confidence(confidence))
-    if not is_validated_choice:
+    is_apart = is_validated(front, requirements)
+    if is_apart:
+        evidence = _Evidence(front, False, check_confidence(confidence))
+    else:
         evidence = _evidence_of_choice(front, requirements, confidence)
     bounds = []
     for each in requirements:
         bound, mean, num = evidence.bound(parts, each)
-        if not is_validated_choice:
+        if not is_apart:
             bound = _mixed_bound(evidence, parts, each)
         margin = each.margin(bound)
         passes = bool(np.isfinite(bound) and margin >= -_SAME)
         shown = float(bound) if np.isfinite(bound) else float("nan")
         bounds.append(Bound(str(each), shown, mean, num, passes))
-    preference: dict[str, Any] = dict(
-        zip(front.objectives, map(float, mean_preference(list(parts))), strict=True)
-    )
+    preference = map(float, mean_preference(parts))
     return Certificate(
-        preference,
+        dict(zip(front.objectives, preference, strict=True)),
         tuple(bounds),
         float(confidence),
         "test",
-        1 if is_validated_choice else len(front.points),
+        1 if is_apart else len(front.points),
         len(parts) > 1,
-        holds(bounds),
+        all(own.passes for own in bounds),
     )
 
 

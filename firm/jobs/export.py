@@ -27,7 +27,6 @@ from firm.fields import configuration
 from firm.fronts.certificate import CERTIFICATE_NAME, Certificate
 from firm.fronts.front import FRONT_NAME, Front
 from firm.fronts.preferences import in_words, preference_folder
-from firm.fronts.requirements import certified, meeting, parse_requirements
 from firm.jobs.fetch import fetch_policy
 from firm.jobs.finished_runs import adapter_folder
 from firm.jobs.model_card import markdown_text, model_card
@@ -37,7 +36,7 @@ from firm.run.files import whole_folder
 from firm.run.names import check_slugs, dated_folder, slug
 from firm.run.shipped import with_shipped_paths
 from firm.serving import gguf_adapters, openvino
-from firm.serving.front import TRADE_OFFS, ServedFront, checked
+from firm.serving.front import TRADE_OFFS, ServedFront, passing_certificate
 from firm.serving.gguf_base import HH_TEMPLATE, plain_template, write_base
 from firm.serving.plain import check_plain
 
@@ -139,7 +138,9 @@ def export(cfg: ExportConfig) -> Exported:
         settings = read_settings(adapter)
         end_ids = _end_ids(cfg, adapter)
         served = front and _record(cfg, front, adapter, end_ids)
-        certificate = _certificate(cfg, front) if front and cfg.require else None
+        certificate = None
+        if front and cfg.require:
+            certificate = passing_certificate(front, cfg.require, confidence=cfg.confidence)
         preferences = _preferences(cfg, served, certificate)
         generation = generation_settings(end_ids, cfg.rollout)
         with whole_folder(out) as draft:
@@ -168,17 +169,6 @@ def export(cfg: ExportConfig) -> Exported:
     return Exported(out, cfg.policy.path, preferences, settings.r, certificate)
 
 
-def _certificate(cfg: ExportConfig, front: Front) -> Certificate:
-    """Returns the certificate of the model that meets the requirements.
-
-    Raises:
-        ValueError: No model meets them.
-    """
-    requirements = parse_requirements(cfg.require, front)
-    parts = meeting(front, requirements, confidence=cfg.confidence, is_mixed=True)
-    return certified(front, parts, requirements, confidence=cfg.confidence)
-
-
 def _without_limit(generation: GenerationConfig) -> GenerationConfig:
     settings = {**generation.to_diff_dict(), "max_new_tokens": None}
     return GenerationConfig(**settings)
@@ -193,7 +183,7 @@ def _preferences(
         return {alone: None}
     front = served.front
     if certificate is not None:
-        return {alone: checked(certificate, front.objectives)}
+        return {alone: [certificate.preference[name] for name in front.objectives]}
     if cfg.is_folded:
         return {alone: served.preference(cfg.preference, target=cfg.target or None)}
     if cfg.to == "vllm":

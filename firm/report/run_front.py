@@ -83,7 +83,8 @@ def values_by_prompt(file: Path, objectives: Sequence[str]) -> dict[str, tuple[f
     """
     try:
         table = load_file(file)
-        prompts = table.pop("prompt").numpy()
+        # renumbered, since the sizes of a stranger's indices would be allocated
+        prompts = np.unique(table.pop("prompt").numpy(), return_inverse=True)[1]
     except (OSError, SafetensorError, KeyError):
         return {}
     values = {}

@@ -137,25 +137,26 @@ def stated_preference(
     if require is not None:
         if not isinstance(require, str):
             raise ValueError(f"require must be a text such as 'kl<=3', got {_shown(require)}.")
-        requirements = parse_requirements(require, front)
-        parts = meeting(front, requirements, confidence=confidence, is_mixed=True)
-        certificate = certified(front, parts, requirements, confidence=confidence)
-        return checked(certificate, objectives)
+        certificate = passing_certificate(front, require, confidence=confidence)
+        return [certificate.preference[name] for name in objectives]
     return [1 / len(objectives)] * len(objectives)
 
 
-def checked(certificate: Certificate, objectives: Sequence[str]) -> list[float]:
-    """Returns the preference [M] of a certificate that passes.
+def passing_certificate(front: Front, require: str, *, confidence: float) -> Certificate:
+    """Returns the certificate of the model that meets requirements.
 
     Raises:
-        ValueError: It does not.
+        ValueError: No model meets them, or the chosen one does not pass on the test prompts.
     """
+    requirements = parse_requirements(require, front)
+    parts = meeting(front, requirements, confidence=confidence, is_mixed=True)
+    certificate = certified(front, parts, requirements, confidence=confidence)
     if not certificate.passes:
         raise ValueError(
             f"require: the chosen model does not pass its certificate ({certificate.describe()}): "
             "relax a requirement, or measure more prompts."
         )
-    return [certificate.preference[name] for name in objectives]
+    return certificate
 
 
 def _preference(value: Shares, objectives: Sequence[str]) -> list[float]:

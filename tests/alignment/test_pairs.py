@@ -210,6 +210,19 @@ def test_what_cannot_be_learned_is_refused_by_name(tmp_path: Path, row: dict, me
         read(tmp_path, {**good, **row})
 
 
+def test_an_empty_list_of_calls_is_no_part_of_a_reply(tmp_path: Path) -> None:
+    row = {"prompt": QUESTION, "chosen": calls(text="Yes."), "rejected": [said("No.")]}
+    (pair,) = read(tmp_path, row)
+    assert not pair.extra_fields
+    with pytest.raises(ValueError, match=r"`chosen` must be a reply, .* got an empty reply"):
+        read(tmp_path, {**row, "chosen": calls()})
+    asked = [*QUESTION, {**said("Rome?"), "tool_calls": []}, *QUESTION]
+    whole = {"chosen": [*asked, said("Yes.")], "rejected": [*QUESTION, said("Rome?"), *QUESTION]}
+    whole["rejected"] += [said("No.")]
+    (pair,) = read(tmp_path, {"prompt": asked, **whole})
+    assert pair.replies == ("Yes.", "No.")
+
+
 def test_a_ranking_that_is_true_or_false_is_refused(tmp_path: Path) -> None:
     row = {"prompt": "Hi", "response_0": "a", "response_1": "b", "best": True}
     with pytest.raises(ValueError, match=r"`best` must be 0 or 1, .* got True"):

@@ -1,5 +1,6 @@
 """The chosen model meets the requirements, and no other one that does has larger rewards."""
 
+import json
 from dataclasses import replace
 from itertools import pairwise
 
@@ -207,6 +208,18 @@ def test_a_certificate_is_read_back_as_it_was(tmp_path):
     found.save(tmp_path)
     assert Certificate.load(tmp_path) == found
     assert Certificate.load(tmp_path / "nowhere") is None
+
+
+@pytest.mark.parametrize("changes", [{"bounds": []}, {"passes": False}])
+def test_a_certificate_that_contradicts_its_bounds_is_refused(tmp_path, changes):
+    front = make_front(2)
+    certificate(front, "a>=0.01", alone(front, 4)).save(tmp_path)
+    file = tmp_path / "certificate.json"
+    content = json.loads(file.read_text())
+    assert content["passes"]
+    file.write_text(json.dumps({**content, **changes}))
+    with pytest.raises(ValueError, match="must have bounds, and pass if all of them do"):
+        Certificate.load(tmp_path)
 
 
 def test_requirements_are_read_as_they_are_written():
