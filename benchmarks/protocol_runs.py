@@ -47,6 +47,10 @@ RUNS: dict[str, Any] = {
     "num_clients": 4,
     "engine": "stacked",
     "estimator.name": "critic_free",
+    # as these runs were made, before the guard
+    "estimator.max_approx_kl": None,
+    "guard.kl_growth": None,
+    "guard.max_kl": None,
     "strategy.name": "fedavg",
     "evaluation.num_validation_prompts": 0,
     "evaluation.num_test_prompts": 2,  # models are measured by `measured`, on many more
@@ -173,6 +177,8 @@ class Lab:
             "resume": "auto",
             **overrides,
         }
+        if keys["estimator.name"] == "critic_free":
+            keys["estimator.ratio"] = "cispo"  # as these runs were made, before `auto`
         keys.setdefault("evaluation.calibration_seed", CALIBRATION_SEED)
         objectives = compose(AlignmentConfig, [self.world.base], list(keys.items())).rewards
         known = {k: vars(own) for k, own in self._calibrations().items() if k in objectives}

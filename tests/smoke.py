@@ -50,6 +50,7 @@ SMOKE = _FOLDER / "smoke.yaml"
 SMOKE.write_text((ROOT / "configs/smoke.yaml").read_text().replace(WHOLE, str(POLICY)))
 FRONT = (
     *("--estimator.name", "critic_free", "--estimator.num_replies", 2),
+    *("--estimator.ratio", "cispo"),  # tests of exports depend on what this run's policy says
     *("--policy.conditioning.kind", "preference", "--strategy.name", "fedavg"),
 )
 """Options of a run whose policy is conditioned on the preference."""

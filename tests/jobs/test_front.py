@@ -176,19 +176,19 @@ def test_a_conditioned_adapter_answers_at_the_preference_that_is_asked_for(train
     assert _answer(strong).text in answers  # at equal shares
 
 
-def test_a_chat_takes_a_target_or_requirements_as_requests_do(trained):
-    front = Front.load(trained / "front.json")
+def test_a_chat_takes_a_target_or_requirements_as_requests_do(bent):
+    front = Front.load(bent / "front.json")
     first, second = front.objectives
     target, require = f"{first}=0.7,{second}=0.3", f"{first}>=0.01, kl<=100"
     asked = {"--target": {"target": target}, "--require": {"require": require}}
     for option, request in asked.items():
         (value,) = request.values()
         expected = stated_preference(front, **request)
-        assert _conversation(trained, option, value).preference == expected != [0.5, 0.5]
+        assert _conversation(bent, option, value).preference == expected != [0.5, 0.5]
     with pytest.raises(UserError, match="no mixture meets"):
-        _conversation(trained, "--require", f"{first}>=2")
+        _conversation(bent, "--require", f"{first}>=2")
     with pytest.raises(UserError, match="pass one of preference, target and require"):
-        _conversation(trained, "--require", require, "--target", target)
+        _conversation(bent, "--require", require, "--target", target)
 
 
 def test_the_terminal_shows_the_policy_at_equal_shares(trained, tmp_path, capsys):
@@ -279,7 +279,7 @@ def test_frozen_a_sends_the_matrices_b_alone(trained, tmp_path):
 )
 def test_what_cannot_be_conditioned_is_refused(arguments, message):
     with pytest.raises(UserError, match=message):
-        smoke.config(*(FRONT[4:] if "ppo" in arguments else FRONT), *arguments)
+        smoke.config(*(FRONT[6:] if "ppo" in arguments else FRONT), *arguments)
 
 
 @pytest.mark.parametrize(

@@ -15,11 +15,13 @@ from annotated_types import Ge, Interval
 from firm.alignment.adapters.conditioned import weighted_by_preference
 from firm.alignment.advantages import KLPenalty, masked_mean
 from firm.alignment.estimators.estimator import (
+    APPROX_KL,
     LOG_RATIO,
     EstimatorConfig,
     Experience,
     MinibatchGradients,
     Policy,
+    approx_kl,
     mean_square_log_ratio,
     register_estimator,
 )
@@ -72,10 +74,13 @@ class CriticFreeConfig(EstimatorConfig):
     std_floor: NonNegativeFloat = 1e-4
     """Constant added to standard deviations. If rewards saturate, a larger value avoids amplifying
     tiny differences."""
-    ratio: Literal["cispo", "ppo", "none"] = "cispo"
+    num_epochs: BoundedInt = 1
+    """Epochs over each batch."""
+    ratio: Literal["auto", "cispo", "ppo", "none"] = "auto"
     """Importance weighting of off-policy tokens. cispo: by the probability ratio, capped at
-    `ratio_cap` and detached (CISPO, arXiv:2506.13585); ppo: the clipped surrogate; none: no
-    weighting."""
+    `ratio_cap` and detached (CISPO, arXiv:2506.13585); ppo: the clipped surrogate, with a second
+    backward pass; none: no weighting. auto: cispo in a single epoch, ppo in several, since nothing
+    in cispo stops a policy that has left its batch, and long runs then run away."""
     ratio_level: Literal["token", "reply"] = "token"
     """Level of the ratios: per token, or per reply (RLOO)."""
     ratio_cap: PositiveFloat = 2.0
@@ -90,6 +95,13 @@ class CriticFreeConfig(EstimatorConfig):
     """Quantity from which the KL penalty is subtracted. reward: every reward, before advantages are
     computed and normalised; advantage: every advantage, with a leave-one-out baseline and
     unscaled."""
+
+    @property
+    def ratio_form(self) -> str:
+        """The form of the ratio: that of `ratio`, with auto resolved."""
+        if self.ratio != "auto":
+            return self.ratio
+        return "cispo" if self.num_epochs == 1 else "ppo"
 
     @property
     def replies_per_prompt(self) -> int:
@@ -192,6 +204,7 @@ class CriticFree:
                 "clip_fraction": (held * own).sum() / whole.sum().clamp(min=1),
                 "entropy": masked_mean(scores.entropies(), rollouts.mask) * share,
                 LOG_RATIO: mean_square_log_ratio(logprobs, rollouts) * share,
+                APPROX_KL: approx_kl(logprobs, rollouts) * share,
             },
         )
 
@@ -209,7 +222,8 @@ class CriticFree:
         """Returns KL, its coefficient, and the share of groups with equal rewards by objective."""
         groups = in_groups(experience.rewards, self.config.num_replies)
         shares = is_flat(groups).float().mean((1, 2))
-        return {**self.kl.metrics(experience.kl), "zero_variance_share": shares.tolist()}
+        kl = self.kl.metrics(experience.kl, experience.preferences)
+        return {**kl, "zero_variance_share": shares.tolist()}
 
     def state(self) -> dict[str, Any]:
         """Returns the KL coefficient."""
@@ -321,7 +335,7 @@ def reply_losses(
     if importance is not None:
         mask = mask * importance
     ratio = torch.exp(logprobs - old_logprobs)
-    if config.ratio == "ppo":
+    if config.ratio_form == "ppo":
         low, high = 1 - config.clip_range, 1 + config.clip_range
         gains, costs = advantages.clamp(min=0), advantages.clamp(max=0)
         held = (gains > 0).float().mean(0)[:, None] * (ratio > high)
@@ -330,6 +344,7 @@ def reply_losses(
         lower = -(ratio.clamp(min=low) * mask).sum(1)
         return [(upper, gains), (lower, costs)], held.detach()
     cap = config.ratio_cap
-    weights = ratio.detach().clamp(max=cap) if config.ratio == "cispo" else torch.ones_like(ratio)
-    held = (ratio > cap) & (config.ratio == "cispo")
+    is_cispo = config.ratio_form == "cispo"
+    weights = ratio.detach().clamp(max=cap) if is_cispo else torch.ones_like(ratio)
+    held = (ratio > cap) & is_cispo
     return [(-(weights * logprobs * mask).sum(1), advantages)], held.float()

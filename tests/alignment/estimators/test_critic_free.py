@@ -133,10 +133,10 @@ def surrogate(logprobs, old, advantage, mask, config) -> torch.Tensor:
         logprobs, old = ((values * mask).sum(1, keepdim=True) for values in (logprobs, old))
         mask = mask.any(1, keepdim=True)
     ratio, advantage = torch.exp(logprobs - old), advantage[:, None]
-    if config.ratio == "ppo":
+    if config.ratio_form == "ppo":
         clipped = ratio.clamp(1 - config.clip_range, 1 + config.clip_range)
         loss = -torch.min(ratio * advantage, clipped * advantage)
-    elif config.ratio == "cispo":
+    elif config.ratio_form == "cispo":
         loss = -ratio.clamp(max=config.ratio_cap).detach() * advantage * logprobs
     else:
         loss = -advantage * logprobs
