@@ -17,6 +17,7 @@ from typing import Any
 from unittest import mock
 
 from benchmarks.measure import quiet
+from firm.alignment.kl_guard import KLGuard
 from firm.jobs import alignment
 from firm.jobs.alignment_config import AlignmentConfig
 from firm.jobs.loop import Logbook, Wing
@@ -27,6 +28,8 @@ from firm.run.directory import Run
 PARTS: dict[str, tuple[Any, str]] = {
     "page": (run_page, "write_report"),
     "alarms": (alignment, "alarms_of_rounds"),
+    "guard": (KLGuard, "judge"),
+    "best": (alignment._LanguageWing, "_noted"),
     "log": (Logbook, "log"),
     "checkpoint": (Run, "save_checkpoint"),
 }
@@ -72,14 +75,15 @@ class Clock:
 
         return call
 
-    def ending(self, end_round: Callable[..., None]) -> Callable[..., None]:
+    def ending(self, end_round: Callable[..., Any]) -> Callable[..., Any]:
         """Returns the function, at whose end a round ends."""
 
-        def call(*arguments: Any) -> None:
-            end_round(*arguments)
+        def call(*arguments: Any) -> Any:
+            state = end_round(*arguments)
             self._now["round"] = time.process_time() - self._began  # type: ignore[assignment]
             self.rounds.append(self._now)
             self._began, self._now = time.process_time(), Counter()
+            return state
 
         return call
 

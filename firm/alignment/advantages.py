@@ -5,7 +5,7 @@ treated on two-dimensional slices, so that objective j of M gets, bit for bit, t
 would get alone. The KL penalty is common to all objectives.
 """
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import torch
 
@@ -22,6 +22,14 @@ register(
         "over-optimisation.",
         section="training",
         evaluated="kl",
+    ),
+    Quantity(
+        "kl_by_preference",
+        "KL, weighted by preference for {}",
+        "nats per reply",
+        "Replies of a conditioned policy count by the objective's share in their preference.",
+        by="objective",
+        section="training",
     ),
     Quantity("kl_coefficient", "KL coefficient", "coefficient", section="training"),
 )
@@ -102,9 +110,17 @@ class KLPenalty:
             self.coefficient, _per_response(kl), num_responses=len(kl), config=self._config
         )
 
-    def metrics(self, kl: torch.Tensor) -> dict[str, float]:
-        """Returns the mean KL of a batch per response, in nats, and the coefficient."""
-        return {"kl": _per_response(kl), "kl_coefficient": self.coefficient}
+    def metrics(self, kl: torch.Tensor, preferences: torch.Tensor | None = None) -> dict[str, Any]:
+        """Returns the mean KL of a batch per response, in nats, and the coefficient.
+
+        With preferences [B, M] of a conditioned policy, also the mean KL by objective, in which
+        responses count by the objective's share.
+        """
+        metrics: dict[str, Any] = {"kl": _per_response(kl), "kl_coefficient": self.coefficient}
+        if preferences is not None:
+            shares = preferences / preferences.sum(0)  # NaN for an objective that nobody asked for
+            metrics["kl_by_preference"] = (kl.sum(1) @ shares.to(kl)).tolist()
+        return metrics
 
 
 def _per_response(kl: torch.Tensor) -> float:

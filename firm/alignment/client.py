@@ -13,7 +13,7 @@ import torch
 
 from firm.alignment.adapters.conditioned import PreferenceStream, check_estimator
 from firm.alignment.batches import SOURCES
-from firm.alignment.estimators.estimator import LOG_RATIO
+from firm.alignment.estimators.estimator import APPROX_KL, LOG_RATIO
 from firm.alignment.policy import copy_adapter, load_adapter_
 from firm.alignment.rewards import Judges
 from firm.alignment.sequences import Examples
@@ -36,6 +36,8 @@ class ExperienceBatch:
     """Row indices of each minibatch."""
     truncated: dict[str, list[bool]]
     """Replies that the reward model truncated, as a flag per reply, by objective."""
+    is_over: Callable[[], bool] = lambda: False
+    """Returns whether the remaining minibatches are skipped."""
 
     @property
     def whole(self) -> Examples:
@@ -44,7 +46,10 @@ class ExperienceBatch:
 
     def minibatches(self) -> Iterator[Examples]:
         """Yields the minibatches for `gradients`, in order of use."""
-        return (self.experience.rows(index) for index in self.indices)
+        for index in self.indices:
+            if self.is_over():
+                return
+            yield self.experience.rows(index)
 
 
 @dataclass(frozen=True)
@@ -146,12 +151,18 @@ class AlignmentClient(Client):
         return max(1, self.num_examples // self._trainer.config.num_prompts)
 
     def batches(self, num_steps: int) -> Iterator[ExperienceBatch]:
-        """Yields one batch per local step, of fresh examples for the current policy."""
+        """Yields one batch per local step, of fresh examples for the current policy.
+
+        Minibatches and steps end early once the policy has left the one that sampled the batch
+        (`EstimatorConfig.max_approx_kl`).
+        """
         trainer = self._trainer
         for step in range(1, num_steps + 1):
+            if self._is_over():
+                return
             self._on_event("stage", stage="rollout", step=step, num_steps=num_steps)
             self._rounds_done = self._round - 1 + (step - 1) / num_steps
-            trainer.set_learning_rates(self._learner, self._rounds_done)
+            trainer.set_learning_rates(self._learner, self._rounds_done, factor=self.rate)
             self._num_drawn += (
                 1  # before drawing, so that `skip_failed_batches` counts a failed draw too
             )
@@ -184,7 +195,7 @@ class AlignmentClient(Client):
         )
         with self._update:
             indices = list(self._source.minibatch_indices())
-        batch = ExperienceBatch(experience, indices, truncated)
+        batch = ExperienceBatch(experience, indices, truncated, self._is_over)
         if self._num_drawn == 1:
             self._first = _FirstBatch(
                 round=self._round,
@@ -196,6 +207,13 @@ class AlignmentClient(Client):
                 seconds={s: total - before.get(s, 0.0) for s, total in trainer.seconds.items()},
             )
         return batch
+
+    def _is_over(self) -> bool:
+        """Returns whether the last minibatch's policy was too far from the batch's."""
+        most = self._trainer.config.max_approx_kl
+        if most is None or not self._minibatches or APPROX_KL not in self._minibatches[-1]:
+            return False
+        return bool(self._minibatches[-1][APPROX_KL] > most)
 
     def _kept(self) -> ExperienceBatch | None:
         """Returns the kept first batch with this learner's values; None if the state differs."""
@@ -341,7 +359,9 @@ class AlignmentClient(Client):
         for key in self._minibatches[0]:
             if key == LOG_RATIO:
                 continue
-            batch[key] = torch.stack([m[key] for m in self._minibatches]).mean(0).numpy(force=True)
+            values = torch.stack([m[key] for m in self._minibatches])
+            shown = values.max() if key == APPROX_KL else values.mean(0)
+            batch[key] = shown.numpy(force=True)
         return {
             "truncated_share": {n: np.mean(cut) for n, cut in self._truncated.items()},
             **{k: self._named(k, mean) if mean.ndim else float(mean) for k, mean in batch.items()},

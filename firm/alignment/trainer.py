@@ -455,13 +455,15 @@ class MultiObjectiveTrainer:
             learner.estimator.step(gradients.aux.own)
             learner.num_steps += 1
 
-    def set_learning_rates(self, learner: Learner, rounds_done: float) -> None:
-        """Sets the scheduled learning rates after `rounds_done` rounds.
+    def set_learning_rates(
+        self, learner: Learner, rounds_done: float, *, factor: float = 1.0
+    ) -> None:
+        """Sets the scheduled learning rates after `rounds_done` rounds, times a factor.
 
         The schedule follows the (fractional) round rather than a client's own steps, so that
         clients that are sampled occasionally have the same rates as the others.
         """
-        factor = self.rate_factor(rounds_done)
+        factor *= self.rate_factor(rounds_done)
         for group in learner.actor_optimizer.param_groups:
             group["lr"] = self.config.actor_learning_rate * factor
         learner.estimator.set_learning_rate(factor)

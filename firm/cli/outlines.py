@@ -191,18 +191,20 @@ class EstimatorConfig:
     learning_rate_schedule: Literal['constant', 'linear'] = 'constant'
     missing_end_penalty: Annotated[float, Ge(ge=0), AllowInfNan(allow_inf_nan=False)] = 0.0
     max_gradient_norm: Annotated[float, Gt(gt=0), AllowInfNan(allow_inf_nan=False)] | None = None
+    max_approx_kl: Annotated[float, Gt(gt=0), AllowInfNan(allow_inf_nan=False)] | None = 2.0
     kl: KLConfig = field(default_factory=KLConfig)
 
 
 @configuration
 class CriticFreeConfig(EstimatorConfig):
     name: Literal['critic_free'] = 'critic_free'
+    num_epochs: Annotated[int, Interval(ge=1, le=1048576)] = 1
     num_replies: Annotated[int, Interval(ge=1, le=1048576), Ge(ge=2)] = 4
     baseline: Literal['group', 'leave_one_out'] = 'group'
     scale: Literal['group_std', 'batch_std', 'none'] = 'batch_std'
     advantage_scale: Literal['by_objective', 'shared'] = 'by_objective'
     std_floor: Annotated[float, Ge(ge=0), AllowInfNan(allow_inf_nan=False)] = 0.0001
-    ratio: Literal['cispo', 'ppo', 'none'] = 'cispo'
+    ratio: Literal['auto', 'cispo', 'ppo', 'none'] = 'auto'
     ratio_level: Literal['token', 'reply'] = 'token'
     ratio_cap: Annotated[float, Gt(gt=0), AllowInfNan(allow_inf_nan=False)] = 2.0
     clip_range: Annotated[float, Interval(gt=0, lt=1)] = 0.2
@@ -414,6 +416,15 @@ class EvaluationConfig:
 
 
 @configuration
+class GuardConfig:
+    kl_growth: Annotated[float | None, Ge(ge=1), Hint(text='null is off')] = 2.0
+    kl_slack: Annotated[float, Ge(ge=0), AllowInfNan(allow_inf_nan=False)] = 0.1
+    max_kl: Annotated[Annotated[float, Gt(gt=0), AllowInfNan(allow_inf_nan=False)] | None, Hint(text='null is off')] = 1.0
+    max_rollbacks: Annotated[int, Interval(ge=0, le=2147483647)] = 5
+    stop_when: tuple[str, ...] = ()
+
+
+@configuration
 class CheckpointConfig:
     keep_last: Annotated[int, Interval(ge=1, le=2147483647), Hint(text='a run resumes from the last')] = 3
     keep_best: bool = True
@@ -465,6 +476,7 @@ class AlignmentConfig:
     estimator: CriticFreeConfig | DPOConfig | PPOConfig = field(default_factory=PPOConfig)
     strategy: AflConfig | ConstrainedConfig | FedAvgConfig | FedCmooConfig | FedCmooPrefConfig | FedMgdaConfig | FirmConfig | FsmgdaConfig | QFedAvgConfig = field(default_factory=FirmConfig)
     evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
+    guard: GuardConfig = field(default_factory=GuardConfig)
     checkpoints: CheckpointConfig = field(default_factory=CheckpointConfig)
     tracking: TrackingConfig = field(default_factory=TrackingConfig)
     hub: HubConfig = field(default_factory=HubConfig)

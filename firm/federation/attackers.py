@@ -54,6 +54,7 @@ class Attacker:
     def load(self, adapter: Adapter, round: int = 1) -> None:
         """Starts a local training from the server's adapter."""
         self._start, self._is_training = adapter, False
+        self._client.rate = self.rate
         self._client.load(adapter, round)
 
     def batches(self, num_steps: int) -> Iterator[Batch]:

@@ -96,6 +96,8 @@ class Client(ABC):
     """Optional methods that clients of this class implement."""
     shared: slice = slice(None)
     """The Jacobian's columns that all objectives share."""
+    rate: float = 1.0
+    """Factor of the learning rates in this round, in (0, 1], which engines take from requests."""
 
     @cached_property
     def carried(self) -> dict[str, Any]:

@@ -118,6 +118,8 @@ class Request(Message):
     """θ_t."""
     accepted: Annotated[dict[Text, Count], Len(0, MAX_CLIENTS)] = field(default_factory=dict)
     """Last round with an accepted update, by client; clients without one are absent."""
+    rate: Annotated[float, Interval(gt=0, le=1)] = 1.0
+    """Factor of the clients' learning rates in this round."""
 
     @property
     def num_trainings(self) -> int:
@@ -163,7 +165,7 @@ class Request(Message):
         return Reading(self.objectives, self.adapter)
 
 
-ENVELOPE = ("round", "objectives", "adapter", "accepted")
+ENVELOPE = ("round", "objectives", "adapter", "accepted", "rate")
 """Fields of every request that the server sets in each round."""
 
 DECIDED_BY_SERVER = "decided by the server"

@@ -69,13 +69,14 @@ class Round:
         return derive_seed(self._state.seed, purpose, self.number)
 
     def request(self, kind: type[RequestType], fields: Mapping[str, Any]) -> RequestType:
-        """Returns a request for this round with these fields, θ_t and the accepted rounds."""
+        """Returns a request for this round with these fields, θ_t, accepted rounds and rate."""
         state = self._state
         return kind(
             round=self.number,
             objectives=state.objectives,
             adapter=state.adapter,
             accepted=state.accepted,
+            rate=state.rate,
             **fields,
         )
 

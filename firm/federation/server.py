@@ -58,6 +58,8 @@ class ServerState:
     """Last round with an accepted update, by client; clients without one are absent."""
     memory: State = field(default_factory=dict)
     """State of the strategy between rounds, such as the last round's weights."""
+    rate: float = 1.0
+    """Factor of the clients' learning rates, in (0, 1]."""
     attempts: tuple[FailedAttempt, ...] = ()
     """Failed attempts at the next round; never in a checkpoint."""
 

@@ -1,13 +1,14 @@
 """Warnings about an alignment run's configuration and its rounds."""
 
 from firm.alignment.advantages import KLConfig
+from firm.alignment.course_alarms import course_alarms
 from firm.alignment.kl_alarms import kl_alarm, mismatch_alarm, ratio_alarm
 from firm.alignment.rollout import logprobs_from
 from firm.federation.diagnostics import failure_alarms
 from firm.jobs.alignment_config import AlignmentConfig, solves_at_preferences
 from firm.jobs.alignment_data import data_of
 from firm.run.guard import drawn
-from firm.run.rows import Row
+from firm.run.rows import Row, as_one_training
 
 MINIATURE = "firm/miniature/checkpoints/"
 """Folder of the models and prompts that are part of the package."""
@@ -52,6 +53,14 @@ def alarms_of_rounds(cfg: AlignmentConfig, rows: list[Row]) -> list[str]:
         rows: Its logged rows; the last row describes the round that has just ended.
     """
     texts = failure_alarms(rows)
+    texts += drawn(
+        "The check of the run's course",
+        lambda: course_alarms(
+            [as_one_training(row) if "by_objective" in row else row for row in rows],
+            max_approx_kl=cfg.estimator.max_approx_kl,
+        ),
+        instead=lambda text: [text],
+    )
     alarms: list[str | None] = []
     is_of_generation = logprobs_from(cfg.policy.dtype, cfg.rollout) == "generation"
     has_dropout = cfg.policy.lora.dropout > 0  # dropout moves ratios away from 1 by design

@@ -7,11 +7,11 @@ from contextlib import closing, contextmanager
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
-from statistics import fmean
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pandas as pd
+import torch
 from huggingface_hub import ModelCard
 from rich.console import Console
 from safetensors.torch import save_file
@@ -19,6 +19,7 @@ from safetensors.torch import save_file
 from firm.alignment.adapter_files import save_adapter, save_folded
 from firm.alignment.evaluation import Evaluation, MetricComparison, evaluate
 from firm.alignment.generation import generation_settings
+from firm.alignment.kl_guard import KLGuard
 from firm.alignment.pair_evaluation import (
     PairEvaluation,
     evaluate_pairs,
@@ -53,6 +54,7 @@ from firm.jobs.alignment_loading import (
     serve,
     shared_calibrations,
 )
+from firm.jobs.best_adapter import BestAdapter, utility
 from firm.jobs.fetch import about_policy, fetch_policy
 from firm.jobs.hub import push
 from firm.jobs.loop import Logbook, RoundResult, Wing, train
@@ -76,7 +78,7 @@ from firm.run.names import dated_folder
 from firm.run.pace import Paced
 from firm.run.progress import Progress, print_table
 from firm.run.resuming import continued_later
-from firm.run.rows import Row
+from firm.run.rows import Row, as_one_training
 from firm.run.shipped import with_shipped_paths
 from firm.run.trackers import check_installed, open_tracker
 
@@ -87,11 +89,26 @@ FREE_KEYS = (
     *("out", "paper", "plan", "plugins", "resume", "tracking"),
 )
 """Keys that may differ from the run's saved configuration on resume."""
-RENEWED_KEYS = ("rounds",)
+RENEWED_KEYS = ("rounds", "guard")
 """Keys that may also differ if `_check_rounds` allows it; the saved configuration is updated."""
 
 
 AnyEvaluation = Evaluation | PairEvaluation
+
+
+def mean_kl(evaluation: AnyEvaluation) -> float | None:
+    """Returns the KL from the base model in nats per reply; None without replies."""
+    return evaluation.kl.mean().item() if isinstance(evaluation, Evaluation) else None
+
+
+class Chosen(NamedTuple):
+    """The adapter that a run leaves."""
+
+    adapter: Adapter
+    round: int
+    """Round after which it was reached; 0 for the start."""
+    reason: str
+    """Why this round, in words."""
 
 
 @dataclass(frozen=True, repr=False)
@@ -328,6 +345,8 @@ def print_result(cfg: AlignmentConfig, result: Result) -> None:
     for alarm in alarms(row for row in result.rows if row["kind"] in ("run", "round")):
         print(f"note: {alarm.when}: {printable(alarm.text, max_length=5_000)}")
     print(legible(f"report   {result.page}\nadapter  {result.adapter}"))
+    if record.kept_adapter:
+        print(printable(f"         of {record.kept_adapter}", max_length=5_000))
 
 
 def claim_folder(cfg: AlignmentConfig, processes: Processes) -> Path:
@@ -405,6 +424,12 @@ class _LanguageWing(Wing):
         """Preferences at which a conditioned policy is evaluated."""
         self._by_row: dict[tuple[str, tuple[float, ...]], dict[str, Any]] = {}
         """Newest metrics by row, by split and preference."""
+        self._guard = KLGuard(cfg.guard, is_fresh=not cfg.start)
+        self._best = BestAdapter()
+        self._stopped = ""
+        """The rule that has ended the run before its last round."""
+        self._is_out = False
+        """Whether the last adapter is outside the guard's trust region."""
 
     def start(self) -> tuple[ServerState, float | None]:
         loaded, cfg = self._loaded, self._cfg
@@ -415,7 +440,12 @@ class _LanguageWing(Wing):
                 self._base[split] = self._evaluate(state.adapter, split)
                 self.book.log(self._base[split].row(round=0, split=split))
         self._log_samples(self._base["test"], state)
-        return replace(state, adapter=loaded.start), self._quality(self._base.get("validation"))
+        quality = None
+        if "validation" in self._base and not cfg.start:
+            own: Any = self._base["validation"].by_row()
+            asked = self.preferences if self._measures_front else [self._equal_shares]
+            quality = self._noted(0, {preference: own for preference in asked})  # noqa: C420
+        return replace(state, adapter=loaded.start), quality
 
     def restore(self, content: State) -> None:
         self._base = {
@@ -426,28 +456,91 @@ class _LanguageWing(Wing):
             note = f"rounds changed from {was} to {self._cfg.rounds}; the run continues."
             self._progress.event("started", alarms=[note])
             self.book.log(_run_row(self._cfg, self._loaded, self._calibrations))
+        self._guard.restore(content["guard"])
+        self._best.restore(content["best"])
+        self._stopped, self._is_out = content["stopped"], content["is_out"]
+        if why := self._guard.stopped or self._stopped:
+            if content["limits"] == asdict(self._cfg.guard):
+                note = f"the run has ended before, because {why}; other limits let it continue."
+                self._progress.event("started", alarms=[note])
+            else:
+                self._guard.stopped = self._stopped = ""
 
     def content(self) -> State:
         return {
+            "guard": self._guard.state(),
+            "best": self._best.state(),
+            "stopped": self._stopped,
+            "is_out": self._is_out,
+            "limits": asdict(self._cfg.guard),
             "calibrations": as_figures(self._calibrations),
             "base": {split: asdict(evaluation) for split, evaluation in self._base.items()},
         }
 
     def is_done(self, state: ServerState) -> bool:
-        return state.round >= self._cfg.rounds
+        return state.round >= self._cfg.rounds or bool(self._guard.stopped or self._stopped)
 
     def measure(
         self, before: ServerState, after: ServerState, metrics: dict[str, Any]
     ) -> RoundResult:
         rows = [*metrics["clients"], metrics["round"]]
-        metrics["round"]["alarms"] = alarms_of_rounds(self._cfg, [*self.book.rows, *rows])
-        if not self._loaded.data.validation:
-            return RoundResult(rows)
-        measured = self._evaluate(after.adapter, "validation")
-        rows.append(self._row(measured, after, "validation"))
-        if is_front_due(self._cfg, after.round):
-            rows += self._at_preferences(after, "validation")
-        return RoundResult(rows, quality=self._quality(measured))
+        after, alarms = self._guard.judge(metrics["clients"], before, after)
+        if alarms:  # what the round started from has run away
+            self._best.drop(before.round)
+            self.book.run.forget_quality(before.round)
+        quality = None
+        self._by_row = {}
+        if self._loaded.data.validation:
+            measured = self._evaluate(after.adapter, "validation")
+            rows.append(self._row(measured, after, "validation"))
+            self._is_out = not self._guard.is_inside(mean_kl(measured))
+            self._stop_by_rules(rows, after.round, alarms)
+            is_last = self.is_done(after)
+            if is_front_due(self._cfg, after.round) or (is_last and self._measures_front):
+                front = self._at_preferences(after, "validation")
+                rows += front
+                self._is_out |= not all(self._guard.is_inside(row.get("kl")) for row in front)
+                if not self._is_out and self._measures_front:
+                    at = {p: self._by_row["validation", p] for p in self.preferences}
+                    quality = self._noted(after.round, at)
+            if not self._is_out and not self._measures_front:
+                quality = self._noted(after.round, {self._equal_shares: measured.by_row()})
+        else:
+            self._stop_by_rules(rows, after.round, alarms)
+        metrics["round"]["alarms"] = [
+            *alarms,
+            *alarms_of_rounds(self._cfg, [*self.book.rows, *rows]),
+        ]
+        return RoundResult(rows, quality=quality, state=after)
+
+    def _stop_by_rules(self, rows: Sequence[Row], round: int, alarms: list[str]) -> None:
+        """Ends the run if one of the user's rules holds; adds alarms."""
+        if not (rules := self._cfg.guard.rules):
+            return
+        seen = [as_one_training(row) for row in [*self.book.rows, *rows]]
+        for rule in rules:
+            if round == 1 and not rule.reads(seen):
+                alarms.append(f"guard.stop_when {rule.text!r}: this run has no such quantity.")
+            if rule.holds(seen, round):
+                self._stopped = f"guard.stop_when {rule.text!r} holds"
+                alarms.append(f"the run ends, because {self._stopped}.")
+                return
+
+    @property
+    def _measures_front(self) -> bool:
+        """Whether adapters are compared by the front of a conditioned policy."""
+        return bool(self.preferences) and self._cfg.evaluation.front_every is not None
+
+    @property
+    def _equal_shares(self) -> tuple[float, ...]:
+        return (1.0,) * len(self._cfg.objectives)
+
+    def _noted(
+        self, round: int, measured: Mapping[tuple[float, ...], Mapping[str, torch.Tensor]]
+    ) -> float | None:
+        """Notes an adapter's utility on the validation data; returns it if checkpoints have it."""
+        value = self._best.note(round, utility(list(measured.items())))
+        return value if self._cfg.checkpoints.keep_best else None
 
     def show(self, state: ServerState, rows: Sequence[Row]) -> None:
         self._page()
@@ -466,22 +559,68 @@ class _LanguageWing(Wing):
 
         Logs both, and saves the aligned adapter, which stays loaded in the policy.
         """
-        base, aligned = self._base["test"], self._evaluate(state.adapter, "test")
-        self.book.log(self._row(aligned, state, "test"))
+        is_out = self._is_out or bool(self._guard.stopped)
+        base, chosen = self._base["test"], self._chosen(state, is_out=is_out)
+        aligned = self._evaluate(chosen.adapter, "test")
+        is_blind = not self._loaded.data.validation
+        if is_blind and chosen.round == state.round and not self._guard.is_inside(mean_kl(aligned)):
+            chosen = self._chosen(state, is_out=True)
+            aligned = self._evaluate(chosen.adapter, "test")
+        state = replace(state, adapter=chosen.adapter)
+        origin = {"adapter_round": chosen.round, "adapter_reason": chosen.reason}
+        self.book.log({**self._row(aligned, state, "test"), **origin})
         if self._loaded.data.validation and not self._cfg.rounds:  # rounds measure it otherwise
             measured = self._evaluate(state.adapter, "validation")
             self.book.log(self._row(measured, state, "validation"))
+        if self._loaded.data.validation:
+            self._measure_again(state, is_other=chosen.round != state.round)
         for row in self._final_front(state):
             self.book.log(row)
-        if self._loaded.data.validation and is_front_due(self._cfg, self._cfg.rounds):
-            for preference in self.preferences:
-                # a run that was resumed after its last round has not kept them
-                if ("validation", tuple(preference)) not in self._by_row:
-                    self._at_preference(state, "validation", preference)
         self._log_samples(aligned, state)
         save_file(aligned.by_row(), self.book.run.path / SCORES_NAME)
         self._save_adapters(base, aligned)
         return base, aligned
+
+    def _measure_again(self, state: ServerState, *, is_other: bool) -> None:
+        """Measures the chosen adapter on the validation prompts, where this is still to be done.
+
+        Args:
+            state: The state with the chosen adapter.
+            is_other: Whether it is not the last round's, whose rows are in the log.
+        """
+        if is_other:
+            measured = self._evaluate(state.adapter, "validation")
+            self.book.log(self._row(measured, state, "validation"))
+        for preference in self.preferences if self._measures_front else ():
+            # a run that was resumed after its last round has not kept them
+            if is_other or ("validation", tuple(preference)) not in self._by_row:
+                row = self._at_preference(state, "validation", preference)
+                if is_other:
+                    self.book.log(row)
+
+    def _chosen(self, state: ServerState, *, is_out: bool) -> Chosen:
+        """Returns the adapter that the run leaves, its round and the reason.
+
+        Args:
+            state: The state after the last round.
+            is_out: Whether its adapter is outside the guard's trust region, and no choice.
+        """
+        best, guard = self._best, self._guard
+        what = "expected utility" if self._measures_front else "mean reward"
+        earlier, why = best.earlier(state.round, what, groups=self._groups, is_out=is_out)
+        if earlier is not None:
+            if (found := self.book.run.best_checkpoint()) and found[0] == earlier:
+                return Chosen(found[1]["server"]["adapter"], earlier, why)
+            why = "the last; the best one's checkpoint is not kept (checkpoints.keep_best)"
+        if is_out and guard.good_round is not None:
+            why = "the last whose KL was inside the guard's trust region"
+            return Chosen(guard.good(state).adapter, guard.good_round, why)
+        return Chosen(state.adapter, state.round, why)
+
+    @property
+    def _groups(self) -> torch.Tensor | None:
+        base = self._base.get("validation")
+        return None if base is None else base.prompt_of_row
 
     def _save_adapters(self, base: AnyEvaluation, aligned: AnyEvaluation) -> None:
         """Saves the adapter and, if it is conditioned, its folds at the measured preferences."""
@@ -580,11 +719,6 @@ class _LanguageWing(Wing):
             rows = [{**row, "preference": list(preference)} for row in rows]
         self.book.log_samples(rows)
 
-    def _quality(self, measured: AnyEvaluation | None) -> float | None:
-        if measured is None or not self._cfg.checkpoints.keep_best:
-            return None
-        return fmean(values.nanmean().item() for values in measured.rewards.values())
-
 
 class _PairsWing(_LanguageWing):
     """Evaluates the ranking of held-out pairs instead of replies."""
@@ -668,6 +802,7 @@ def _card(cfg: AlignmentConfig, base: AnyEvaluation, aligned: AnyEvaluation, run
         "strategy": cfg.strategy.name,
         "clients": cfg.num_clients,
         "rounds": cfg.rounds,
+        "adapter": read_record(run.path).kept_adapter,
         **work,
         "seed": cfg.seed,
         **_judges(cfg),

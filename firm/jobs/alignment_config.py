@@ -12,6 +12,7 @@ from firm.alignment.client import AlignmentClient
 from firm.alignment.estimators.estimator import EstimatorConfig
 from firm.alignment.estimators.ppo import PPOConfig
 from firm.alignment.generation import RolloutConfig
+from firm.alignment.kl_guard import GuardConfig
 from firm.alignment.pairs import RankedPairsConfig
 from firm.alignment.policy import PolicyConfig
 from firm.alignment.prompt_data import PromptsConfig
@@ -228,6 +229,8 @@ class AlignmentConfig:
     """Federated algorithm of a round."""
     evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
     """Calibration and evaluation."""
+    guard: GuardConfig = field(default_factory=GuardConfig)
+    """Protection against policies that run away from the base model, and rules that end the run."""
     checkpoints: CheckpointConfig = field(default_factory=CheckpointConfig)
     """Checkpoints to keep."""
     tracking: TrackingConfig = field(default_factory=TrackingConfig)
@@ -271,6 +274,8 @@ class AlignmentConfig:
             raise ValueError(
                 f"evaluation.metrics and rewards both have {min(shared)!r}; rename one."
             )
+        for rule in self.guard.rules:
+            rule.check([*self.objectives, *self.evaluation.metrics])
         self.strategy.check(list(self.objectives))
         self.strategy.check_clients(AlignmentClient)
         _check_constraints(self)

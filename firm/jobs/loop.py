@@ -43,9 +43,13 @@ class Logbook:
         self._tracker.log_samples(rows)
 
     def repeat_to_tracker(self) -> None:
-        """Logs the rows of earlier sessions to the tracker, where each session is a run."""
+        """Logs the rows of earlier sessions to the tracker, where each session is a run.
+
+        Alarms of their rounds are not raised again.
+        """
         for row in self.rows:
-            self._tracker.log(row)
+            is_round = row["kind"] == "round"
+            self._tracker.log({k: v for k, v in row.items() if not (is_round and k == "alarms")})
         self._tracker.log_samples(self.run.samples())
 
 
@@ -60,6 +64,8 @@ class RoundResult:
     quality: float | None = None
     """Quality of the model by which the best checkpoint is chosen, larger is better; None if not
     measured."""
+    state: ServerState | None = None
+    """State to continue from; None: the state after the round."""
 
 
 class Wing(ABC):
@@ -89,14 +95,19 @@ class Wing(ABC):
 
     def end_round(
         self, engine: Engine, before: ServerState, after: ServerState, metrics: dict[str, Any]
-    ) -> None:
-        """Evaluates, logs, checkpoints and displays the round that has just ended."""
+    ) -> ServerState:
+        """Evaluates, logs, checkpoints and displays the round that has just ended.
+
+        Returns the state to continue from.
+        """
         measured = self.measure(before, after, metrics)
+        after = measured.state or after
         for row in measured.rows:
             self.book.log(row)
         if measured.is_kept:
             self._keep(engine, after, measured.quality)
         self.show(after, measured.rows)
+        return after
 
     def _keep(self, engine: Engine, state: ServerState, quality: float | None) -> None:
         content = {
@@ -153,5 +164,5 @@ def train(wing: Wing, engine: Engine, clients: Sequence[str], cfg: StrategyConfi
         # a plugin's strategy may call sys.exit, which would end the program without a message
         with user_code(f"strategy {cfg.name!r}", but=(Exception,)):
             state, metrics = with_retries(STRATEGIES[cfg.name], state, clients, engine, cfg)
-        wing.end_round(engine, before, state, metrics)
+        state = wing.end_round(engine, before, state, metrics)
     return state

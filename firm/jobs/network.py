@@ -75,6 +75,7 @@ OWN_KEYS = (
     "data",
     "engine",
     "evaluation",
+    "guard",
     "hub",
     "max_rows",
     "name",

@@ -92,6 +92,13 @@ class Record:
         return signs
 
     @property
+    def kept_adapter(self) -> str:
+        """The round of the adapter that the run left, and why; empty until it is chosen."""
+        final = final_row(self) or {}
+        reason = final.get("adapter_reason")
+        return f"round {final.get('adapter_round')}: {reason}" if reason else ""
+
+    @property
     def constraint_outcomes(self) -> list[str]:
         """Sentences on whether the strategy's constraints hold on the test prompts.
 

@@ -16,7 +16,7 @@ from firm.fronts.preferences import preference_folder
 from firm.report import formats
 from firm.report.drawing import Series, nonempty, series_panel
 from firm.report.page import Section
-from firm.report.record import Record, rewards_of
+from firm.report.record import Record, final_row, rewards_of
 from firm.report.tables import Setting
 from firm.run.rows import Row
 
@@ -104,7 +104,12 @@ def front_rows(record: Record) -> list[Row]:
 
     By falling share of the first objective; empty before the end of the run.
     """
-    return _rows(record, "test").get(record.num_rounds, [])
+    return _rows(record, "test").get(_last(record), [])
+
+
+def _last(record: Record) -> int:
+    """Returns the round of the final evaluation, which ended the run; -1 before its end."""
+    return (final_row(record) or {"round": -1})["round"]
 
 
 def front_of_run(record: Record) -> Front | None:
@@ -113,7 +118,7 @@ def front_of_run(record: Record) -> Front | None:
     if len(rows) < 2:
         return None
     base = record.evaluations["test"][0]
-    chosen = _rows(record, "validation").get(record.num_rounds, [])
+    chosen = _rows(record, "validation").get(_last(record), [])
     names = [preference_folder(row["preference"]) for row in rows]
 
     def values(split: str) -> dict[str, dict[str, tuple[float, ...]]]:

@@ -96,6 +96,7 @@ def run_page(record: Record) -> Page:
         status=record.run.get("status", "unknown"),
         summary=[
             *filter(None, [summary, record.header.get("about")]),
+            *([f"The adapter is that of {kept}."] if (kept := record.kept_adapter) else []),
             *part("The constraints", lambda: _constraints(record), []),
             *_hacking(record),
         ],

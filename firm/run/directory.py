@@ -345,6 +345,25 @@ class Run:
             for remains in (self.path / "checkpoints").glob(f".round_*.{suffix}"):
                 _remove(remains)
 
+    def forget_quality(self, round: int) -> None:
+        """Takes back the quality of a round, which is then no candidate for the best."""
+        self._qualities.pop(round, None)
+
+    def best_checkpoint(self) -> tuple[int, State] | None:
+        """Returns the round and state of the checkpoint with the highest quality.
+
+        None if no quality was measured, or the checkpoint is not kept or damaged.
+        """
+        if not self._qualities:
+            return None
+        best = max(self._qualities, key=lambda number: (self._qualities[number], -number))
+        try:
+            envelope = load_state(self.path / "checkpoints" / f"round_{best:04d}")
+        except ValueError as error:
+            logger.warning("skipped: %s", printable(error))
+            return None
+        return envelope["round"], envelope["state"]
+
     def latest_checkpoint(self) -> tuple[int, State] | None:
         """Returns the round and state of the newest intact checkpoint; None if there are none.
 

@@ -88,6 +88,8 @@ FIELDS: dict[str, dict[str, Any]] = {
         "split": str,
         "preference": PerObjective[NonNegative],
         "hacking_signs": Items[str],
+        "adapter_round": Count,
+        "adapter_reason": str,
     },
     "sample": {
         "preference": PerObjective[NonNegative],

@@ -176,6 +176,7 @@ EFFECTIVE = {
     "advantage_scale": "shared",
     "missing_end_penalty": 0.0,
     "max_gradient_norm": 1e-7,
+    "max_approx_kl": 1e-6,
     "kl": KLConfig(controller="fixed", coefficient=1.0),
 }
 """Another value of each option than that of the tests' trainer."""
@@ -205,7 +206,8 @@ def test_gradient_checkpointing_computes_again_and_changes_nothing(
     def gradients(checkpointing):
         config = PolicyConfig(str(checkpoint), gradient_checkpointing=checkpointing)
         policy = load_policy(config, stream=RandomStream(0, "adapter"))
-        trainer = make_trainer(rewards=rewards, policy=policy, estimator=estimator)
+        ratio = {"ratio": "cispo"} if estimator == "critic_free" else {}
+        trainer = make_trainer(rewards=rewards, policy=policy, estimator=estimator, **ratio)
         experience = some_experience(trainer)
         calls = []
         attention = policy.get_base_model().model.layers[0].self_attn

@@ -311,3 +311,22 @@ def test_pairs_that_are_equal_after_truncation_are_dropped_and_noted(pairs, tmp_
     )
     first = read_rows(result.path, "client")[0]["pair_accuracy"]
     assert first["helpful"] == 0.5  # the policy is its reference, and all margins are zero
+
+
+def test_a_policy_that_loses_the_preferred_replies_goes_back(pairs, tmp_path):
+    """Both replies are the base model's own words, and the rate is far too large."""
+    for name in CHOSEN:
+        rows = map(json.loads, (pairs / f"{name}.jsonl").read_text().splitlines())
+        own = {"chosen": " I am not sure about that.", "rejected": " I am not sure about this."}
+        lines = [json.dumps({**row, **own}) + "\n" for row in rows]
+        (pairs / f"{name}.jsonl").write_text("".join(lines))
+    runaway = {"estimator.actor_learning_rate": 0.3, "rounds": 4}
+    result = align(configured(pairs, tmp_path / "run", **runaway))
+    alarms = [text for r in result.rows if r["kind"] == "round" for text in r["alarms"]]
+    assert "its loss of preferred replies" in alarms[0]
+    assert "trust region" in alarms[0]
+
+
+def test_a_run_on_pairs_in_which_nothing_runs_away_has_no_alarm(pairs, tmp_path):
+    result = align(configured(pairs, tmp_path / "run"))
+    assert not any(row["alarms"] for row in result.rows if row["kind"] == "round")

@@ -85,6 +85,14 @@ def track(run_path: Path, *rows: dict[str, Any], objectives: list[str] = OBJECTI
     return records_of(run_path)
 
 
+def test_alarms_of_a_round_become_alerts(tmp_path: Path) -> None:
+    row = {"kind": "round", "round": 7, "clients": ["a"], "failures": []}
+    records = track(tmp_path, {**row, "alarms": ["the policy\x1b[31m runs away"]})
+    [alert] = [record.alert for record in records if record.HasField("alert")]
+    assert alert.title == "Round 7"
+    assert alert.text == "the policy\\x1b[31m runs away"  # without control characters
+
+
 def test_offline_mode_leaves_the_metrics_in_the_run_directory(tmp_path: Path, caplog) -> None:
     torch.manual_seed(0)
     generators = random.getstate(), str(np.random.get_state()), torch.get_rng_state().tolist()

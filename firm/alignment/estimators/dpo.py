@@ -51,6 +51,14 @@ register(
         evaluated="scores",
         axis={},
     ),
+    Quantity(
+        "preferred_log_ratio",
+        "Preferred replies against the reference",
+        "nats per reply",
+        "log(π / π_ref) of the preferred replies. Far below zero, the policy has lost those, too.",
+        section="training",
+        axis={},
+    ),
 )
 
 LossType = Literal[
@@ -112,7 +120,11 @@ class DPOConfig(EstimatorConfig):
                 "label_smoothing must be positive with loss_type exo_pair, got 0; set it to 0.001, "
                 "for example."
             )
-        unused = {"kl": KLConfig(controller="fixed"), "missing_end_penalty": 0.0}
+        unused = {
+            "kl": KLConfig(controller="fixed"),
+            "missing_end_penalty": 0.0,
+            "max_approx_kl": EstimatorConfig.max_approx_kl,
+        }
         for name, default in unused.items():
             if getattr(self, name) != default:
                 raise ValueError(
@@ -173,6 +185,7 @@ class DPO:
             losses, slopes, margins = pair_losses(
                 replies.detach().view(-1, 2), reference, part.num_tokens, config
             )
+            preferred = (replies.detach().view(-1, 2) - part.reference)[:, 0]
             at_own = wanted = shares = (part.ranked / counts).to(losses)  # [M, b]
             if (asked := part.preferences) is not None:
                 at_own = weighted_by_preference(shares, asked)
@@ -193,6 +206,7 @@ class DPO:
                 "pair_accuracy": shares
                 @ ((margins.sign() + 1) / 2).to(shares),  # a tie counts half
                 "pair_margin": shares @ margins,
+                "preferred_log_ratio": preferred.sum() / minibatch.num_rows,
             },
         )
 

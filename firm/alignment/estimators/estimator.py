@@ -42,6 +42,7 @@ from firm.fields import (
 )
 from firm.gradients.jacobian import jacobian
 from firm.gradients.per_sequence import BackwardPasses, PerSequenceGradients, taken_rows
+from firm.quantities import Quantity, register
 from firm.registry import Registry
 
 
@@ -113,6 +114,20 @@ class MinibatchGradients:
 
 LOG_RATIO = "log_ratio_mean_square"
 """Name of the metric that `mean_square_log_ratio` computes."""
+APPROX_KL = "approx_kl"
+"""Name of the metric that `approx_kl` computes."""
+
+register(
+    Quantity(
+        APPROX_KL,
+        "KL of the update",
+        "nats per token",
+        "KL of the policy that sampled a batch from the one that it has become, at the minibatch "
+        "where it was largest.",
+        section="training",
+        axis={},
+    )
+)
 
 
 @torch.no_grad()
@@ -122,6 +137,16 @@ def mean_square_log_ratio(logprobs: torch.Tensor, rollouts: Rollouts) -> torch.T
     Before the first update it is zero up to rounding and the adapter's dropout.
     """
     return masked_mean((logprobs - rollouts.logprobs) ** 2, rollouts.mask)
+
+
+@torch.no_grad()
+def approx_kl(logprobs: torch.Tensor, rollouts: Rollouts) -> torch.Tensor:
+    """Returns an estimate of KL(π_old ‖ π) per token, of log-probabilities [B, T] under π.
+
+    It is the mean negative log-ratio of tokens that π_old sampled. The mean square log-ratio, by
+    which others estimate it, is large as soon as a single token has become very unlikely.
+    """
+    return masked_mean(rollouts.logprobs - logprobs, rollouts.mask)
 
 
 @dataclass(frozen=True)
@@ -291,6 +316,9 @@ class EstimatorConfig(ABC):
     """Penalty subtracted from every reward of a response without an end token or stop string."""
     max_gradient_norm: Annotated[PositiveFloat | None, NOT_IN_PAPER] = None
     """Maximum norm of the combined gradient, which is clipped to it."""
+    max_approx_kl: Annotated[PositiveFloat | None, NOT_IN_PAPER] = 2.0
+    """KL of the update, in nats per token, above which a client skips the rest of its round: the
+    policy no longer resembles the one that sampled the batch. null: no limit."""
     kl: KLConfig = field(default_factory=KLConfig)
     """KL penalty and its controller."""
 

@@ -24,11 +24,13 @@ from firm.alignment.advantages import (
     whiten_together,
 )
 from firm.alignment.estimators.estimator import (
+    APPROX_KL,
     LOG_RATIO,
     EstimatorConfig,
     Experience,
     MinibatchGradients,
     Policy,
+    approx_kl,
     mean_square_log_ratio,
     register_estimator,
 )
@@ -242,6 +244,7 @@ class PPO:
                 "clip_fraction": clip_fractions.mean() * share,
                 "entropy": masked_mean(scores.entropies(), mask) * share,
                 LOG_RATIO: mean_square_log_ratio(logprobs, rollouts) * share,
+                APPROX_KL: approx_kl(logprobs, rollouts) * share,
             },
             own=torch.cat([gradient.flatten() for gradient in critic_gradients]),
         )

@@ -223,6 +223,7 @@ class LocalEngine:
             # the grad mode is restored even if the limit interrupts an exit from no_grad
             with torch.enable_grad(), self._limit(name):
                 _restore(client, accepted_state)
+                client.rate = request.rate
                 content = TASKS[request.task].function(client, request.of(name))
                 state = _state_of(client)
             outcome = checked_reply(request, name, content, bytes_down, len(pack(content)))

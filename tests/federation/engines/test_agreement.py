@@ -84,6 +84,15 @@ def test_a_request_for_anything_else_is_refused(start, change, reason):
         _agreement(cfg).request("local_training", {**content, **change})
 
 
+def test_a_server_may_lower_the_learning_rates_but_not_raise_them(start):
+    cfg = FirmConfig()
+    content = _content(start, cfg)
+    assert _agreement(cfg).request("local_training", {**content, "rate": 0.25}).rate == 0.25
+    for rate in (0.0, 1.5, -1.0, float("nan"), "1"):
+        with pytest.raises(Invalid, match="rate"):
+            _agreement(cfg).request("local_training", {**content, "rate": rate})
+
+
 def test_a_field_that_nobody_knows_and_an_adapter_that_is_not_finite_are_refused(start):
     cfg = FirmConfig()
     content = _content(start, cfg)

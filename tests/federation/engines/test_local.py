@@ -4,6 +4,7 @@ import threading
 import time
 import weakref
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -45,6 +46,15 @@ def test_replies_come_in_the_order_that_was_asked(new_client, request_of):
     assert [reply.client for reply in replies] == ["c", "a"]
     assert [reply.content.client for reply in replies] == ["c", "a"]
     assert failures == []
+
+
+def test_a_client_knows_the_rate_of_its_request(new_client, request_of):
+    client = new_client("a")
+    engine = LocalEngine([client])
+    engine.map(replace(request_of(1, {}), rate=0.25), ["a"])
+    assert client.rate == 0.25
+    engine.map(request_of(2, {"a": 1}), ["a"])
+    assert client.rate == 1.0
 
 
 def test_an_accepted_round_moves_a_client_on(new_client, start, same, request_of):

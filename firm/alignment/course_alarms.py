@@ -1,0 +1,136 @@
+"""Alarms about the course of a run: replies, entropy and validation rewards that collapse.
+
+Each compares the newest rounds with the first, and is raised once a sign has lasted for
+``ALARM_ROUNDS`` rounds.
+"""
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from statistics import fmean
+from typing import Any
+
+from firm.federation.diagnostics import ALARM_ROUNDS
+
+Rows = Sequence[Mapping[str, Any]]
+
+LENGTH_FACTOR = 4.0
+"""Factor between the lengths of replies in the first and in later rounds that raises an alarm."""
+END_SHARE = 0.1
+"""Share of replies that end by themselves, of those that did in the first round, below which
+replies have no end."""
+ENTROPY_SHARE = 0.05
+"""Share of the first round's entropy below which the policy always says the same."""
+REMEDY = (
+    "Lower estimator.actor_learning_rate or estimator.num_epochs, or raise estimator.kl.coefficient"
+)
+
+
+def course_alarms(rows: Rows, *, max_approx_kl: float | None) -> list[str]:
+    """Returns the alarms about the rounds so far that concern the newest one.
+
+    Args:
+        rows: Rows of the log, including those of the round that has just ended.
+        max_approx_kl: KL of an update above which clients stop, in nats per token.
+    """
+    clients = [row for row in rows if row.get("kind") == "client"]
+    if not clients:
+        return []
+    first, last = clients[0]["round"], clients[-1]["round"]
+    near = [r for r in clients if r["round"] == first or r["round"] >= last - ALARM_ROUNDS]
+    return [
+        *_length_alarms(near),
+        *_entropy_alarms(near),
+        *_validation_alarms(rows),
+        *_client_alarms(clients, last, max_approx_kl),
+    ]
+
+
+def _length_alarms(rows: Rows) -> Iterator[str]:
+    lengths, ends = _means(rows, "response_length"), _means(rows, "end_share")
+    if not lengths:
+        return
+    first, last = lengths[0], lengths[-1]
+    if _has_lasted([length * LENGTH_FACTOR < first for length in lengths]):
+        yield (
+            f"replies have shrunk from {first:.1f} tokens in the first round to {last:.1f}: if no "
+            f"objective asks for this, the policy collapses. {REMEDY}."
+        )
+    if _has_lasted([length > first * LENGTH_FACTOR for length in lengths]):
+        yield (
+            f"replies have grown from {first:.1f} tokens in the first round to {last:.1f}: a "
+            f"reward may favour length (see its correlation with it). {REMEDY}, or set "
+            "estimator.missing_end_penalty."
+        )
+    if ends and _has_lasted([share < END_SHARE * ends[0] for share in ends]):
+        yield (
+            f"{ends[-1]:.0%} of the replies end by themselves, {ends[0]:.0%} in the first round: "
+            "set estimator.missing_end_penalty, or raise rollout.max_new_tokens."
+        )
+
+
+def _entropy_alarms(rows: Rows) -> Iterator[str]:
+    entropies = _means(rows, "entropy")
+    if entropies and _has_lasted([each < ENTROPY_SHARE * entropies[0] for each in entropies]):
+        yield (
+            f"the policy's entropy has fallen from {entropies[0]:.3g} nats per token in the first "
+            f"round to {entropies[-1]:.2g}: it hardly varies its replies, so that groups of them "
+            f"teach nothing. {REMEDY}."
+        )
+
+
+def _validation_alarms(rows: Rows) -> Iterator[str]:
+    means: list[tuple[float, float]] = []
+    for row in rows:
+        if row.get("kind") == "evaluation" and row.get("split") == "validation":
+            if not (rewards := row["rewards"].values()):
+                continue
+            errors = [reward.get("se") or 0.0 for reward in rewards]
+            means.append((fmean(r["mean"] for r in rewards), math.hypot(*errors) / len(errors)))
+    has_fallen, best = list[bool](), (-math.inf, 0.0)
+    for own in means:
+        has_fallen.append(best[0] - own[0] > 2 * math.hypot(best[1], own[1]))
+        best = max(best, own)
+    if _has_lasted(has_fallen):
+        yield (
+            f"the mean reward on validation prompts has been below its best, {best[0]:.3f}, by "
+            f"more than two standard errors for {ALARM_ROUNDS} evaluations, and is now "
+            f"{means[-1][0]:.3f}. The run leaves its best adapter if it keeps it "
+            f"(checkpoints.keep_best). {REMEDY}, or fewer rounds."
+        )
+
+
+def _client_alarms(clients: Rows, last: int, most: float | None) -> Iterator[str]:
+    """Yields an alarm on the clients that have skipped a part of their round for the first time."""
+    if most is None:
+        return
+    early = [row for row in clients if (row.get("approx_kl") or 0.0) > most]
+    known = {row["client"] for row in early if row["round"] < last}
+    new = {row["client"]: row for row in early if row["round"] == last}
+    named = [
+        f"{client} ({row['approx_kl']:.3g} nats per token)"
+        for client, row in new.items()
+        if client not in known
+    ]
+    if named:
+        yield (
+            f"the policy of {', '.join(named)} has left the one that sampled its batch by more "
+            f"than estimator.max_approx_kl, {most:g}: the client skips the rest of its round."
+        )
+
+
+def _means(clients: Rows, key: str) -> list[float]:
+    """Returns the clients' means of a metric by round; rounds without it are left out."""
+    found: dict[int, list[float]] = {}
+    for row in clients:
+        if row.get(key) is not None:
+            found.setdefault(row["round"], []).append(row[key])
+    return [fmean(found[number]) for number in sorted(found)]
+
+
+def _has_lasted(signs: Sequence[bool]) -> bool:
+    """Returns whether a sign is seen for the ``ALARM_ROUNDS``-th time in a row, and no longer."""
+    return (
+        len(signs) >= ALARM_ROUNDS
+        and all(signs[-ALARM_ROUNDS:])
+        and (len(signs) == ALARM_ROUNDS or not signs[-ALARM_ROUNDS - 1])
+    )
