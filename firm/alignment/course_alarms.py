@@ -6,7 +6,7 @@ Each compares the newest rounds with the first, and is raised once a sign has la
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from statistics import fmean
+from statistics import fmean, median
 from typing import Any
 
 from firm.federation.diagnostics import ALARM_ROUNDS
@@ -46,7 +46,7 @@ def course_alarms(rows: Rows, *, max_approx_kl: float | None) -> list[str]:
 
 
 def _length_alarms(rows: Rows) -> Iterator[str]:
-    lengths, ends = _means(rows, "response_length"), _means(rows, "end_share")
+    lengths, ends = _medians(rows, "response_length"), _medians(rows, "end_share")
     if not lengths:
         return
     first, last = lengths[0], lengths[-1]
@@ -69,7 +69,7 @@ def _length_alarms(rows: Rows) -> Iterator[str]:
 
 
 def _entropy_alarms(rows: Rows) -> Iterator[str]:
-    entropies = _means(rows, "entropy")
+    entropies = _medians(rows, "entropy")
     if entropies and _has_lasted([each < ENTROPY_SHARE * entropies[0] for each in entropies]):
         yield (
             f"the policy's entropy has fallen from {entropies[0]:.3g} nats per token in the first "
@@ -118,13 +118,13 @@ def _client_alarms(clients: Rows, last: int, most: float | None) -> Iterator[str
         )
 
 
-def _means(clients: Rows, key: str) -> list[float]:
-    """Returns the clients' means of a metric by round; rounds without it are left out."""
+def _medians(clients: Rows, key: str) -> list[float]:
+    """Returns the clients' medians of a metric by round; rounds without it are left out."""
     found: dict[int, list[float]] = {}
     for row in clients:
         if row.get(key) is not None:
             found.setdefault(row["round"], []).append(row[key])
-    return [fmean(found[number]) for number in sorted(found)]
+    return [median(found[number]) for number in sorted(found)]
 
 
 def _has_lasted(signs: Sequence[bool]) -> bool:

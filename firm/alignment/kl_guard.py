@@ -8,7 +8,7 @@ both are undone then, and round t + 1 starts from θ_{t-2}.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from statistics import fmean, median
+from statistics import median
 from typing import Annotated, Any
 
 from annotated_types import Ge
@@ -95,7 +95,7 @@ class KLGuard:
             after: Its state after the round.
         """
         self._good = self._good or _kept(before)
-        kl, num_tokens = round_kl(clients), _mean(clients, "response_length")
+        kl, num_tokens = round_kl(clients), _median(clients, "response_length")
         if not self._num_tokens and num_tokens is not None:
             self._num_tokens = max(1.0, num_tokens)
         if kl is None or not self._num_tokens:  # hidden by the clients or their sites
@@ -103,7 +103,9 @@ class KLGuard:
         if self._start_kl is None:
             self._start_kl = kl
         is_of_pairs = any("preferred_log_ratio" in row for row in _trainings(clients))
-        what = "its loss of preferred replies" if is_of_pairs else "the KL of its replies"
+        what = "the KL of its replies"
+        if is_of_pairs:
+            what = "the log-probability that preferred replies have lost"
         limit, ceiling, found = self.limit, self.ceiling, f"{what}, {kl:.3g} nats, is above"
         if limit is not None and kl > limit:
             return self._undone(after, f"{found} the trust region's {limit:.3g}")
@@ -203,9 +205,9 @@ def _trainings(clients: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
     return [own for row in clients for own in row.get("by_objective", {"": row}).values()]
 
 
-def _mean(clients: Sequence[Mapping[str, Any]], key: str) -> float | None:
+def _median(clients: Sequence[Mapping[str, Any]], key: str) -> float | None:
     known = [row[key] for row in _trainings(clients) if row.get(key) is not None]
-    return fmean(known) if known else None
+    return median(known) if known else None
 
 
 def _kept(state: ServerState) -> State:

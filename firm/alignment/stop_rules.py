@@ -4,7 +4,7 @@ import operator
 import re
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from statistics import fmean
+from statistics import median
 from types import SimpleNamespace
 from typing import Any, Self, get_args, is_typeddict
 
@@ -27,7 +27,7 @@ class StopRule:
     """The rule as written."""
     is_validation: bool
     """True if the quantity is that of the evaluation on validation prompts; otherwise it is the
-    mean over the clients, or one of the round."""
+    median over the clients, which none of them alone can move, or one of the round."""
     name: str
     """Name of the quantity."""
     part: str | None
@@ -132,7 +132,7 @@ class StopRule:
                     value = value.get(key)
             if isinstance(value, int | float):
                 found.setdefault(row["round"], []).append(float(value))
-        return {number: fmean(found[number]) for number in sorted(found)}
+        return {number: median(found[number]) for number in sorted(found)}
 
 
 def _is_valid(kind: Any, value: Any, parts: Collection[str]) -> bool:

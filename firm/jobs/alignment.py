@@ -569,33 +569,31 @@ class _LanguageWing(Wing):
         state = replace(state, adapter=chosen.adapter)
         origin = {"adapter_round": chosen.round, "adapter_reason": chosen.reason}
         self.book.log({**self._row(aligned, state, "test"), **origin})
-        if self._loaded.data.validation and not self._cfg.rounds:  # rounds measure it otherwise
-            measured = self._evaluate(state.adapter, "validation")
-            self.book.log(self._row(measured, state, "validation"))
         if self._loaded.data.validation:
-            self._measure_again(state, is_other=chosen.round != state.round)
+            is_last = self._cfg.rounds > 0 and chosen.round == state.round
+            self._measure_again(state, is_new=not is_last)
         for row in self._final_front(state):
             self.book.log(row)
         self._log_samples(aligned, state)
         save_file(aligned.by_row(), self.book.run.path / SCORES_NAME)
-        self._save_adapters(base, aligned)
+        self._save_adapters(base, aligned, chosen)
         return base, aligned
 
-    def _measure_again(self, state: ServerState, *, is_other: bool) -> None:
+    def _measure_again(self, state: ServerState, *, is_new: bool) -> None:
         """Measures the chosen adapter on the validation prompts, where this is still to be done.
 
         Args:
             state: The state with the chosen adapter.
-            is_other: Whether it is not the last round's, whose rows are in the log.
+            is_new: Whether it is not the last round's, whose rows are in the log.
         """
-        if is_other:
+        if is_new:
             measured = self._evaluate(state.adapter, "validation")
             self.book.log(self._row(measured, state, "validation"))
         for preference in self.preferences if self._measures_front else ():
             # a run that was resumed after its last round has not kept them
-            if is_other or ("validation", tuple(preference)) not in self._by_row:
+            if is_new or ("validation", tuple(preference)) not in self._by_row:
                 row = self._at_preference(state, "validation", preference)
-                if is_other:
+                if is_new:
                     self.book.log(row)
 
     def _chosen(self, state: ServerState, *, is_out: bool) -> Chosen:
@@ -622,7 +620,7 @@ class _LanguageWing(Wing):
         base = self._base.get("validation")
         return None if base is None else base.prompt_of_row
 
-    def _save_adapters(self, base: AnyEvaluation, aligned: AnyEvaluation) -> None:
+    def _save_adapters(self, base: AnyEvaluation, aligned: AnyEvaluation, chosen: Chosen) -> None:
         """Saves the adapter and, if it is conditioned, its folds at the measured preferences."""
         run, loaded = self.book.run, self._loaded
         policy, tokenizer = loaded.trainer.policy_model, loaded.tokenizer
@@ -640,7 +638,7 @@ class _LanguageWing(Wing):
                 if rows := self._by_row.get((split, tuple(preference))):
                     save_file(rows, folder / f"{split}_scores.safetensors")
             _folded_card(self._cfg, preference).save(folder / "README.md")
-        _card(self._cfg, base, aligned, run).save(run.path / "adapter" / "README.md")
+        _card(self._cfg, base, aligned, run, chosen).save(run.path / "adapter" / "README.md")
 
     def _at_preferences(self, state: ServerState, split: str) -> list[Row]:
         """Returns the evaluation of a conditioned policy at each preference."""
@@ -793,7 +791,9 @@ def _folded_card(cfg: AlignmentConfig, preference: Sequence[float]) -> ModelCard
     return model_card(cfg.policy.path, aim, text)
 
 
-def _card(cfg: AlignmentConfig, base: AnyEvaluation, aligned: AnyEvaluation, run: Run) -> ModelCard:
+def _card(
+    cfg: AlignmentConfig, base: AnyEvaluation, aligned: AnyEvaluation, run: Run, chosen: Chosen
+) -> ModelCard:
     """Returns the model card of the aligned adapter."""
     work = {"local steps per round": cfg.strategy.num_local_steps}
     if cfg.strategy.num_local_epochs is not None:
@@ -802,7 +802,7 @@ def _card(cfg: AlignmentConfig, base: AnyEvaluation, aligned: AnyEvaluation, run
         "strategy": cfg.strategy.name,
         "clients": cfg.num_clients,
         "rounds": cfg.rounds,
-        "adapter": read_record(run.path).kept_adapter,
+        "adapter": f"round {chosen.round}: {chosen.reason}",
         **work,
         "seed": cfg.seed,
         **_judges(cfg),

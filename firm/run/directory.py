@@ -336,7 +336,7 @@ class Run:
         numbers = [number for number, _ in self._checkpoints() if number <= round]
         kept = set(numbers[-keep_last:])
         if self._qualities:
-            kept.add(max(self._qualities, key=lambda number: (self._qualities[number], -number)))
+            kept.add(self._best_round())
         for number, path in self._checkpoints():
             if number <= round and number not in kept:
                 _remove(path)
@@ -344,6 +344,10 @@ class Run:
         for suffix in ("draft", "old"):  # remains of interrupted saves
             for remains in (self.path / "checkpoints").glob(f".round_*.{suffix}"):
                 _remove(remains)
+
+    def _best_round(self) -> int:
+        """Returns the round with the highest quality, the earliest among equals."""
+        return max(self._qualities, key=lambda number: (self._qualities[number], -number))
 
     def forget_quality(self, round: int) -> None:
         """Takes back the quality of a round, which is then no candidate for the best."""
@@ -356,9 +360,8 @@ class Run:
         """
         if not self._qualities:
             return None
-        best = max(self._qualities, key=lambda number: (self._qualities[number], -number))
         try:
-            envelope = load_state(self.path / "checkpoints" / f"round_{best:04d}")
+            envelope = load_state(self.path / "checkpoints" / f"round_{self._best_round():04d}")
         except ValueError as error:
             logger.warning("skipped: %s", printable(error))
             return None

@@ -162,7 +162,7 @@ class Tracker:
 
         Numbers become series over the rounds, and the row of kind "run" is added to the
         configuration. The row of a round follows the rows of its clients, and adds the means over
-        the clients and the total of bytes sent so far; its alarms become alerts. Evaluations with
+        the clients and the total of bytes sent so far; its alarms become an alert. Evaluations with
         scores are also drawn in the trade-off plane, at intervals that grow with their number and
         at the end, and the last one on the test split is compared with the base model in a table
         and in the summary.
@@ -176,8 +176,10 @@ class Tracker:
             if valid.get("kind") == "run":
                 own = {key: value for key, value in valid.items() if key != "kind"}
                 self._run.config.update({"run": legible_data(own)})
-            for text in valid.get("alarms", ()) if valid.get("kind") == "round" else ():
-                self._run.alert(f"Round {valid['round']}", printable(text, max_length=5_000))
+            if valid.get("kind") == "round" and (alarms := valid.get("alarms")):
+                # one alert: within a minute W&B drops others with the same title
+                text = "\n".join(printable(alarm, max_length=5_000) for alarm in alarms)
+                self._run.alert(f"Round {valid['round']}", text)
             if series := self._series.of(valid):
                 self._run.log({"round": valid["round"], **series, **self._charts(valid)})
 

@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 
 from firm.alignment import KLConfig
 from firm.alignment.advantages import (
+    KLPenalty,
     adapted_kl_coefficient,
     gae,
     kl_penalty,
@@ -282,3 +283,12 @@ def test_the_deviation_counts_for_at_most_a_fifth(kl, factor):
     config = dataclasses.replace(ADAPTIVE, horizon=16)
     adapted = adapted_kl_coefficient(0.2, kl, num_responses=16, config=config)
     assert adapted == pytest.approx(0.2 * factor)
+
+
+def test_the_kl_at_a_preference_counts_replies_by_their_share():
+    kl = torch.tensor([[1.0, 1.0], [3.0, 3.0]])  # 2 and 6 nats per reply
+    preferences = torch.tensor([[0.75, 0.25], [0.25, 0.75]])
+    own = KLPenalty(KLConfig()).metrics(kl, preferences)
+    assert own["kl"] == pytest.approx(4.0)
+    assert own["kl_by_preference"] == pytest.approx([3.0, 5.0])
+    assert "kl_by_preference" not in KLPenalty(KLConfig()).metrics(kl)

@@ -98,6 +98,14 @@ def test_the_first_round_defines_the_length_of_replies():
     assert guard.limit == pytest.approx(2 * 0.5 + 0.1 * LENGTH)
 
 
+def test_one_client_that_claims_long_replies_does_not_switch_the_guard_off():
+    guard = KLGuard(GuardConfig())
+    hostile = {"kl": 0.0, "response_length": 1e30}
+    state, _ = guard.judge([*clients(0.0, 0.0), hostile], server(0), server(1, 1.0))
+    _, alarms = guard.judge([*clients(9.0, 9.0), hostile], state, server(2, 2.0))
+    assert "the trust region's 1" in alarms[0]
+
+
 def test_a_round_without_kls_makes_no_adapter_a_good_one():
     guard = KLGuard(GuardConfig())
     state, _ = rounds(guard, [0.0, 0.5])

@@ -25,6 +25,11 @@ def test_a_rule_compares_the_clients_mean(text, holds):
     assert StopRule.parse(text).holds(rows, 2) == holds
 
 
+def test_one_client_alone_cannot_end_a_run():
+    rows = [client(1, kl=1.0), client(1, kl=2.0), client(1, kl=1e30)]
+    assert not StopRule.parse("kl > 8").holds(rows, 1)
+
+
 def test_a_rule_may_have_to_hold_in_several_rounds_in_a_row():
     rule = StopRule.parse("response_length < 4 for 3")
     lengths = [2.0, 5.0, 3.0, 3.0, 3.0]

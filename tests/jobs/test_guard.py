@@ -3,6 +3,7 @@
 import json
 import math
 from pathlib import Path
+from typing import ClassVar
 
 import pytest
 import torch
@@ -10,7 +11,8 @@ import torch
 from firm.alignment import MultiObjectiveTrainer
 from firm.federation.strategies import STRATEGIES
 from firm.fronts.front import Front
-from firm.run import UserError
+from firm.jobs.loop import Logbook
+from firm.run import Run, UserError
 from firm.run.checkpoint import load_state
 from tests.runs import read_adapter, read_rows
 from tests.smoke import FRONT, config, run
@@ -133,6 +135,23 @@ def test_a_ceiling_ends_the_run_with_the_last_adapter_below_it(tmp_path, capsys)
     assert "the run ends, because the KL of its replies" in printed
     assert "of round 0: the last whose KL was inside the guard's trust region" in printed
     assert "inside the guard&#39;s trust region" in (folder / "report.html").read_text()
+
+
+def test_a_resumed_run_repeats_its_rows_to_the_tracker_without_their_alarms(tmp_path):
+    class Noted:
+        rows: ClassVar[list[dict]] = []
+
+        def log(self, row):
+            self.rows.append(row)
+
+        def log_samples(self, rows):
+            pass
+
+    log = Run.create(tmp_path / "run", {})
+    log.log({"kind": "run", "objectives": ["a"], "alarms": ["at the start"]})
+    log.log({"kind": "round", "round": 1, "clients": [], "failures": [], "alarms": ["in a round"]})
+    Logbook(log, Noted()).repeat_to_tracker()
+    assert [row.get("alarms") for row in Noted.rows] == [["at the start"], None]
 
 
 def test_a_rule_of_ones_own_ends_the_run(tmp_path):

@@ -323,7 +323,7 @@ def test_a_policy_that_loses_the_preferred_replies_goes_back(pairs, tmp_path):
     runaway = {"estimator.actor_learning_rate": 0.3, "rounds": 4}
     result = align(configured(pairs, tmp_path / "run", **runaway))
     alarms = [text for r in result.rows if r["kind"] == "round" for text in r["alarms"]]
-    assert "its loss of preferred replies" in alarms[0]
+    assert "the log-probability that preferred replies have lost" in alarms[0]
     assert "trust region" in alarms[0]
 
 

@@ -245,6 +245,20 @@ def test_the_best_checkpoint_survives_a_resume(tmp_path: Path) -> None:
     assert rounds_of(run) == [1, 5]
 
 
+def test_a_forgotten_quality_makes_another_checkpoint_the_best(tmp_path: Path) -> None:
+    run = Run.create(tmp_path / "a", CONFIG)
+    assert run.best_checkpoint() is None
+    for number, quality in enumerate([0.1, 0.5, 0.9]):
+        run.save_checkpoint(number, {"a": number}, quality=quality)
+    assert run.best_checkpoint() == (2, {"a": 2})
+    run.forget_quality(2)
+    assert run.best_checkpoint() == (1, {"a": 1})
+    run.save_checkpoint(3, {"a": 3})
+    run.close()
+    with Run.resume(run.path, CONFIG) as resumed:
+        assert resumed.best_checkpoint() == (1, {"a": 1})
+
+
 def test_a_round_that_is_saved_again_has_its_new_quality(tmp_path: Path) -> None:
     run = Run.create(tmp_path / "a", CONFIG)
     run.save_checkpoint(1, {}, quality=0.9)

@@ -93,6 +93,14 @@ def test_alarms_of_a_round_become_alerts(tmp_path: Path) -> None:
     assert alert.text == "the policy\\x1b[31m runs away"  # without control characters
 
 
+def test_all_alarms_of_a_round_are_in_its_alert(tmp_path: Path) -> None:
+    """W&B sends one alert of a title in a minute."""
+    row = {"kind": "round", "round": 7, "clients": ["a"], "failures": []}
+    records = track(tmp_path, {**row, "alarms": ["the first", "the second"]})
+    [alert] = [record.alert for record in records if record.HasField("alert")]
+    assert alert.text == "the first\nthe second"
+
+
 def test_offline_mode_leaves_the_metrics_in_the_run_directory(tmp_path: Path, caplog) -> None:
     torch.manual_seed(0)
     generators = random.getstate(), str(np.random.get_state()), torch.get_rng_state().tolist()
