@@ -5,7 +5,8 @@ BIN    := $(VENV)/bin
 LATEST ?= .venv-latest
 VLLM   ?= .venv-vllm
 NETWORK ?= configs/network.yaml
-OFFLINE := HF_HUB_OFFLINE=1 HF_HUB_DISABLE_TELEMETRY=1
+# images of containers often forbid bytecode: each start would compile what it imports
+OFFLINE := HF_HUB_OFFLINE=1 HF_HUB_DISABLE_TELEMETRY=1 PYTHONDONTWRITEBYTECODE=
 
 .DEFAULT_GOAL := help
 .PHONY: help install dev demo network-demo test test-slow test-latest test-vllm lint types contract check bench gpu figures pictures docs release clean
@@ -15,10 +16,9 @@ help: ## List the targets.
 
 install: $(VENV)/.installed ## Make the virtual environment and install what a run needs, under constraints.txt.
 
-# without --no-compile pip writes 0.4 GB of bytecode, also of modules that are never imported
 $(VENV)/.installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --disable-pip-version-check --no-compile -c constraints.txt -e .
+	$(BIN)/python -m pip install --disable-pip-version-check -c constraints.txt -e .
 	touch $@
 
 dev: $(VENV)/.dev ## Install what the tests and checks need, too.
@@ -33,11 +33,11 @@ demo: install ## Align the miniature world to two objectives and write runs/<nam
 network-demo: dev ## Align the miniature world across three sites and a server, over mutual TLS on this machine.
 	$(OFFLINE) $(BIN)/firm network demo --config $(NETWORK) --out runs/network-demo-$$(date +%Y%m%d-%H%M%S)
 
-test: dev ## Run the test suite (without network, within minutes).
+test: dev ## Run the first tier of the tests: every promise by its cheapest test, without network.
 	$(OFFLINE) $(BIN)/python -m pytest -q -n 2 --dist loadfile
 
-test-slow: dev ## Run the slow suite: kills, long runs.
-	$(OFFLINE) $(BIN)/python -m pytest -q -m slow
+test-slow: dev ## Run the second tier: kills, processes, networks, all parameters; TESTS names folders.
+	$(OFFLINE) $(BIN)/python -m pytest -q -n 3 --dist loadfile -m slow $(TESTS) || [ $$? -eq 5 ] # 5: no tests there
 
 test-latest: ## Run the test suite on the newest releases, installed beside: gigabytes with CUDA's torch.
 	$(PYTHON) -m venv $(LATEST)

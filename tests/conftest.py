@@ -73,11 +73,51 @@ def pytest_configure(config: pytest.Config) -> None:
     config.option.loadscopereorder = False
 
 
+SECOND_TIER = (
+    "accelerator",
+    "benchmarks",
+    "docs",
+    "jobs/test_explore.py",
+    "jobs/test_hub.py",
+    "jobs/test_network.py",
+    "jobs/test_paper_configs.py",
+    "jobs/test_plan_time.py",
+    "jobs/test_workspace.py",
+    "miniature",
+    "recipes/miniature",
+    "recipes/paper",
+    "recipes/theory",
+    "report/test_browser.py",
+    "report/test_outcome_figures.py",
+    "report/test_own_quantity.py",
+    "report/test_poisoned_runs.py",
+    "report/test_settings_",
+)
+"""Tests that run where their code changes: browsers, networks, figures, pages of studies."""
+
+CASES = 2
+"""Cases of a test with parameters in the first tier, unless it says `every_case` or marks some."""
+
+
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Puts the longest files first."""
+    """Puts the longest files first, and into the second tier what the first need not wait for.
+
+    Of a test with many parameters the first tier runs the first and the last case.
+    """
     folder = Path(__file__).parent
     places = {folder / name: place for place, name in enumerate(LONGEST)}
     items.sort(key=lambda item: places.get(item.path, len(LONGEST)))
+    slow = pytest.mark.slow
+    cases: dict[str, list[pytest.Item]] = {}
+    for item in items:
+        cases.setdefault(item.nodeid.partition("[")[0], []).append(item)
+        if item.path.relative_to(folder).as_posix().startswith(SECOND_TIER):
+            item.add_marker(slow)
+    for same in cases.values():
+        marked = (item.get_closest_marker(name) for item in same for name in ("slow", "every_case"))
+        for item in same[1 : 1 - CASES] if not any(marked) else ():
+            item.add_marker(slow)
 
 
 @pytest.fixture(scope="session")

@@ -13,7 +13,7 @@ from firm.console import accept_any_text
 from firm.run import print_table, run_cli
 from tests import smoke
 
-ENCODINGS = ("ascii", "cp1252")
+ENCODING = "cp1252"  # of consoles on Windows
 FILE = """
 from reward_models import reward_model
 
@@ -41,49 +41,43 @@ def console(monkeypatch) -> Callable[..., Callable[[], str]]:
     return use
 
 
-@pytest.mark.parametrize("encoding", ENCODINGS)
-@pytest.mark.parametrize("topic", [(), ("all",)])
-@pytest.mark.parametrize("command", COMMANDS)
-def test_help_is_printed(command, topic, encoding, console):
-    shown = console(encoding)
+def test_help_is_printed(console):
+    shown = console("ascii")
     with pytest.raises(SystemExit) as ended:
-        firm.main([*command.split(), "--help", *topic])
+        firm.main(["align", "--help", "all"])
     assert ended.value.code == 0
-    assert COMMANDS[command].text in shown()
+    assert COMMANDS["align"].text in shown()
 
 
-@pytest.mark.parametrize("encoding", ENCODINGS)
-def test_a_run_an_evaluation_and_a_chat_end(encoding, console, tmp_path, new_plugins):
+def test_a_run_an_evaluation_and_a_chat_end(console, tmp_path, new_plugins):
     file, run = tmp_path / "größen.py", tmp_path / "läufe 运行"
     file.write_text(FILE, encoding="utf-8")
-    shown = console(encoding)
+    shown = console(ENCODING)
     rewards = f"{{size: {{name: größe, file: {file}}}, brief: {{name: brevity}}}}"
     options = ["--rounds", "1", "--out", str(run), "--rewards", rewards]
     firm.main(["align", "--config", str(smoke.SMOKE), *options])
     assert "mean " in shown()
     allowed = ["--allow_code", "true"]
     firm.main(["evaluate", "--runs", f"[{run}]", *allowed, "--out", str(tmp_path / "größer")])
-    console(encoding, "Grüße 你好\n".encode() + b"\xff\xfe\n")
+    console(ENCODING, "Grüße 你好\n".encode() + b"\xff\xfe\n")
     firm.main(["chat", "--run", str(run), *allowed])
 
 
-@pytest.mark.parametrize("encoding", ENCODINGS)
-def test_a_table_keeps_its_frame_and_shows_escapes(encoding, console):
-    shown = console(encoding)
+def test_a_table_keeps_its_frame_and_shows_escapes(console):
+    shown = console(ENCODING)
     print_table("λ ± ε", ["", "λ"], [["helpful", "0.5 \N{INFINITY}"]])
     title, *lines = shown().splitlines()
-    assert title == {"ascii": r"\u03bb \xb1 \u03b5", "cp1252": r"\u03bb ± \u03b5"}[encoding]
+    assert title == r"\u03bb ± \u03b5"
     assert r"0.5 \u221e" in "\n".join(lines)
     assert r"\u2500" not in "\n".join(lines)  # the frame is one of ASCII
 
 
-@pytest.mark.parametrize("encoding", ENCODINGS)
-def test_the_command_line_of_a_recipe_prints_any_text(encoding, console):
+def test_the_command_line_of_a_recipe_prints_any_text(console):
     @dataclass(frozen=True)
     class Config:
         seed: int = 0
 
-    shown = console(encoding)
+    shown = console(ENCODING)
     run_cli(lambda cfg: sys.stdout.write("λ\n"), Config, [])
     assert shown() == r"\u03bb" + "\n"
 

@@ -16,7 +16,7 @@ from firm.alignment.sequences import Queries, Sequences, forward, token_scores
 from firm.gradients.per_sequence import PerSequenceGradients
 from firm.jobs.plan.rehearsal import LiveBytes
 from tests.tokens import queries
-from tests.zoo.architectures import ARCHITECTURES
+from tests.zoo.architectures import ARCHITECTURES, cases
 
 SPECIAL = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
 pytestmark = pytest.mark.filterwarnings(  # PEFT's own
@@ -52,7 +52,7 @@ def scores(model, rows: Sequences, temperature: float = 0.7):
     return token_scores(output, rows, temperature)
 
 
-@pytest.mark.parametrize("name", TAKEN)
+@pytest.mark.parametrize("name", cases(TAKEN))
 def test_every_architecture_of_the_zoo_has_the_same_scores_and_gradients(name, monkeypatch) -> None:
     model = ARCHITECTURES[name].model(SPECIAL)
     model.requires_grad_(False)

@@ -165,6 +165,7 @@ def test_fedcmoo_a_sends_m_jacobian_rows_and_fsmgda_m_adapters_more_than_firm():
     assert fsmgda.work.training_replies == 2 * 2 * (2 * 2 - 1) * 8  # the first batch is shared
 
 
+@pytest.mark.slow
 def test_fedcmoo_a_takes_the_memory_of_a_jacobian_of_the_whole_batch(shallow):
     sizes = ("--policy.path", shallow, "--estimator.batch_size", 8)
     fedcmoo = plan_of(config(*sizes, "--estimator.minibatch_size", 4, *FEDCMOO_A)).memory
@@ -182,6 +183,7 @@ def test_compressed_jacobians_are_counted_from_some_of_their_columns(compressor,
     assert part.bytes_down == pytest.approx(whole.bytes_down, rel=0.02)
 
 
+@pytest.mark.slow
 def test_reward_models_of_a_group_are_placed_calibrated_and_take_memory(shallow):
     other = "{path: firm/miniature/checkpoints/helpful_other, format: plain}"
     groups = f"{{other: {{clients: [1], rewards: {{helpful: {other}}}}}}}"
@@ -201,6 +203,7 @@ def test_reward_models_of_a_group_are_placed_calibrated_and_take_memory(shallow)
     assert "reward other/helpful" in titles
 
 
+@pytest.mark.slow
 def test_a_folder_with_nothing_but_its_config_is_enough(shallow, tmp_path):
     shutil.copy(shallow / "config.json", tmp_path)
     found, whole = (plan_of(config("--policy.path", path)) for path in (tmp_path, shallow))
@@ -225,6 +228,7 @@ def test_the_policy_is_the_one_that_is_loaded(dtype, freeze_a):
     assert figures.num_trainable == sum(p.numel() for p in adapter_parameters(policy).values())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("estimator", ["ppo", "critic_free"])
 @pytest.mark.parametrize("checkpointing", [False, True])
 @pytest.mark.filterwarnings("ignore:.*gradient_checkpointing.*:FutureWarning")
@@ -298,6 +302,7 @@ def test_the_memory_of_gradients_by_preference_is_what_the_trainer_takes(
     assert memory.update[False] == pytest.approx(live.peak - memory.jacobian, rel=0.1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("estimator", ["ppo", "critic_free"])
 def test_the_memory_of_stacked_updates_is_what_their_trainers_take(
     make_trainer, checkpoint, letter_count, estimator
@@ -363,6 +368,7 @@ def test_passes_are_those_of_a_run(engine, estimator, tmp_path, monkeypatch):
     assert (len(rows), max(rows)) == (planned.count, planned.rows)
 
 
+@pytest.mark.slow
 def test_a_frozen_a_halves_the_adapter_and_all_that_grows_with_it(shallow):
     layers = ("--policy.path", shallow, "--policy.lora.target_modules", "[q_proj, o_proj]")
     whole, half = (
@@ -374,6 +380,7 @@ def test_a_frozen_a_halves_the_adapter_and_all_that_grows_with_it(shallow):
     assert half.memory.saved[False] < whole.memory.saved[False]
 
 
+@pytest.mark.slow
 def test_a_minibatch_in_parts_and_a_team_take_less(shallow):
     sizes = ["--policy.path", shallow, "--rollout.max_prompt_tokens", 40]
     whole = plan_of(config(*sizes)).memory
@@ -385,6 +392,7 @@ def test_a_minibatch_in_parts_and_a_team_take_less(shallow):
     assert team.jacobian == whole.jacobian
 
 
+@pytest.mark.slow
 def test_a_sharded_policy_takes_its_part_and_the_layers_of_a_pass():
     options = ("--processes_per_client", 4, "--estimator.minibatch_size", 4)
     whole, sharded = (
@@ -404,6 +412,7 @@ def test_a_sharded_policy_takes_its_part_and_the_layers_of_a_pass():
     assert difference == 4 * saved
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["firm", "fsmgda"])
 @pytest.mark.parametrize(
     ("critic", "optimizer"),
@@ -451,6 +460,7 @@ def tensors_of(tree):
     return [tensor for entry in entries for tensor in tensors_of(entry)]
 
 
+@pytest.mark.slow
 def test_the_cache_of_a_rollout_is_what_the_model_keeps(make_model, checkpoint):
     cfg = config(
         "--policy.path", checkpoint, "--policy.lora.target_modules", "[q_proj]",
@@ -517,6 +527,7 @@ def test_the_front_of_a_conditioned_run_is_counted_with_its_uploads():
     assert plan.policy.num_trainable == plain.policy.num_trainable * 3 / 2  # A, B and B_1, square
 
 
+@pytest.mark.slow
 def test_every_process_has_its_clients_and_a_reward_its_own_device(shallow):
     path = ("--policy.path", shallow)
     plan = plan_of(config(*path, "--rewards.harmless.device", "cuda:1", file="miniature"), 2)
@@ -549,6 +560,7 @@ def test_models_are_planned_where_they_are_loaded(policy, rewards, expected, mon
     assert (place.policy, *place.rewards.values()) == expected
 
 
+@pytest.mark.slow
 def test_an_accelerator_named_by_its_type_is_one_device_with_its_index(shallow):
     options = ("--policy.path", shallow, "--policy.device", "cuda")
     rewards = ("--rewards.helpful.device", "cuda", "--rewards.harmless.device", "cuda:0")
@@ -601,6 +613,7 @@ def test_a_model_that_cannot_be_had_leaves_the_other_figures_and_a_remedy():
     assert "Memory of a process" not in titles
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*fast path.*")
 def test_an_architecture_without_keys_and_values_has_no_estimate_and_says_so(tmp_path):
     MambaConfig(vocab_size=32, hidden_size=16, num_hidden_layers=1, state_size=4).save_pretrained(
@@ -613,6 +626,7 @@ def test_an_architecture_without_keys_and_values_has_no_estimate_and_says_so(tmp
     assert any("no estimate of its memory" in note for note in plan.notes)
 
 
+@pytest.mark.slow
 def test_absolute_positions_and_conv1d_layers_are_planned_too(tmp_path):
     GPT2Config(
         vocab_size=32,
@@ -816,6 +830,7 @@ def test_the_papers_run_equals_the_paper_wherever_it_gives_a_value():
     assert [h.path for h in changed if h.paper and not h.is_papers] == ["estimator.num_epochs"]
 
 
+@pytest.mark.slow
 def test_the_tables_are_printed_whole_in_a_pipe():
     plan = plan_of(config(file="miniature"))
     text = io.StringIO()
@@ -828,6 +843,7 @@ def test_the_tables_are_printed_whole_in_a_pipe():
     assert "…" not in text.getvalue()
 
 
+@pytest.mark.slow
 def test_a_plan_fits_on_a_screen():
     text = io.StringIO()
     for table in plan_tables(plan_of(config(file="miniature"))):
@@ -848,6 +864,7 @@ def test_numbers_that_all_work_follows_are_bounded(key, value, bound):
         config(f"--{key}", value)
 
 
+@pytest.mark.slow
 def test_vllms_copy_of_the_policy_counts(shallow):
     path = ("--policy.path", shallow, "--estimator.name", "critic_free")
     engine = {"name": "vllm", "cache_gb": 0.5, "max_loras": 3}

@@ -134,11 +134,13 @@ def run_two(tmp_path_factory):
         yield run_program
 
 
+@pytest.mark.slow
 def test_two_processes_keep_a_half_each_and_compute_as_one_with_the_whole(run_two):
     for process in run_two(POLICY + EQUAL):
         assert (process.returncode, process.stdout) == (0, "equal\n"), process.stderr
 
 
+@pytest.mark.slow
 def test_processes_with_passes_of_different_number_wait_for_each_other(run_two):
     first, second = run_two(POLICY + UNEQUAL)
     assert (first.returncode, second.returncode) == (0, 0), first.stderr + second.stderr
@@ -147,6 +149,7 @@ def test_processes_with_passes_of_different_number_wait_for_each_other(run_two):
     assert second.stdout == "ValueError no batch\n"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", ["dies", "raises"])
 @pytest.mark.parametrize("who", ["both", "alone"])
 def test_a_process_that_fails_in_a_pass_ends_the_other(run_two, way, who):

@@ -26,7 +26,7 @@ from firm.alignment.stacked.trainer import stacked_trainers
 from firm.federation.lockstep import lockstep
 from firm.gradients.per_sequence import PerSequenceGradients
 from tests.sampling import generate
-from tests.zoo.architectures import ARCHITECTURES
+from tests.zoo.architectures import ARCHITECTURES, cases
 
 SPECIAL = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
 TAKEN = [name for name, each in ARCHITECTURES.items() if "everywhere" not in each.refused]
@@ -63,7 +63,7 @@ def test_rows_are_distinct_by_tokens_padding_and_preferences():
     assert (first.tolist(), index.tolist()) == ([0, 1, 2, 4], [0, 1, 2, 1, 3])
 
 
-@pytest.mark.parametrize("name", TAKEN)
+@pytest.mark.parametrize("name", cases(TAKEN))
 def test_every_architecture_samples_as_with_a_prompt_in_each_row(
     name, tokenizer, large, monkeypatch
 ):
@@ -105,7 +105,7 @@ def test_a_large_head_multiplies_adjacent_states_of_the_last_position(tokenizer,
     assert set(states) == {(1, True)}
 
 
-@pytest.mark.parametrize("name", STACKED)
+@pytest.mark.parametrize("name", cases(STACKED))
 def test_every_architecture_samples_in_joint_passes_as_with_a_prompt_in_each_row(
     name, large, monkeypatch
 ):
@@ -174,6 +174,8 @@ ORDER = [0, 1, 0, 2, 0, 1, 3]
 REPLIES = [6, 3, 1, 4, 6, 2, 5]
 PAIRS = [0, 2, 1, 5], [4, 0]
 """Two clients' pairs of replies, each to one prompt."""
+ROUNDING = 3e-5
+"""Of the largest entry: sums of float32 in another order, 1.2e-5 on a processor without AMX."""
 
 
 def replies(vocabulary: int, *, preferences=None) -> Sequences:
@@ -208,7 +210,7 @@ def scored_rows(policy, rows, num_objectives, *, once):
     return logprobs.detach(), jacobian
 
 
-@pytest.mark.parametrize("name", TAKEN)
+@pytest.mark.parametrize("name", cases(TAKEN))
 def test_every_architecture_has_the_log_probabilities_and_gradients_of_whole_rows(name, large):
     policy = with_adapter(ARCHITECTURES[name].model(SPECIAL))
     rows = replies(policy.config.get_text_config().vocab_size)
@@ -218,7 +220,7 @@ def test_every_architecture_has_the_log_probabilities_and_gradients_of_whole_row
         logprobs, jacobian = scored_rows(policy, rows, num_objectives, once=True)
         plain_logprobs, plain = scored_rows(policy, rows, num_objectives, once=False)
         assert (logprobs - plain_logprobs).abs().max() <= 1e-5 * plain_logprobs.abs().max()
-        assert (jacobian - plain).abs().max() <= 1e-5 * plain.abs().max()
+        assert (jacobian - plain).abs().max() <= ROUNDING * plain.abs().max()
 
 
 def test_a_conditioned_policy_shares_prompts_at_equal_preferences(large):
@@ -244,7 +246,7 @@ def test_most_architectures_pass_prompts_once(large):
 
 
 @pytest.mark.parametrize("num_objectives", [(2, 2, 2), (5, 5, 5), (1, 3, 2)])
-@pytest.mark.parametrize("name", STACKED)
+@pytest.mark.parametrize("name", cases(STACKED))
 def test_every_architecture_has_the_gradients_of_whole_rows_in_joint_passes(
     name, num_objectives, large
 ):
@@ -345,6 +347,7 @@ def test_joint_passes_take_the_prompts_of_pairs_once_for_all_objectives(large):
 # --- Dropout of the adapter -----------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_replies_to_a_prompt_share_its_dropout_masks_and_have_their_own(large):
     policy = with_adapter(ARCHITECTURES["llama"].model(SPECIAL), dropout=0.5)
     set_mode(policy, is_training=True)

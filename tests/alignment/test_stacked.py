@@ -102,6 +102,7 @@ def assert_same(results, tolerance=1e-5):
     assert largest_difference(state.adapter, other.adapter) < tolerance
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "options",
     [
@@ -120,6 +121,7 @@ def test_two_rounds_of_adam_end_as_with_clients_in_turn(both, options, max_rows)
     assert_same(results)
 
 
+@pytest.mark.slow
 def test_large_vocabularies_end_as_with_clients_in_turn(both, monkeypatch):
     """Their tokens take one random number per row, and equal prompts one row of a pass."""
     monkeypatch.setattr(decoding, "LARGE_VOCABULARY", 0)
@@ -165,6 +167,7 @@ HYBRIDS = {
 }  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*fast path.*")
 @pytest.mark.parametrize("name", HYBRIDS)
 def test_models_with_states_of_linear_attention_end_as_with_clients_in_turn(both, name):

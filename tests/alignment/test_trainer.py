@@ -182,6 +182,7 @@ EFFECTIVE = {
 """Another value of each option than that of the tests' trainer."""
 
 
+@pytest.mark.slow
 def test_every_option_has_an_effect(train, letter_count):
     fields = {field.name for field in dataclasses.fields(PPOConfig)}
     assert set(EFFECTIVE) == fields - {"name", "micro_batch_size"}  # which must have none
@@ -252,6 +253,7 @@ def test_a_bfloat16_policy_trains_a_float32_adapter(make_trainer, make_policy, l
         assert not torch.equal(parameter, old)
 
 
+@pytest.mark.slow
 def test_a_compiled_policy_gives_the_same_gradients(make_trainer, make_policy, letter_count):
     def gradients(compiled):
         policy = make_policy()

@@ -169,6 +169,7 @@ def test_training_without_a_batch_of_prompts_says_so(make_central, letter_count)
         trainer.train()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("critic", ["heads", "network"])
 @pytest.mark.parametrize("solve_per", ["minibatch", "batch"])
 def test_clients_train_the_same_adapter_within_trl_s_trainer_and_without_it(

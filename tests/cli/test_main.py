@@ -105,6 +105,7 @@ def test_help_loads_none_of_the_libraries_that_take_seconds():
     assert ended.stdout.splitlines()[-1] == "[]", ended.stderr
 
 
+@pytest.mark.slow
 def test_a_command_whose_extra_is_not_installed_names_it_in_one_line():
     code = "import sys; sys.modules['nvflare'] = None; from firm.cli.main import main; main()"
     ended = subprocess.run(

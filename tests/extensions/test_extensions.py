@@ -51,6 +51,7 @@ def study(tmp_path_factory) -> Iterator[tuple[Path, str]]:
         yield folder / "study", printed.getvalue()
 
 
+@pytest.mark.slow
 def test_every_extension_takes_part(study):
     folder, printed = study
     assert "vowels" in printed

@@ -77,6 +77,7 @@ def value(parts, weights):
     return sum(s * shares @ [p.rewards[n] for n in NAMES] for p, s in parts)
 
 
+@pytest.mark.slow
 @given(seeds, st.floats(0.1, 0.8), st.sampled_from([(0, 1), (1, 1), (1, 3)]), st.booleans())
 def test_no_mixture_that_meets_the_requirements_is_better(seed, bound, weights, is_mixed):
     front = make_front(seed)

@@ -200,6 +200,7 @@ def test_the_final_adapter_is_a_peft_folder_that_changes_the_base_model(finished
     assert not torch.allclose(before, aligned(token_ids).logits)
 
 
+@pytest.mark.slow
 def test_a_run_that_was_killed_in_a_round_resumes_to_the_same_adapter(finished, tmp_path):
     rewards, out = tmp_path / "rewards.py", tmp_path / "killed"
     rewards.write_text(MORTAL_REWARD)
@@ -312,6 +313,7 @@ def test_a_run_whose_log_holds_values_that_are_none_resumes_and_warns(finished, 
     assert all(torch.equal(adapters[0][name], adapters[1][name]) for name in adapters[1])
 
 
+@pytest.mark.slow
 def test_three_objectives_run_whole(tmp_path):
     out = main(
         parse(
@@ -422,6 +424,7 @@ def test_the_papers_run_states_every_hyperparameter_of_appendix_a1():
         assert cfg.data.train.source == "Anthropic/hh-rlhf"
 
 
+@pytest.mark.slow
 @pytest.mark.data
 def test_a_real_pretrained_model_that_never_emits_eos_is_aligned(firm_data, tmp_path):
     out = main(

@@ -114,6 +114,7 @@ def test_all_sliders_at_zero_are_no_target(explored):
     assert page.complaints == []
 
 
+@pytest.mark.slow
 def test_no_file_leaves_the_machine_whatever_the_environment_allows(address, tmp_path_factory):
     secret = next(tmp_path_factory.getbasetemp().glob("elsewhere*/secret.txt"))
     for path in (f"/gradio_api/file={secret}", f"/gradio_api/file/{secret}", "/gradio_api/mcp/"):
@@ -170,6 +171,7 @@ def test_what_the_page_itself_asks_for_is_answered(address):
     assert "0.400 \\u00b1" in answers or "0.400 ±" in answers
 
 
+@pytest.mark.slow
 def test_bad_input_ends_in_one_line(strong, run, refusal, tmp_path):
     assert "a conditioned run with a front: pass --run runs/mine" in refusal(cli, [])
     assert "has no front.json: explore needs a finished run" in refusal(cli, ["--run", str(run)])

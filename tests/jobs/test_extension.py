@@ -43,6 +43,7 @@ def without_times(row: dict) -> dict:
     return {key: value for key, value in row.items() if key != "seconds"}
 
 
+@pytest.mark.slow
 def test_it_ends_as_an_uninterrupted_run_and_shows_its_end(begun, whole, capsys):
     result = align(config("--out", begun, "--resume", "true", "--rounds", 4, *OPTIONS))
     assert "note: rounds changed from 2 to 4; the run continues" in capsys.readouterr().out

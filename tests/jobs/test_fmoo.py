@@ -110,6 +110,7 @@ def test_a_run_that_was_stopped_ends_as_one_that_was_not(study, tmp_path, monkey
     assert (out / "summary.csv").read_text() == (study / "summary.csv").read_text()
 
 
+@pytest.mark.slow
 def test_a_study_goes_on_to_more_rounds_as_if_it_had_them_from_the_start(study, tmp_path):
     out = tmp_path / "study"
     main(_config(out, "--rounds", "2", "--seeds", "[0]"))
@@ -248,6 +249,7 @@ def test_objectives_are_dealt_out_in_turn():
     assert [client.served for client in federation.clients] == [(0,), (1,), (0,), (1,)]
 
 
+@pytest.mark.slow
 def test_a_run_ends_at_the_target_loss_and_the_table_tells_the_round(tmp_path):
     target, arguments = 2.28, ("--split", "train", "--evaluate_every", "1", "--model.dropout", "0")
     fast = {name: text.replace("lr: 0.3", "lr: 1.0") for name, text in SMALL.items()}

@@ -231,6 +231,7 @@ def test_a_group_draws_between_its_own_preferences(tmp_path, monkeypatch):
     assert (second == torch.tensor([0.25, 0.75])).all()
 
 
+@pytest.mark.slow
 def test_frozen_a_sends_the_matrices_b_alone(trained, tmp_path):
     frozen = smoke.run(*FRONT, "--policy.lora.freeze_a", "true", "--out", tmp_path / "run")
     assert _slopes(frozen).keys() == _slopes(trained).keys()

@@ -63,6 +63,7 @@ def test_its_tokenizer_keeps_chat_template_and_ends(file, tmp_path):
     assert (found.context, found.prompt_format, found.ends) == (512, "chat", ["<|im_end|>"])
 
 
+@pytest.mark.slow
 def test_it_is_written_planned_aligned_evaluated_and_chatted_with(
     file, prompts, tmp_path, monkeypatch, capsys
 ):

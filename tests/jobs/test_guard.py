@@ -54,6 +54,7 @@ def equal(first: Path, second: Path) -> bool:
     return all(torch.equal(one[name], other[name]) for name in one)
 
 
+@pytest.mark.slow
 @kinds
 def test_a_run_in_which_nothing_runs_away_is_the_same_with_and_without_a_guard(options, tmp_path):
     guarded = run(*options, "--out", tmp_path / "guarded")
@@ -83,6 +84,7 @@ def test_clients_whose_policy_leaves_its_batch_end_their_round_early(tmp_path):
     assert any("skips the rest of its round" in text for text in alarms(short))
 
 
+@pytest.mark.slow
 def test_a_run_resumes_behind_an_undone_round_to_the_same_adapter(tmp_path):
     keys = (*KINDS["critic-free, stacked"], *RUNAWAY)
     whole = run(*keys, "--out", tmp_path / "whole")
@@ -186,6 +188,7 @@ def test_a_conditioned_run_that_a_rule_ends_has_its_front(tmp_path):
     assert "not measured" not in final(folder)["adapter_reason"]
 
 
+@pytest.mark.slow
 def test_a_run_that_a_rule_has_ended_continues_under_another(tmp_path, capsys):
     out = ("--out", tmp_path / "run")
     rounds = ("--rounds", 3)

@@ -42,6 +42,7 @@ def test_a_run_with_a_frozen_sends_b_alone_saves_both_and_resumes_to_the_same(tm
         assert torch.equal(tensor, adapter[name]), name
 
 
+@pytest.mark.slow
 def test_a_run_of_lora_xs_sends_little_saves_an_ordinary_adapter_and_starts_from_it(tmp_path):
     options = ("--policy.adapter", "lora_xs", "--policy.lora.r", 4)
     cfg = smoke.config(*SHORT, *options, "--out", tmp_path / "whole")

@@ -778,7 +778,7 @@ def test_two_processes_as_one_on_a_client_give_at_sites_what_they_give_alone(run
 def test_a_site_whose_process_is_killed_misses_that_round_and_is_back(running, tmp_path):
     folder, parties = running({"rounds": 8})
     _until(lambda: len(_rows(folder, "round")) >= 2)
-    os.kill(parties["bank"].find("site-process"), signal.SIGKILL)
+    os.kill(parties["bank"].find("firm.jobs.network"), signal.SIGKILL)
     _finished(folder, parties)
     rounds = [row["clients"] for row in _rows(folder, "round")]
     assert len(rounds) == 8

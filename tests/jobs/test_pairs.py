@@ -146,6 +146,7 @@ def test_the_rest_of_the_house_trains_on_pairs(pairs, tmp_path, changes):
     assert Run(tmp_path / "run").record()["status"] == "finished"
 
 
+@pytest.mark.slow
 def test_pairs_train_under_masks_as_without_and_with_noise_from_a_budget(pairs, tmp_path):
     runs = {
         name: align(configured(pairs, tmp_path / name, **changes)).path
@@ -178,6 +179,7 @@ def test_the_front_of_a_conditioned_run_is_printed(pairs, tmp_path, capsys):
     assert "helpful, accuracy" in printed
 
 
+@pytest.mark.slow
 def test_a_sweep_over_preferences_learns_from_pairs(pairs, tmp_path, capsys):
     base = tmp_path / "base.yaml"
     base.write_text("name: pairs\n")

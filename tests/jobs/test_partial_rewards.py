@@ -67,6 +67,7 @@ def test_a_log_has_numbers_where_there_are_scores_and_null_elsewhere(run):
         assert "nan" not in (run / file).read_text().lower().split()
 
 
+@pytest.mark.slow
 def test_clients_end_stacked_as_in_turn_and_a_resumed_run_as_a_whole_one(run, rewards, tmp_path):
     shutil.copytree(run, tmp_path / "resumed")
     options = (*SHORT, "--rounds", 2, "--rewards", rewards)

@@ -41,6 +41,7 @@ def operations(work, *sizes, dtype=torch.float32):
     return counter.take()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "options",
     [

@@ -105,6 +105,7 @@ def distance(first: dict, second: dict) -> float:
     return max((first[name] - second[name]).abs().max().item() for name in first)
 
 
+@pytest.mark.slow
 def test_two_processes_share_the_clients_and_give_the_adapter_of_one(fork_two, runs, one):
     fork_two("two")
     assert distance(read_adapter(one), read_adapter(runs / "two")) == 0
@@ -120,12 +121,14 @@ def test_two_processes_share_the_clients_and_give_the_adapter_of_one(fork_two, r
     assert sorted(map(len, asked))[0] == len(asked[1])  # nothing was scored twice
 
 
+@pytest.mark.slow
 def test_two_processes_under_masks_give_the_adapter_of_one_without(fork_two, runs, one):
     fork_two("masked", "--strategy.secure", "masks")
     assert distance(read_adapter(one), read_adapter(runs / "masked")) < 2e-6
     assert all(row["secure"]["num_updates"] == 2 for row in read_rows(runs / "masked", "round"))
 
 
+@pytest.mark.slow
 def test_two_processes_with_stacked_clients_give_the_adapter_of_one(fork_two, runs, one):
     fork_two("stacked", "--engine", "stacked", "--num_clients", "4")
     assert read_rows(runs / "stacked")[0]["processes"] == [
@@ -139,6 +142,7 @@ def test_two_processes_with_stacked_clients_give_the_adapter_of_one(fork_two, ru
 GONE = "process 1 of the run's 2, which worked on client_1, is gone"
 
 
+@pytest.mark.slow
 def test_a_process_that_dies_ends_the_run_with_a_word_and_the_run_resumes(
     command_line, processes, fork_two, runs, one
 ):
@@ -174,6 +178,7 @@ def test_a_process_that_dies_ends_what_torchrun_started_with_a_word(command_line
 SHARDED = ("--policy.shard", "true")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", [(), SHARDED], ids=["whole", "sharded"])
 def test_two_processes_on_one_client_equal_one(fork_two, runs, one, options):
     team = f"team{len(options)}"
@@ -191,6 +196,7 @@ def test_two_processes_on_one_client_equal_one(fork_two, runs, one, options):
     assert asked.count("1") == 2 * 2 * 2  # rounds, local steps, clients: its share of each batch
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("kind", "sharded"), [("none", ()), ("preference", ()), ("none", SHARDED)])
 def test_two_processes_on_one_client_give_the_gradients_of_one_without_a_critic(
     fork_two, runs, command_line, kind, sharded
@@ -214,6 +220,7 @@ def test_two_processes_on_one_client_give_the_gradients_of_one_without_a_critic(
     assert distance(*[read_adapter(runs / name) for name in names]) < 1e-7
 
 
+@pytest.mark.slow
 def test_a_sharded_run_that_loses_a_process_ends_with_a_word_and_resumes(
     command_line, processes, fork_two, runs, one
 ):

@@ -92,6 +92,7 @@ def judged(tmp_path, new_plugins):
     return ("--rewards", rewards, "--groups", group), calls
 
 
+@pytest.mark.slow
 def test_one_function_serves_all_objectives_groups_and_engines_by_one_call(judged, tmp_path):
     options, calls = judged
     local = smoke.run(*SHORT, *options, "--out", tmp_path / "local")

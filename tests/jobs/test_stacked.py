@@ -34,6 +34,7 @@ def in_turn(tmp_path_factory) -> Path:
     return smoke.run(*MANY, "--out", tmp_path_factory.mktemp("runs") / "in_turn")
 
 
+@pytest.mark.slow
 def test_clients_that_differ_end_stacked_as_in_turn(in_turn, tmp_path):
     stacked = smoke.run(*MANY, *STACKED, "--out", tmp_path / "stacked")
     assert distance(in_turn, stacked) < 1e-5

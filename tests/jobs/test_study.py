@@ -137,6 +137,7 @@ def test_a_study_runs_all_settings_and_draws_them_side_by_side(studied):
     assert {path.suffix for path in (out / "figures").iterdir()} == {".png", ".svg", ".csv"}
 
 
+@pytest.mark.slow
 def test_a_study_with_a_failed_setting_shows_the_others_and_continues_when_it_is_corrected(
     arguments, studied, tmp_path, capsys, refusal
 ):
@@ -206,6 +207,7 @@ def test_a_study_is_called_a_study(arguments, studied, tmp_path, refusal):
         assert message in refusal(cli, [*arguments[:-1], out, *more])
 
 
+@pytest.mark.slow
 def test_a_run_that_stopped_midway_starts_again_with_its_corrected_setting(
     arguments, studied, tmp_path, capsys
 ):

@@ -55,6 +55,7 @@ def adapter(sweep: Path, name: str) -> dict[str, torch.Tensor]:
     return read_adapter(sweep / "points" / name)
 
 
+@pytest.mark.slow
 def test_every_point_is_a_finished_run_of_its_preference(swept):
     names = {path.name for path in (swept / "points").iterdir()}
     preferences = ("100_0", "50_50", "0_100")

@@ -71,6 +71,7 @@ def test_a_runs_folder_gets_no_code_to_run_without_the_flag(
     assert not proof.exists()
 
 
+@pytest.mark.slow
 def test_a_page_of_a_received_run_needs_the_flag_too(bent, code, proof, tmp_path, refusal):
     folder = received(bent, tmp_path / "run", code, "rewards")
     line = refusal(COMMANDS["explore"].run, ["--run", folder])
@@ -204,6 +205,7 @@ def test_help_on_a_resumed_folder_runs_nothing(code, proof, tmp_path, capsys):
     assert not proof.exists()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("key", ["plugins", "rewards"])
 def test_help_runs_nothing(key, code, proof, tmp_path, capsys):
     file = tmp_path / "theirs.yaml"

@@ -139,6 +139,7 @@ def figures(view: dict[str, Any]) -> dict[str, list[str]]:
     return {panel["chartTitle"]: panel["metrics"] for panel in panels}
 
 
+@pytest.mark.slow
 def test_the_workspace_draws_what_the_page_of_the_run_draws(asked):
     drawn = figures(asked[0])
     clients = ("client_0", "client_1")
@@ -202,6 +203,7 @@ def test_of_a_study_it_draws_means_over_the_seeds_and_their_errors(asked):
     assert "groupAgg" not in sections(asked[0])["Rewards by round"][0]
 
 
+@pytest.mark.slow
 def test_without_key_or_network_it_ends_in_one_line(run_path, tmp_path):
     pytest.importorskip("wandb_workspaces")
     nobody = {"WANDB_BASE_URL": "http://127.0.0.1:9", "WANDB_HTTP_TIMEOUT": "2"}
@@ -244,6 +246,7 @@ def layout(path: Path, home: Path, *, seconds: float = 60, **more: str) -> list[
     return done.stderr.splitlines()
 
 
+@pytest.mark.slow
 def test_a_run_that_w_and_b_receives_gets_its_layout_by_itself(tmp_path):
     pytest.importorskip("wandb_workspaces")
     run = write_run(tmp_path / "run", FakeRun(OBJECTIVES, num_clients=2))
@@ -257,6 +260,7 @@ def test_a_run_that_w_and_b_receives_gets_its_layout_by_itself(tmp_path):
     assert "Rewards by round" in sections(asked[0])
 
 
+@pytest.mark.slow
 def test_a_layout_that_cannot_be_saved_is_one_line(tmp_path):
     pytest.importorskip("wandb_workspaces")
     run = write_run(tmp_path / "run", FakeRun(OBJECTIVES, num_clients=2))
@@ -266,6 +270,7 @@ def test_a_layout_that_cannot_be_saved_is_one_line(tmp_path):
     assert line.endswith(f"; repeat with: firm workspace {run}")
 
 
+@pytest.mark.slow
 def test_a_run_does_not_wait_for_a_server_that_is_silent(tmp_path):
     pytest.importorskip("wandb_workspaces")
     run = write_run(tmp_path / "run", FakeRun(OBJECTIVES, num_clients=2))

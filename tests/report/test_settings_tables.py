@@ -102,6 +102,7 @@ def test_further_columns_count_as_quantities(num_columns, is_turned):
     assert (table.headings[0] == "quantity") == is_turned
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("count", "is_turned"), [(11, True), (12, False)])
 def test_what_is_more_numerous_becomes_rows(count, is_turned):
     made = study(*(runs(f"{place}", [0.5] * 8) for place in range(count)))  # 12 quantities

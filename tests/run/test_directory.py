@@ -404,6 +404,7 @@ def assert_whole(path: Path) -> int:
     return number
 
 
+@pytest.mark.slow
 def test_a_run_killed_at_any_moment_is_resumed_as_if_it_had_not_been(
     tmp_path: Path, kill_at_every_step
 ) -> None:

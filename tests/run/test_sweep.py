@@ -179,6 +179,7 @@ def work(place, settings):
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="counts switches between threads in /proc")
 def test_a_worker_notices_the_end_of_its_parent_without_checking_at_intervals(tmp_path):
     out = tmp_path / "switches.txt"

@@ -306,6 +306,7 @@ def test_a_relative_run_folder_is_this_process_s_and_not_that_of_the_service(
     assert history["round"] == 2
 
 
+@pytest.mark.slow
 def test_online_without_key_or_network_goes_on_offline(tmp_path: Path) -> None:
     hidden = ("WANDB_API_KEY", "WANDB_MODE", "WANDB_IDENTITY_TOKEN_FILE")
     environment = {name: value for name, value in os.environ.items() if name not in hidden}

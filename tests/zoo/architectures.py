@@ -1,11 +1,13 @@
 """Tiny models with random weights, one for each way in which language models differ."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+import pytest
 import torch
 import transformers
+from _pytest.mark import ParameterSet
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 VOCABULARY = 288
@@ -646,3 +648,11 @@ ARCHITECTURES: dict[str, Architecture] = {
         "BERT, RoBERTa and other encoders", "BertConfig", SIZES, ("encoder",), refused=BOTH_WAYS
     ),
 }
+
+APART = ("llama", "gpt2", "bloom", "gemma3", "qwen3_5", "mamba2", "deepseek_v3", "gpt_oss")
+"""Eight that differ in kind: the first tier tries these, the second all."""
+
+
+def cases(names: Iterable[str]) -> list[ParameterSet]:
+    """Returns architectures as parameters of a test, those of the second tier marked."""
+    return [pytest.param(name, marks=() if name in APART else pytest.mark.slow) for name in names]

@@ -16,6 +16,7 @@ def _check(outcomes, least):
     assert Counter(each.outcome for each in outcomes)["refused"] > least / 3
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("task", list(hostile.ROUNDS))
 def test_no_answer_of_a_hostile_site_ends_a_run(task):
     _check(hostile.answers_in_memory([task], most=320), least=300)

@@ -488,6 +488,7 @@ def test_progress_is_told_as_by_one_process(new_network, new_clients, start):
     )
 
 
+@pytest.mark.slow
 def test_ten_thousand_damaged_answers_spoil_no_round(new_client, start):
     """In every round forty sites' answers arrive damaged, two clients' arrive whole."""
     spoiled = {f"hospital_{index}": [f"patient_{index}"] for index in range(40)}

@@ -147,6 +147,7 @@ def test_what_cannot_be_interrupted_ends_its_process_with_a_line(program):
     assert ended.stderr.startswith("client_1 has not finished within 0.2 s and cannot be interru")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("how", "told"),
     [

@@ -1,0 +1,51 @@
+"""The table from packages to the tests of the second tier that a change of them needs."""
+
+import pytest
+
+from tests.parts import ALL, PARTS, ROOT, changed_files, parts_of
+
+
+def folders_of(top):
+    return {path.name for path in (ROOT / top).iterdir() if any(path.glob("**/*.py"))}
+
+
+def test_every_package_and_every_folder_of_tests_is_in_the_table():
+    packages = {f"firm/{name}" for name in folders_of("firm") if (ROOT / "firm" / name).is_dir()}
+    assert packages | {"reward_models", "recipes", "benchmarks", "configs", "docs"} <= {*PARTS}
+    named = {part.partition("/")[0] for parts in PARTS.values() for part in parts}
+    assert named == {
+        name for name in folders_of("tests") if any((ROOT / "tests" / name).glob("**/test_*.py"))
+    }
+    assert all((ROOT / "tests" / part).exists() for parts in PARTS.values() for part in parts)
+
+
+def test_a_package_with_tests_of_its_own_names_them():
+    for package, parts in PARTS.items():
+        own = package.rpartition("/")[2]
+        assert own in parts or not (ROOT / "tests" / own).is_dir()
+
+
+@pytest.mark.every_case
+@pytest.mark.parametrize(
+    ("changed", "parts"),
+    [
+        (["firm/cli/main.py"], ["tests/cli", "tests/docs"]),
+        (["tests/solvers/test_kkt.py", "README.md"], ["tests/docs", "tests/solvers"]),
+        (
+            ["firm/network/site.py", "firm/run/rows.py"],
+            ["tests/cli", "tests/jobs", "tests/network", "tests/run"],
+        ),
+        (["CHANGELOG.md"], []),
+        (["firm/schema.py"], [ALL]),
+        (["tests/runs.py"], [ALL]),
+        (["pyproject.toml", "firm/cli/main.py"], [ALL]),
+        (["a/new/place.py"], [ALL]),
+    ],
+)
+def test_a_change_needs_the_tests_of_what_it_touches(changed, parts):
+    assert parts_of(changed) == parts
+
+
+def test_what_git_cannot_tell_is_not_known():
+    assert changed_files("no-such-commit") is None
+    assert changed_files("HEAD") is not None
