@@ -74,6 +74,19 @@ def test_a_reply_is_what_the_template_writes_after_the_prompt(
         assert "1 of 1 pairs" in notes[0]
 
 
+@pytest.mark.parametrize("template", [PLAIN, THINKS])
+def test_pairs_are_encoded_together_as_alone(make_tokenizer, template):
+    tokenizer = make_tokenizer(template)
+    asked = [({"role": "user", "content": text},) for text in ("Cold?", "Is it warm?", "Why?")]
+    pairs = [Pair(Prompt(messages=own), f"Yes {own}.", "No.") for own in asked]
+    found = [
+        encode_replies(own, tokenizer, prompt_format=PromptFormat(), end_ids=[2])
+        for own in (pairs, *([pair] for pair in pairs))
+    ]
+    together, *alone = found
+    assert together == [own for (own,) in alone]
+
+
 def test_a_prompt_that_is_cut_loses_its_opening_of_reasoning_too(make_tokenizer):
     tokenizer = make_tokenizer(THINKS)
     pair = Pair(Prompt("cold " * 40), "Yes.", "No.")

@@ -44,6 +44,14 @@ def test_fewer_than_two_points_are_no_front(build_point, build_front, num_points
         seed_hypervolumes(front)
 
 
+@pytest.mark.parametrize("split", ["test", "validation"])
+def test_values_of_a_split_have_one_number_for_each_prompt(build_point, build_front, split):
+    points = [build_point((0.5, 0.5), name=name) for name in ("one", "two")]
+    values = {"one": {"a": (0.1, 0.2), "b": (0.1, 0.2)}, "two": {"a": (0.1, 0.2), "b": (0.1,)}}
+    with pytest.raises(ValueError, match=f"the {split} values must have one number for each"):
+        build_front(points, **{f"{split}_values": values})
+
+
 def test_a_point_below_the_reference_is_named(build_point, build_front):
     points = [build_point((0.5, 0.5)), build_point((0.5, 0.1), name="late")]
     with pytest.raises(ValueError, match=r"point 'late' has 0\.1 in objective 'b'"):

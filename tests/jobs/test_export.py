@@ -10,7 +10,7 @@ from dataclasses import replace
 from http.client import HTTPConnection
 from pathlib import Path
 from threading import Thread
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
@@ -26,7 +26,7 @@ from firm.cli.main import COMMANDS, main
 from firm.extras import install_command
 from firm.fronts import Front
 from firm.fronts.certificate import Certificate
-from firm.jobs.export import export
+from firm.jobs.export import _write_base, export
 from firm.jobs.pick import PickConfig, pick
 from firm.jobs.serve import endpoint
 from firm.run import UserError
@@ -486,3 +486,12 @@ def test_a_model_that_does_not_pass_is_neither_exported_nor_served(strong, tmp_p
     assert chosen.certificate is not None
     assert chosen.certificate.verdict == "fail"
     assert Certificate.load(chosen.adapter) == chosen.certificate
+
+
+def test_a_base_model_that_is_a_gguf_file_is_copied_as_it_is(tmp_path):
+    base, draft = tmp_path / "model.gguf", tmp_path / "draft"
+    base.write_bytes(b"GGUF of a base")
+    draft.mkdir()
+    cfg = SimpleNamespace(to="gguf", has_base=True, policy=PolicyConfig(path=str(base)))
+    name = _write_base(cfg, tmp_path, draft, [2])  # type: ignore[arg-type]
+    assert (draft / name).read_bytes() == base.read_bytes()

@@ -209,6 +209,12 @@ def test_other_machines_need_a_key(served, host):
         Endpoint(Echo(served), name="tiny", host=host, port=0)
 
 
+@pytest.mark.every_case
+@pytest.mark.parametrize("host", ["localhost", "127.0.0.1", "127.8.0.1", "::1"])
+def test_a_server_for_this_machine_needs_none(host):
+    assert is_local(host)
+
+
 def test_a_server_for_others_takes_any_host_with_the_key(served):
     with serving(served, host="0.0.0.0", api_key="secret") as server:
         assert (

@@ -1,6 +1,7 @@
 """DPO on pairs against TRL's trainer, and M gradients from one backward pass against a loop."""
 
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -9,12 +10,14 @@ from trl import DPOConfig as TRLConfig
 from trl import DPOTrainer
 
 from firm.alignment import KLConfig, RolloutConfig
+from firm.alignment.batches import PairSource
 from firm.alignment.estimators import DPOConfig
 from firm.alignment.pair_tokens import collate
 from firm.alignment.pairs import Pair
 from firm.alignment.prompts import Prompt, PromptFormat
 from firm.alignment.reply_tokens import encode_replies
 from firm.alignment.trainer import MultiObjectiveTrainer
+from firm.federation import RandomStream
 
 ROWS = [
     ("abc", "de", "fghij"),
@@ -102,6 +105,18 @@ def trl_gradients(policy, start, tokenizer, folder, loss_type, **options):
     loss.backward()
     own = own.values()
     return loss.item(), torch.cat([p.grad.flatten() for p in own])
+
+
+def test_minibatches_are_shuffled_and_have_pairs_of_every_objective(make_pairs_trainer):
+    trainer = make_pairs_trainer(("one", "two"), minibatch_size=4, num_epochs=3)
+    source = PairSource(
+        encoded(trainer), trainer, partial(RandomStream, 0), judges=None, client="a"
+    )
+    found = [rows.tolist() for rows in source.minibatch_indices()]
+    assert [sorted(at % 2 for at in rows) for rows in found] == [[0, 0, 1, 1]] * 6
+    epochs = [found[at] + found[at + 1] for at in (0, 2, 4)]
+    assert [sorted(rows) for rows in epochs] == [[*range(8)]] * 3
+    assert len({tuple(rows) for rows in [*epochs, [*range(8)]]}) == 4
 
 
 @pytest.mark.filterwarnings("ignore:.*gradient_checkpointing:FutureWarning")
