@@ -100,7 +100,9 @@ def new_state() -> ServerState:
 def new_site(client: str, cfg: Any) -> Site:
     agreement = Agreement(cfg, objectives=OBJECTIVES, num_rounds=NUM_ROUNDS, clients=[client])
     return Site(
-        lambda setup: SecureEngine(LocalEngine([Quadratic(client)]), KeyRing.generate([client])),
+        lambda setup: SecureEngine(
+            LocalEngine([Quadratic(client)]), KeyRing.generate([client]), num_clients=3
+        ),
         [client],
         fingerprint={},
         agreement=agreement,

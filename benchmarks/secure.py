@@ -76,7 +76,7 @@ def measured(
     names = [f"client_{index:04d}" for index in range(num_clients)]
     runs, after, idle = [], state, Idle()
     for _ in range(NUM_REPEATS):
-        engine: Any = Watched(cfg.around(cast(Any, idle)), lost)
+        engine: Any = Watched(cfg.around(cast(Any, idle), len(names)), lost)
         begin = time.perf_counter()
         after, rows = fedavg(state, names, engine, cfg)
         seconds = time.perf_counter() - begin

@@ -114,7 +114,10 @@ class Option:
 
     # On the server
 
-    def around(self, engine: "Engine") -> "Engine":
+    def check_federation(self, cfg: "RoundConfig", num_clients: int) -> None:
+        """Raises ``ValueError`` if a federation of this size cannot have the option."""
+
+    def around(self, engine: "Engine", num_clients: int) -> "Engine":
         """Adds the sites' part of the option to the engine of a run without separate sites."""
         return engine
 

@@ -161,10 +161,15 @@ class RoundConfig:
         spent = (option.spent_epsilon(num_messages) for option in self.options)
         return next((epsilon for epsilon in spent if epsilon is not None), inf)
 
-    def around(self, engine: "Engine") -> "Engine":
+    def check_federation(self, num_clients: int) -> None:
+        """Raises ``ValueError`` if an option cannot work among this number of clients."""
+        for option in self.options:
+            option.check_federation(self, num_clients)
+
+    def around(self, engine: "Engine", num_clients: int) -> "Engine":
         """Adds the sites' part of the options to the engine of a run without separate sites."""
         for option in self.options:
-            engine = option.around(engine)
+            engine = option.around(engine, num_clients)
         return engine
 
     def training_requests(self, training: dict[str, Any]) -> dict[type[Request], dict[str, Any]]:

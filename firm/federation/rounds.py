@@ -41,7 +41,8 @@ class Round:
         self._start = time.perf_counter()
         self._state, self._engine, self._cfg = state, engine, cfg
         self.number = state.round + 1
-        self._num_clients = len(clients)
+        self.num_clients = len(clients)
+        """Clients of the federation, of which some are sampled."""
         self.sampled = sample_clients(
             clients,
             seed=state.seed,
@@ -187,7 +188,7 @@ class Round:
                 *(n for attempt in self._state.attempts for n in attempt.asked),
                 *self.sampled,
             ],
-            num_clients=self._num_clients,
+            num_clients=self.num_clients,
             num_refused=self._cfg.num_exposed(self.failures),
             memory=self._state.memory if memory is None else memory,
         )

@@ -394,6 +394,7 @@ def _check_participation(cfg: AlignmentConfig) -> None:
                 f"strategy.{key} must be at most num_clients ({cfg.num_clients}), got {count}; "
                 "decrease it, or add clients."
             )
+    cfg.strategy.check_federation(cfg.num_clients)
     names = client_names(cfg)
     preferences = getattr(cfg.strategy, "preferences", {})  # only some strategies have them
     for key, own in (("always", cfg.strategy.always), ("preferences", preferences)):

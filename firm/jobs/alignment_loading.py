@@ -329,7 +329,7 @@ def build_engine(
                 f"{cfg.engine}."
             )
         engine = ProcessesEngine(processes, client_names(cfg), engine, on_event=on_event)
-    return cfg.strategy.around(engine) if processes.is_server else engine
+    return cfg.strategy.around(engine, cfg.num_clients) if processes.is_server else engine
 
 
 def serve(engine: Engine) -> None:

@@ -190,7 +190,7 @@ def run_seed(cfg: ClassicConfig, name: str, splits: Splits, path: Path, seed: in
             job_type=name,
             tags=(federation.cfg.name, name, f"seed {seed}"),
         ) as tracker,
-        closing(federation.cfg.around(federation.engine)) as engine,
+        closing(federation.cfg.around(federation.engine, len(federation.names))) as engine,
     ):
         replace_text(study / STUDY_NAME, to_yaml(cfg))
         passes = "of all clients in one pass" if federation.has_joint_passes else "client by client"

@@ -180,6 +180,11 @@ def _check_participation(cfg: ClassicConfig, name: str, algorithm: AlgorithmConf
                 f"algorithms.{name}.strategy.{key} must be at most the number of clients, "
                 f"{count}, got {asked}; decrease it, or add clients."
             )
+    if count is not None:
+        try:
+            algorithm.strategy.check_federation(count)
+        except ValueError as error:
+            raise ValueError(f"algorithms.{name}.strategy: {error}") from error
 
 
 def attack_on(algorithm: AlgorithmConfig, cfg: ClassicConfig) -> LossAttackConfig:

@@ -189,6 +189,7 @@ def site_process(kit: Path) -> None:
             engine = SecureEngine(
                 engine,
                 site_identities(kit),
+                num_clients=sum(len(own) for own in clients_by_site(federation_of(kit)).values()),
                 run=run,
                 least_in_mean=own.policy.least_in_mean,
                 repeats=own.policy.repeats,

@@ -703,7 +703,7 @@ def _first_round(tmp_path) -> list[bytes]:
             return replies, failures
 
     state = ServerState(loaded.start, objectives=tuple(cfg.rewards), seed=cfg.seed)
-    engine = cfg.strategy.around(Overheard())
+    engine = cfg.strategy.around(Overheard(), cfg.num_clients)
     state, _ = STRATEGIES["firm"](state, client_names(cfg), engine, cfg.strategy)
     name = next(name for name in state.adapter if "lora_B" in name)
     parts = [adapter[name].numpy().tobytes()[:64] for adapter in (state.adapter, *updates)]

@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 
+from firm.cli.main import COMMANDS
 from tests import smoke
 from tests.runs import distance, read_rows
 
@@ -53,3 +54,12 @@ def test_noise_of_the_sum_goes_under_masks(masked, tmp_path):
         assert row["privacy"]["epsilon"] == row["privacy"]["epsilon_server"]
     for row in read_rows(run, "client"):
         assert not row.keys() & {"weights", "seconds", "rewards", "num_steps"}
+
+
+def test_rounds_too_small_for_the_colluders_of_the_federation_are_refused(refusal, tmp_path):
+    keys = ["--num_clients", 9, "--strategy.secure", "masks", "--strategy.clients_per_round", 4]
+    line = refusal(
+        COMMANDS["align"].run, ["--config", smoke.SMOKE, *keys, "--out", tmp_path / "run"]
+    )
+    assert "a sum of 4 clients hides nothing from 3 that collude; it requires 5 clients" in line
+    assert not (tmp_path / "run").exists()

@@ -12,7 +12,7 @@ from firm.federation.engines.engine import Engine, checked_reply, divided, reque
 from firm.federation.messages import Request, Update
 from firm.federation.options.secure.messages import MaskedTraining, SumRequest, Trained
 from firm.federation.options.secure.part import MemoryLedger, Origin, Part, SumLedger, Terms
-from firm.federation.options.secure.protocol import Identities
+from firm.federation.options.secure.protocol import Identities, assumed_colluders
 from firm.federation.serialization import pack
 from firm.federation.server import too_long
 
@@ -34,6 +34,7 @@ class SecureEngine:
     Args:
         engine: Engine that runs the clients.
         identities: Signs for the clients, and checks the signatures of others.
+        num_clients: Clients of the federation that this party has agreed to.
         run: Name of the run, which signatures contain.
         least_in_mean: Minimum number of updates in a sum to be opened.
         repeats: Whether a sum that was opened may be repeated with other clients.
@@ -45,13 +46,14 @@ class SecureEngine:
         engine: Engine,
         identities: Identities,
         *,
+        num_clients: int,
         run: str = "",
         least_in_mean: int = FEWEST,
         repeats: bool = False,
         ledger: SumLedger | None = None,
     ) -> None:
         self._engine, self._identities, self._run = engine, identities, run
-        self._least_in_mean, self._repeats = least_in_mean, repeats
+        self._num_clients, self._least_in_mean, self._repeats = num_clients, least_in_mean, repeats
         self._ledger = MemoryLedger() if ledger is None else ledger
         self._parts: dict[str, Part] = {}
 
@@ -118,7 +120,7 @@ class SecureEngine:
                 num_bytes=request.num_bytes,
                 terms=Terms(
                     self._run,
-                    request.num_colluders,
+                    assumed_colluders(request.num_colluders, self._num_clients),
                     request.neighbours,
                     self._least_in_mean,
                     self._repeats,

@@ -73,7 +73,7 @@ class MaskedTraining(LocalTraining):
     max_update_norm: NonNegative | None = None
     """Longest update that leaves the site."""
     num_colluders: Count | None = None
-    """Clients that may collude with the server; None is a third of the round's."""
+    """Clients that may collude with the server; None is a third of the federation's."""
     neighbours: Neighbours = "all"
     """Pairs of clients that share a mask: all, or each client and a few neighbours."""
 

@@ -40,6 +40,7 @@ from firm.federation.options.secure.protocol import (
     Neighbours,
     OwnIdentities,
     Plan,
+    assumed_colluders,
     plan_sum,
     threshold,
 )
@@ -71,8 +72,9 @@ class MasksConfig:
     """Assumptions of the masks of secure sums."""
 
     num_colluders: Annotated[NonNegativeInt | None, Hint("null is a third of the clients")] = None
-    """Number f of the n clients of a round that may collude with the server. A sum requires more
-    than (n + f) / 2 clients, and the others may drop out; null is a third of n, rounded down."""
+    """Number f of the federation's clients that may collude with the server, which may ask all of
+    them in one round. A sum of n clients requires at least f + 2, and more than (n + f) / 2 that
+    stay to its end; null is a third of the federation, rounded down."""
     neighbours: Neighbours = "all"
     """Pairs of clients that share a mask. all: every pair. few: each client and its neighbours in a
     random graph, which fails to protect with a probability of at most 2^-40; for hundreds of
@@ -119,13 +121,20 @@ class SecureSums(Option):
         if cfg.clients_per_round is not None and self._masks.num_colluders is not None:
             threshold(cfg.clients_per_round, self._masks.num_colluders)
 
-    def around(self, engine: Engine) -> Engine:
+    def check_federation(self, cfg: RoundConfig, num_clients: int) -> None:
+        """Raises ``ValueError`` if a round has too few clients to hide any from the colluders."""
+        threshold(cfg.clients_per_round or num_clients, self._num_colluders(num_clients))
+
+    def _num_colluders(self, num_clients: int) -> int:
+        return assumed_colluders(self._masks.num_colluders, num_clients)
+
+    def around(self, engine: Engine, num_clients: int) -> Engine:
         """Wraps the engine of a run without separate sites.
 
         Secure aggregation protects no one in such a run, but it has the same cost and the same
         results as between sites.
         """
-        return SecureEngine(engine, OwnIdentities())
+        return SecureEngine(engine, OwnIdentities(), num_clients=num_clients)
 
     def requests(self, requests: Requests, cfg: RoundConfig) -> Requests:
         """Returns the requests of a secure sum."""
@@ -161,9 +170,14 @@ class SecureSums(Option):
         start = time.perf_counter()
         keys = {reply.client: reply.content.keys for reply in replies}
         try:
-            plan = plan_sum(this_round.number, keys, **vars(self._masks))
+            plan = plan_sum(
+                this_round.number,
+                keys,
+                num_colluders=self._num_colluders(this_round.num_clients),
+                neighbours=self._masks.neighbours,
+            )
         except ValueError as error:
-            raise RoundFailed(f"round {this_round.number}: {error}") from error
+            raise _failed(this_round, str(error)) from error
 
         shared = _ask(this_round, plan, ShareKeys, keys, keys=keys)
         shares = transposed({name: answer.shares for name, answer in shared.items()})

@@ -59,8 +59,8 @@ class Terms:
 
     run: str
     """Name of the run, which signatures contain."""
-    num_colluders: int | None
-    """Clients that may collude with the server; None is a third."""
+    num_colluders: int
+    """Clients of the federation that may collude with the server."""
     neighbours: Neighbours
     """Pairs of clients that share a mask: all, or each client and a few neighbours."""
     least_in_mean: int

@@ -220,6 +220,16 @@ class Plan:
         return {name: self.numbers[name] for name in (client, *self.neighbours[client])}
 
 
+def assumed_colluders(num_colluders: int | None, num_clients: int) -> int:
+    """Returns how many of a federation's clients may collude with the server; a third by default.
+
+    Args:
+        num_colluders: The configured number, if any.
+        num_clients: Clients of the federation, not of a round.
+    """
+    return num_clients // 3 if num_colluders is None else num_colluders
+
+
 def threshold(num_clients: int, num_colluders: int) -> int:
     """Returns the fewest clients that open a sum: more than (n + f) / 2.
 
@@ -232,8 +242,9 @@ def threshold(num_clients: int, num_colluders: int) -> int:
     """
     if num_colluders > num_clients - 2:
         raise ValueError(
-            f"a sum of {num_clients} clients hides nothing from {num_colluders} that collude; "
-            f"masks.num_colluders must be at most {max(0, num_clients - 2)}."
+            f"a sum of {num_clients} clients hides nothing from {num_colluders} that collude; it "
+            f"requires {num_colluders + 2} clients, or masks.num_colluders of at most "
+            f"{max(0, num_clients - 2)}."
         )
     return (num_clients + num_colluders) // 2 + 1
 
@@ -242,23 +253,25 @@ def plan_sum(
     round_number: int,
     keys: Mapping[str, PublicKeys],
     *,
-    num_colluders: int | None = None,
+    num_colluders: int,
     neighbours: Neighbours = "all",
 ) -> Plan:
     """Returns the plan of a sum, which all parties derive from the public keys.
 
+    The number of colluders comes from what they have agreed to, never from the keys: the server
+    chooses whose keys it shows.
+
     Args:
         round_number: The round.
         keys: Public keys by client.
-        num_colluders: Clients that may collude with the server, f; a third of them by default.
+        num_colluders: Clients of the federation that may collude with the server, f.
         neighbours: Whether all pairs of clients share a mask, or each has few neighbours.
     """
     session = session_of(round_number, keys)
     count = len(keys)
-    colluders = count // 3 if num_colluders is None else num_colluders
-    fewest = threshold(count, colluders)
+    fewest = threshold(count, num_colluders)
     degree, share_threshold = count - 1, fewest
-    if neighbours == "few" and (sparse := sparse_graph(count, colluders)):
+    if neighbours == "few" and (sparse := sparse_graph(count, num_colluders)):
         degree, share_threshold = sparse
     names = sorted(keys)
     ring = sorted(names, key=lambda name: hashlib.sha256(f"{session} {name}".encode()).digest())
@@ -269,7 +282,7 @@ def plan_sum(
     return Plan(
         session=session,
         threshold=fewest,
-        num_honest=fewest - colluders,
+        num_honest=fewest - num_colluders,
         share_threshold=share_threshold,
         neighbours=near,
         numbers={name: number for number, name in enumerate(names, start=1)},

@@ -96,6 +96,7 @@ def new_network(new_clients):
                 return SecureEngine(
                     LocalEngine([clients[name] for name in own]),
                     ring,
+                    num_clients=sum(map(len, sites.values())),
                     run=run,
                     least_in_mean=policy.least_in_mean,
                     repeats=policy.repeats,

@@ -134,7 +134,7 @@ def test_who_steals_a_sites_kit_later_opens_no_recorded_sum(new_network, start, 
     requests = {type(request): request for request, _ in heard}
     keys = requests[ShareKeys].keys
     content = requests[SendMasked].shares["b"]["a"]
-    plan = plan_sum(1, keys)
+    plan = plan_sum(1, keys, num_colluders=1)
     with pytest.raises(ValueError, match="not those that a sealed for b"):
         unsealed(PrivateKeys().sealing, keys["a"].sealing, plan.session, ("a", "b"), content)
     signing = rings["bank"]._own["b"].private_bytes_raw()
@@ -177,24 +177,24 @@ def test_a_round_that_is_repeated_without_a_client_does_not_tell_its_update(
     From 3 (θ¹ - θ⁰) - 2 (θ² - θ⁰) it would have the hospital's update.
     """
     options = {name: {"noise": noise} for name in NAMES}
-    engine, channel = new_network(CFG, sites=SITES, policy=TELLING, **options)
-    fedavg(start, NAMES, engine, CFG)
+    engine, channel = new_network(TWO_OF_THREE, sites=SITES, policy=TELLING, **options)
+    fedavg(start, NAMES, engine, TWO_OF_THREE)
     channel.lose = {("masked_training", "a")}
     model = {name: value + change for name, value in start.adapter.items()}
     with pytest.raises(RoundFailed, match=AGAIN):
-        fedavg(replace(start, adapter=model), NAMES, engine, CFG)
+        fedavg(replace(start, adapter=model), NAMES, engine, TWO_OF_THREE)
 
 
 def test_a_model_that_was_trained_in_another_run_counts_as_the_same(new_network, start, tmp_path):
     """The server has the run start over with other rounds, and one site fewer."""
     rings = key_rings(SITES)
     common = {"sites": SITES, "rings": rings, "ledgers": tmp_path, "policy": TELLING}
-    engine, _ = new_network(CFG, **common, run="first")
-    fedavg(start, NAMES, engine, CFG)
-    engine, channel = new_network(CFG, **common, run="second")
+    engine, _ = new_network(TWO_OF_THREE, **common, run="first")
+    fedavg(start, NAMES, engine, TWO_OF_THREE)
+    engine, channel = new_network(TWO_OF_THREE, **common, run="second")
     channel.lose = {("masked_training", "a")}
     with pytest.raises(RoundFailed, match=AGAIN):
-        fedavg(start, NAMES, engine, CFG)
+        fedavg(start, NAMES, engine, TWO_OF_THREE)
 
 
 def test_sites_may_let_a_round_be_repeated_with_others_on_other_batches(
@@ -202,10 +202,10 @@ def test_sites_may_let_a_round_be_repeated_with_others_on_other_batches(
 ):
     policy = replace(TELLING, repeats=True)
     options = {name: {"optimizer": torch.optim.SGD} for name in NAMES}
-    engine, channel = new_network(CFG, sites=SITES, policy=policy, **options)
-    first, _ = fedavg(start, NAMES, engine, CFG)
+    engine, channel = new_network(TWO_OF_THREE, sites=SITES, policy=policy, **options)
+    first, _ = fedavg(start, NAMES, engine, TWO_OF_THREE)
     channel.lose = {("masked_training", "a")}
-    second, rows = fedavg(start, NAMES, engine, CFG)
+    second, rows = fedavg(start, NAMES, engine, TWO_OF_THREE)
     assert rows["round"]["clients"] == ["b", "c"]
     moves = [flat(state.adapter) - flat(start.adapter) for state in (first, second)]
     told = (3 * moves[0] - 2 * moves[1]).numpy()
@@ -213,10 +213,10 @@ def test_sites_may_let_a_round_be_repeated_with_others_on_other_batches(
 
 
 def test_the_next_round_may_have_other_clients(new_network, start):
-    engine, channel = new_network(CFG, sites=SITES)
-    state, _ = fedavg(start, NAMES, engine, CFG)
+    engine, channel = new_network(TWO_OF_THREE, sites=SITES)
+    state, _ = fedavg(start, NAMES, engine, TWO_OF_THREE)
     channel.lose = {("masked_training", "a")}
-    _, rows = fedavg(state, NAMES, engine, CFG)
+    _, rows = fedavg(state, NAMES, engine, TWO_OF_THREE)
     assert rows["round"]["clients"] == ["b", "c"]
 
 
@@ -233,15 +233,15 @@ def test_a_refusal_outlives_a_restart(restarts, new_network, start, tmp_path):
     rings = key_rings(SITES)
 
     def new():
-        return new_network(CFG, sites=SITES, ledgers=tmp_path, rings=rings, policy=TELLING)
+        return new_network(TWO_OF_THREE, sites=SITES, ledgers=tmp_path, rings=rings, policy=TELLING)
 
     engine, channel = new()
-    fedavg(start, NAMES, engine, CFG)
+    fedavg(start, NAMES, engine, TWO_OF_THREE)
     if restarts == "sites":
         engine, channel = new()
     channel.lose = {("masked_training", "a")}
     with pytest.raises(RoundFailed, match=AGAIN):
-        fedavg(start, NAMES, engine, CFG)
+        fedavg(start, NAMES, engine, TWO_OF_THREE)
     rows = [json.loads(line) for line in (tmp_path / "bank.jsonl").read_text().splitlines()]
     assert [row["members"] for row in rows if row["kind"] == "sum"] == [NAMES]
 
@@ -414,10 +414,21 @@ def test_as_many_colluders_as_assumed_do_not_learn_another_clients_secrets(new_s
     assert len(_refused(server, "have confirmed the members of this sum, 5 must")) == 4
 
 
+@pytest.mark.parametrize("num_asked", [1, 2, 3])
+def test_a_server_that_asks_colluders_and_one_other_opens_no_sum(num_asked, new_server):
+    """Nine clients, f = 3 by default, whomever the server asks in a round."""
+    names = list("abcdefghi")
+    cfg = FedAvgConfig(secure="masks")
+    server, _ = new_server(cfg, names, {name: [name] for name in names})
+    asked = names[: 1 + num_asked]  # the victim and colluders
+    assert server.share(server.train(asked)) == {}
+    assert len(_refused(server, "hides nothing from 3 that collude")) == len(asked)
+
+
 def test_one_colluder_more_than_assumed_is_what_it_takes(new_clients, start, true_update):
     """The converse: as many clients as the threshold hold what reads an update."""
     cfg = TWO_OF_THREE
-    engine = cfg.around(LocalEngine(new_clients()))
+    engine = cfg.around(LocalEngine(new_clients()), len(NAMES))
     server = Server(engine, start, cfg)
     keys = server.train(NAMES)
     masked = server.masked(server.share(keys))
@@ -456,7 +467,7 @@ def test_a_site_with_wrong_shares_can_spoil_a_sum_and_read_none(new_server):
     keys = server.train(NAMES)
     masked = server.masked(server.share(keys))
     revealed = server.reveal(masked, server.confirm(masked))
-    plan = plan_sum(1, keys)
+    plan = plan_sum(1, keys, num_colluders=1)
     wrong = {**revealed["b"].self_masks, "a": "00" * 33}
     with pytest.raises(
         ValueError, match=r"a client sent other numbers or shares|not of one secret"

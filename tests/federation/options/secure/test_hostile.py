@@ -59,13 +59,13 @@ class Meddled:
 def test_a_mutated_answer_leaves_the_round_to_the_others_or_ends_it_in_one_line(
     kind, new_clients, start
 ):
-    heard, _, answers = _heard(CFG.around(LocalEngine(new_clients(NAMES))))
+    heard, _, answers = _heard(CFG.around(LocalEngine(new_clients(NAMES)), len(NAMES)))
     fedavg(start, NAMES, heard, CFG)
     honest = {**vars(answers[kind]), "client": "b"}
     reading = Reading(start.objectives, start.adapter if kind is MaskedTraining else {})
     outcomes = set()
     for _, content in _evenly(mutated_messages(kind.answer, honest, reading)):
-        engine = Meddled(CFG.around(LocalEngine(new_clients(NAMES))), kind, content)
+        engine = Meddled(CFG.around(LocalEngine(new_clients(NAMES)), len(NAMES)), kind, content)
         problem = ""
         try:
             state, rows = fedavg(start, NAMES, engine, CFG)

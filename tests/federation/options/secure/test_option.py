@@ -34,6 +34,7 @@ from tests.federation.options.secure.conftest import NAMES, Losing
 
 STRATEGIES = {"firm": (firm_round, FirmConfig), "fedavg": (fedavg, FedAvgConfig)}
 CLOSE = 1e-6
+TRUSTING = MasksConfig(num_colluders=0)  # a client of three may drop out
 
 
 def _run(strategy, engine, state, cfg, num_rounds=3):
@@ -64,8 +65,8 @@ def _distance(first, second):
 def test_a_run_ends_where_it_would_without(name, options, new_clients, start):
     strategy, kind = STRATEGIES[name]
     plain, plain_rows = _run(strategy, LocalEngine(new_clients()), start, kind(**options))
-    cfg = kind(**options, secure="masks")
-    secure, rows = _run(strategy, cfg.around(LocalEngine(new_clients())), start, cfg)
+    cfg = kind(**options, secure="masks", masks=TRUSTING)
+    secure, rows = _run(strategy, cfg.around(LocalEngine(new_clients()), len(NAMES)), start, cfg)
     assert _distance(start.adapter, plain.adapter) > 0
     assert _distance(plain.adapter, secure.adapter) < CLOSE
     for with_masks, without in zip(rows, plain_rows, strict=True):
@@ -99,7 +100,7 @@ def test_one_round_is_right_to_half_a_step(new_clients, start):
 
     plain, _ = fedavg(start, NAMES, Doubles(new_clients()), FedAvgConfig())
     cfg = FedAvgConfig(secure="masks")
-    secure, _ = fedavg(start, NAMES, cfg.around(Doubles(new_clients())), cfg)
+    secure, _ = fedavg(start, NAMES, cfg.around(Doubles(new_clients()), len(NAMES)), cfg)
     assert 0 < _distance(plain.adapter, secure.adapter) <= STEP / 2 * (1 + 1e-6)
 
 
@@ -107,8 +108,10 @@ def test_one_round_is_right_to_half_a_step(new_clients, start):
 def test_a_client_that_drops_out_is_not_in_the_mean(option, new_clients, start):
     cfg = FedAvgConfig(aggregation="by_examples")
     plain, _ = _run(fedavg, LocalEngine(new_clients(b=option)), start, cfg)
-    cfg = replace(cfg, secure="masks")
-    secure, rows = _run(fedavg, cfg.around(LocalEngine(new_clients(b=option))), start, cfg)
+    cfg = replace(cfg, secure="masks", masks=TRUSTING)
+    secure, rows = _run(
+        fedavg, cfg.around(LocalEngine(new_clients(b=option)), len(NAMES)), start, cfg
+    )
     assert [row["round"]["clients"] for row in rows] == [NAMES, ["a", "c"], NAMES]
     assert rows[1]["round"]["failures"][0]["client"] == "b"
     assert _distance(plain.adapter, secure.adapter) < CLOSE
@@ -118,18 +121,20 @@ def test_a_single_update_is_no_mean(new_clients, start):
     clients = new_clients(a={"fails_in": (1,)}, b={"fails_in": (1,)})
     cfg = FedAvgConfig(secure="masks")
     with pytest.raises(RoundFailed, match="1 client finished round 1, quorum 2"):
-        fedavg(start, NAMES, cfg.around(LocalEngine(clients)), cfg)
+        fedavg(start, NAMES, cfg.around(LocalEngine(clients), len(NAMES)), cfg)
 
 
 def test_a_site_keeps_back_an_update_that_is_too_long(new_clients, start):
     cfg = FedAvgConfig(secure="masks", max_update_norm=0.01)
     with pytest.raises(RoundFailed, match=r"norm 0\.\d+, above max_update_norm 0.01, and stays"):
-        fedavg(start, NAMES, cfg.around(LocalEngine(new_clients())), cfg)
+        fedavg(start, NAMES, cfg.around(LocalEngine(new_clients()), len(NAMES)), cfg)
 
 
 def test_a_site_keeps_back_an_update_that_masks_cannot_hold(new_clients, start):
-    cfg = FedAvgConfig(secure="masks")
-    _, rows = fedavg(start, NAMES, cfg.around(LocalEngine(new_clients(b={"lr": 1e4}))), cfg)
+    cfg = FedAvgConfig(secure="masks", masks=TRUSTING)
+    _, rows = fedavg(
+        start, NAMES, cfg.around(LocalEngine(new_clients(b={"lr": 1e4})), len(NAMES)), cfg
+    )
     assert rows["round"]["clients"] == ["a", "c"]
     assert "cannot be added under masks" in rows["round"]["failures"][0]["reason"]
 
@@ -138,7 +143,9 @@ def test_noise_of_clients_goes_under_masks(new_clients, start):
     privacy = PrivacyConfig(clip_norm=0.1, noise_multiplier=1.0, at="client", noise_seed=3)
     plain, rows = _run(fedavg, LocalEngine(new_clients()), start, FedAvgConfig(privacy=privacy))
     cfg = FedAvgConfig(privacy=privacy, secure="masks")
-    secure, secure_rows = _run(fedavg, cfg.around(LocalEngine(new_clients())), start, cfg)
+    secure, secure_rows = _run(
+        fedavg, cfg.around(LocalEngine(new_clients()), len(NAMES)), start, cfg
+    )
     assert _distance(plain.adapter, secure.adapter) < CLOSE
     assert secure_rows[-1]["round"]["privacy"] == rows[-1]["round"]["privacy"]
 
@@ -154,7 +161,7 @@ def test_shares_of_the_noise_are_enough_whoever_drops_out(num_lost, new_client, 
         new_client(name, torch.zeros(2, size), parameters=parameters, lr=0.0) for name in names
     ]
     lost = {("send_masked", name) for name in names[:num_lost]}
-    engine = Losing(cfg.around(LocalEngine(clients)), lost)
+    engine = Losing(cfg.around(LocalEngine(clients), len(NAMES)), lost)
     state, rows = fedavg(replace(start, adapter=parameters), names, engine, cfg)
     count = len(names) - num_lost
     assert len(rows["round"]["clients"]) == count
@@ -180,7 +187,7 @@ def test_noise_of_the_sum_costs_less_than_that_of_each_client(new_clients, start
     for at in ("client", "sum"):
         privacy = PrivacyConfig(clip_norm=0.1, noise_multiplier=1.0, at=at, noise_seed=3)
         cfg = FedAvgConfig(privacy=privacy, secure="masks")
-        _, rows = _run(fedavg, cfg.around(LocalEngine(new_clients())), start, cfg)
+        _, rows = _run(fedavg, cfg.around(LocalEngine(new_clients()), len(NAMES)), start, cfg)
         results[at] = rows[-1]["round"]["privacy"]
     assert results["sum"]["epsilon_server"] == results["client"]["epsilon_server"]
     assert results["sum"]["epsilon"] > results["client"]["epsilon"]  # of √n times the noise
@@ -205,7 +212,7 @@ def test_nothing_that_comes_back_is_a_clients_update(new_clients, start):
     plain = Spy(LocalEngine(new_clients()))
     fedavg(start, NAMES, plain, FedAvgConfig())
     cfg = FedAvgConfig(secure="masks")
-    secure = Spy(cfg.around(LocalEngine(new_clients())))
+    secure = Spy(cfg.around(LocalEngine(new_clients()), len(NAMES)))
     fedavg(start, NAMES, secure, cfg)
     steps = (Trained, SharedKeys, MaskedUpdate, Confirmed, Revealed)
     assert [type(content) for content in secure.contents] == [step for step in steps for _ in NAMES]
@@ -295,13 +302,16 @@ def test_a_round_fails_when_more_are_lost_than_a_sum_bears(task, new_network, st
         fedavg(start, names, engine, cfg)
 
 
+@pytest.mark.slow
 def test_a_sum_over_few_neighbours_is_that_of_all(new_clients, start):
     names = [f"client_{index:03d}" for index in range(80)]
     masks = MasksConfig(num_colluders=2, neighbours="few")
     assert sparse_graph(80, 2) is not None
     cfg = FedAvgConfig(secure="masks", masks=masks)
     plain, _ = fedavg(start, names, LocalEngine(new_clients(names)), FedAvgConfig())
-    engine = Losing(cfg.around(LocalEngine(new_clients(names))), {("send_masked", names[7])})
+    engine = Losing(
+        cfg.around(LocalEngine(new_clients(names)), len(names)), {("send_masked", names[7])}
+    )
     state, rows = fedavg(start, names, engine, cfg)
     left = [name for name in names if name != names[7]]
     plain, _ = fedavg(start, left, LocalEngine(new_clients(names)), FedAvgConfig())
@@ -322,7 +332,7 @@ def test_a_site_that_sends_other_numbers_ends_the_round_in_one_line(new_clients,
             return replies, failures
 
     cfg = FedAvgConfig(secure="masks")
-    engine = Garbage(cfg.around(LocalEngine(new_clients())))
+    engine = Garbage(cfg.around(LocalEngine(new_clients()), len(NAMES)))
     with pytest.raises(RoundFailed, match="is not the sum of 3 updates: a client sent other"):
         fedavg(start, NAMES, engine, cfg)
 
@@ -347,7 +357,7 @@ def test_masked_numbers_of_another_size_are_refused(change, new_clients, start):
             ], failures
 
     cfg = FedAvgConfig(secure="masks", masks=MasksConfig(num_colluders=0))
-    engine = Reshaped(cfg.around(LocalEngine(new_clients())))
+    engine = Reshaped(cfg.around(LocalEngine(new_clients()), len(NAMES)))
     _, rows = fedavg(start, NAMES, engine, cfg)
     assert rows["round"]["clients"] == ["a", "c"]
     assert "numbers must be uint8 of shape [4, 6]" in rows["round"]["failures"][0]["reason"]
@@ -368,7 +378,7 @@ def test_many_examples_fit_under_masks_and_few_beside_them_keep_their_digits(new
         cfg = FedAvgConfig(aggregation="by_examples")
         plain, _ = fedavg(start, NAMES, LocalEngine(clients(sizes)), cfg)
         cfg = replace(cfg, secure="masks")
-        secure, _ = fedavg(start, NAMES, cfg.around(LocalEngine(clients(sizes))), cfg)
+        secure, _ = fedavg(start, NAMES, cfg.around(LocalEngine(clients(sizes)), len(NAMES)), cfg)
         assert _distance(plain.adapter, secure.adapter) < 2e-6
 
 
@@ -426,7 +436,7 @@ def test_opening_spends_no_epsilon(new_network, start):
         (
             FirmConfig,
             {"clients_per_round": 4, "masks": MasksConfig(num_colluders=3)},
-            "masks.num_colluders must be at most 2",
+            "masks.num_colluders of at most 2",
         ),
         (FirmConfig, {"clients_per_round": 2000}, "2 to 1024 updates.*got 2000"),
         (
@@ -455,3 +465,13 @@ def test_a_share_of_noise_is_for_sums_under_masks():
 def test_a_client_without_its_site_has_no_key(new_clients, start):
     with pytest.raises(RoundFailed, match="ask it through a SecureEngine"):
         fedavg(start, NAMES, LocalEngine(new_clients()), FedAvgConfig(secure="masks"))
+
+
+@pytest.mark.parametrize(("clients_per_round", "num_clients"), [(4, 9), (None, 1), (2, 3)])
+def test_a_round_that_colluders_may_fill_but_for_one_is_refused_before_it(
+    clients_per_round, num_clients
+):
+    cfg = FedAvgConfig(secure="masks", clients_per_round=clients_per_round)
+    with pytest.raises(ValueError, match="hides nothing from"):
+        cfg.check_federation(num_clients)
+    replace(cfg, clients_per_round=5).check_federation(9)

@@ -10,6 +10,7 @@ from firm.federation.options.secure.protocol import (
     SECURITY_BITS,
     KeyRing,
     PrivateKeys,
+    assumed_colluders,
     check_keys,
     plan_sum,
     session_of,
@@ -44,7 +45,7 @@ def test_a_sum_that_hides_nothing_is_refused(count, colluders):
 )
 def test_by_default_a_third_may_collude(count, fewest, honest):
     keys, _ = _keys([f"c{index}" for index in range(count)])
-    plan = plan_sum(1, keys)
+    plan = plan_sum(1, keys, num_colluders=assumed_colluders(None, count))
     assert (plan.threshold, plan.num_honest, plan.share_threshold) == (fewest, honest, fewest)
     assert all(len(near) == count - 1 for near in plan.neighbours.values())
 
@@ -75,7 +76,8 @@ def test_few_neighbours_are_drawn_anew_and_hold_few_enough_colluders(count, coll
 def test_few_neighbours_are_all_where_a_third_of_a_hundred_collude():
     assert sparse_graph(100, 33) is None
     keys, _ = _keys(list("abcdefgh"))
-    assert plan_sum(1, keys, neighbours="few").neighbours == plan_sum(1, keys).neighbours
+    plans = [plan_sum(1, keys, num_colluders=2, neighbours=near) for near in ("few", "all")]
+    assert plans[0].neighbours == plans[1].neighbours
 
 
 def test_a_session_is_of_one_round_and_of_all_keys():
