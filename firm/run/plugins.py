@@ -2,6 +2,7 @@
 
 import hashlib
 import importlib
+import importlib.machinery
 import importlib.util
 import os
 import sys
@@ -51,13 +52,15 @@ def import_file(file: Path) -> None:
     name = f"firm_plugin_{path.stem}_{hashlib.sha256(bytes(path)).hexdigest()[:8]}"
     if name in sys.modules:
         return
-    spec = importlib.util.spec_from_file_location(name, path)
-    if not path.is_file() or spec is None or spec.loader is None:
+    loader = importlib.machinery.SourceFileLoader(name, str(path))
+    spec = importlib.util.spec_from_file_location(name, path, loader=loader)
+    if not path.is_file() or spec is None:
         raise ImportError("there is no such Python file")
     _announce("file", path)
     module = sys.modules[name] = importlib.util.module_from_spec(spec)
     try:
-        spec.loader.exec_module(module)
+        # not exec_module: bytecode of a file that was edited within the same second looks current
+        exec(loader.source_to_code(path.read_bytes(), path), vars(module))
     except BaseException:  # after any exception, the module counts as not imported
         del sys.modules[name]
         raise

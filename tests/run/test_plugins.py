@@ -1,3 +1,5 @@
+import os
+import sys
 from dataclasses import dataclass, field
 
 import pytest
@@ -6,6 +8,7 @@ from firm.federation.strategies import StrategyConfig
 from firm.federation.strategies.firm import FirmConfig
 from firm.run import compose, parse, to_yaml
 from firm.run.errors import UserError
+from firm.run.plugins import import_file
 
 PLUGIN = '''
 from dataclasses import dataclass
@@ -78,6 +81,18 @@ def test_a_plugin_that_fails_ends_in_one_line(plugin, text, message):
     plugin.write_text(text)
     with pytest.raises(UserError, match=message):
         compose(Config, [], [("plugins", [str(plugin)])])
+
+
+def test_a_file_that_was_edited_within_a_second_is_read_again(tmp_path, monkeypatch):
+    """Bytecode belongs to a file by its size and whole seconds."""
+    monkeypatch.setattr(sys, "dont_write_bytecode", False)
+    file = tmp_path / "mine.py"
+    for value in (1, 2):
+        file.write_text(f"VALUE = {value}\n")
+        os.utime(file, (1e9, 1e9))
+        import_file(file)
+        (name,) = (name for name in sys.modules if name.startswith("firm_plugin_mine_"))
+        assert value == sys.modules.pop(name).VALUE
 
 
 def test_a_plugin_that_is_missing_ends_in_one_line(tmp_path):
