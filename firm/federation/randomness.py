@@ -55,8 +55,13 @@ class RandomStream:
     def __enter__(self) -> Self:
         if self._outer is not None:
             raise RuntimeError("This random stream is already in use; enter it once at a time.")
-        self._outer = _global_state()
-        _set_global_state(self._state)
+        outer = _global_state()
+        try:
+            _set_global_state(self._state)
+        except BaseException:  # a time limit may interrupt here
+            _set_global_state(outer)
+            raise
+        self._outer = outer
         return self
 
     def __exit__(
@@ -66,9 +71,12 @@ class RandomStream:
         traceback: TracebackType | None,
     ) -> None:
         assert self._outer is not None
-        self._state = _global_state()
-        _set_global_state(self._outer)
-        self._outer = None
+        outer = self._outer
+        try:
+            self._state = _global_state()
+        finally:
+            self._outer = None
+            _set_global_state(outer)
 
     def state(self) -> State:
         """Returns a copy of the generators' states for a checkpoint."""

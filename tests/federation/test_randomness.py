@@ -7,7 +7,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from firm.federation import RandomStream, derive_seed
+from firm.federation import RandomStream, derive_seed, randomness
+from firm.federation.errors import TimeLimitError
 from firm.federation.randomness import ShuffledPasses
 
 
@@ -68,6 +69,32 @@ def test_streams_nest_and_one_stream_is_not_entered_twice():
         with pytest.raises(RuntimeError, match="already in use"):
             outer.__enter__()
     assert found == expected
+
+
+@pytest.mark.every_case
+@pytest.mark.parametrize("part", ["_global_state", "_set_global_state"])
+@pytest.mark.parametrize("step", ["__enter__", "__exit__"])
+def test_a_stream_that_a_time_limit_interrupts_can_be_entered_again(step, part, monkeypatch):
+    """The signal of a time limit may arrive in any of the steps, once."""
+    own, interrupted = getattr(randomness, part), []
+
+    def interrupting(*arguments):
+        if not interrupted:
+            interrupted.append(True)
+            raise TimeLimitError("it has not finished")
+        return own(*arguments)
+
+    stream = RandomStream(0, "a")
+    outer = torch.get_rng_state()
+    if step == "__exit__":
+        stream.__enter__()
+    monkeypatch.setattr(randomness, part, interrupting)
+    with pytest.raises(TimeLimitError):
+        stream.__enter__() if step == "__enter__" else stream.__exit__(None, None, None)
+    if step == "__enter__" or part == "_global_state":
+        assert torch.equal(torch.get_rng_state(), outer)
+    with stream:
+        pass
 
 
 def test_a_restored_stream_repeats_its_numbers_and_the_state_stays_untouched():
