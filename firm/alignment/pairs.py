@@ -153,7 +153,12 @@ def pair_of(prompt: Prompt, ranked_by: str = "", *, objective: str = "") -> Pair
     columns, place = prompt.columns, prompt.place or "the pair"
     better, worse = "chosen", "rejected"
     if ranked_by:
-        index = columns.get(ranked_by)
+        if ranked_by not in columns:
+            raise ValueError(
+                f"{place}: has no field `{ranked_by}` with the index of the preferred reply, only "
+                f"{', '.join(columns)}: correct ranked_by, or drop the row."
+            )
+        index = columns[ranked_by]
         if isinstance(index, bool) or index not in (0, 1):
             raise ValueError(
                 f"{place}: `{ranked_by}` must be 0 or 1, the index of the preferred reply, got "

@@ -296,7 +296,7 @@ def _read_file(path: Path) -> _Table:
     open_text: Callable[..., Any] = gzip.open if path.suffix == ".gz" else open
     number, lines = 1, []
     try:
-        with open_text(path, "rt", encoding="utf-8") as file:
+        with open_text(path, "rt", encoding="utf-8-sig") as file:
             if is_whole:
                 rows = json.load(file)
                 if not isinstance(rows, list):
@@ -329,7 +329,7 @@ def _open_dataset(name: str, folder: str) -> datasets.Dataset | datasets.Dataset
         if (Path(name) / "state.json").is_file() or (Path(name) / "dataset_dict.json").is_file():
             return datasets.load_from_disk(name)
         return datasets.load_dataset(name, data_dir=folder or None)
-    except (OSError, ValueError, DatasetsError) as error:
+    except (OSError, ValueError, LookupError, RuntimeError, DatasetsError) as error:
         reason = first_line(error)
         raise ValueError(
             f"no prompts at {name}: it is not a file, and no dataset could be loaded ({reason}): "

@@ -501,7 +501,7 @@ class RewardConfig:
     format: Literal['hh_pair', 'question_answer', 'chat_template', 'plain', 'response'] | Literal['auto'] = 'auto'
     held_out: Annotated[float, Interval(gt=0, lt=1)] = 0.2
     max_held_out: Annotated[int, Interval(ge=1, le=1048576)] = 500
-    max_length: Annotated[int, Interval(ge=1, le=10000000)] = 512
+    max_length: Annotated[int, Interval(ge=4, le=10000000)] = 512
     rank: Annotated[int, Interval(ge=1, le=1048576)] = 16
     learning_rate: Annotated[float, Gt(gt=0), AllowInfNan(allow_inf_nan=False)] = 0.0002
     num_epochs: Annotated[int, Interval(ge=1, le=1048576)] = 1

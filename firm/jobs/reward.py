@@ -29,7 +29,6 @@ from firm.federation.randomness import RandomStream
 from firm.fields import (
     BoundedInt,
     Hint,
-    NumTokens,
     NumWorkers,
     PositiveFloat,
     Seed,
@@ -82,7 +81,7 @@ class RewardConfig:
     """Share of the prompts whose pairs are held out for the report."""
     max_held_out: BoundedInt = 500
     """Maximum number of held-out prompts."""
-    max_length: NumTokens = 512
+    max_length: Annotated[int, Interval(ge=4, le=10_000_000)] = 512
     """Maximum length of prompt and reply in tokens; longer texts are truncated at the start."""
     rank: BoundedInt = 16
     """Rank of the LoRA adapter on all linear layers."""
@@ -117,6 +116,10 @@ class RewardConfig:
             raise ValueError(
                 f"batch_size must be a multiple of micro_batch_size ({self.micro_batch_size}), got "
                 f"{self.batch_size}."
+            )
+        if not self.name.strip() or {*self.name} & {*"/\\"} or not self.name.isprintable():
+            raise ValueError(
+                f"name must be a name of printable characters without / and \\, got {self.name!r}."
             )
         if self.name in self.others:
             raise ValueError(f"others must not have the model's own name, got {self.name!r}.")
@@ -272,6 +275,10 @@ def _new_reward(cfg: RewardConfig) -> SequenceClassifierReward:
         base = AutoModelForSequenceClassification.from_pretrained(
             cfg.base, num_labels=1, dtype=getattr(torch, _dtype(cfg)), use_safetensors=True
         )
+        if cfg.rank > (width := base.config.get_text_config().hidden_size):
+            raise ValueError(
+                f"rank must be at most the hidden size of {cfg.base}, {width}, got {cfg.rank}."
+            )
         lora = LoraConfig(
             task_type=TaskType.SEQ_CLS,
             r=cfg.rank,

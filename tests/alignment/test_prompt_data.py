@@ -305,6 +305,10 @@ def test_sources_that_cannot_be_read_are_one_clear_line(tmp_path):
     (tmp_path / "deep.json").write_text("[" * 100_000)
     (tmp_path / "object.json").write_text('{"prompt": "Hi"}')
     (tmp_path / "empty.jsonl").write_text("\n")
+    script = tmp_path / "scripted"
+    script.mkdir()
+    (script / "scripted.py").write_text("raise SystemExit")
+    (script / "train.jsonl").write_text('{"prompt": "Hi"}\n')
     for source, message in {
         str(tmp_path / "a.csv"): "not a .json or .jsonl file",
         str(tmp_path / "cut.jsonl.gz"): "cannot be read",
@@ -314,10 +318,20 @@ def test_sources_that_cannot_be_read_are_one_clear_line(tmp_path):
         str(tmp_path / "empty.jsonl"): "there is no prompt in",
         str(tmp_path / "missing.jsonl"): "no prompts at",
         "nobody/such-a-dataset": "no prompts at nobody/such-a-dataset",
+        "/": "no prompts at /",
+        str(script): r"no prompts at .*scripted.*scripts are no longer supported",
     }.items():
         with pytest.raises(ValueError, match=message) as caught:
             load(source)
         assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("suffix", ["jsonl", "json"])
+def test_a_file_may_begin_with_a_byte_order_mark(tmp_path, suffix):
+    file = tmp_path / f"a.{suffix}"
+    text = json.dumps([{"prompt": "Hi"}] if suffix == "json" else {"prompt": "Hi"})
+    file.write_text(text, encoding="utf-8-sig")
+    assert [prompt.text for prompt in load(file)] == ["Hi"]
 
 
 def test_limits_that_exclude_each_other_are_refused():

@@ -143,6 +143,8 @@ def test_held_out_pairs_share_no_prompt_with_training(base, pairs, tmp_path, mon
         ({"base": "./missing"}, "base: there is no folder ./missing"),
         ({"others": {"kind": "polliteness"}}, "others.kind: there is no reward model"),
         ({"held_out": 0.01}, "held_out 0.01 of 60 prompts leaves too few pairs on one side"),
+        ({"rank": 100_000}, "rank must be at most the hidden size of .*, got 100000"),
+        ({"ranked_by": "nope"}, "has no field `nope` with the index"),
     ],
 )
 def test_what_cannot_be_trained_is_refused_in_a_line(
@@ -152,6 +154,21 @@ def test_what_cannot_be_trained_is_refused_in_a_line(
     with pytest.raises(UserError, match=message):
         train_reward(RewardConfig(**places))
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.every_case
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"name": ""}, "name must be a name of printable characters"),
+        ({"name": "../x"}, r"without / and \\, got '../x'"),
+        ({"name": "a\nb"}, "printable"),
+        ({"max_length": 1}, "max_length must be at least 4, got 1"),
+    ],
+)
+def test_settings_that_make_no_reward_model_are_refused(options, message) -> None:
+    with pytest.raises(ValueError, match=message):
+        RewardConfig(**{"base": "base", "pairs": "pairs.jsonl", **options})
 
 
 def test_an_adapter_without_its_base_is_named(trained, base, tmp_path) -> None:
