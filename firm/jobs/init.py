@@ -12,7 +12,7 @@ from typing import Any
 import yaml
 from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError
 
-from firm.alignment.policy import is_gguf
+from firm.alignment.policy import is_gguf, read_tokenizer
 from firm.alignment.prompt_data import read_prompts
 from firm.federation.outside import legible, printable
 from firm.fields import configuration, field_docstrings
@@ -211,11 +211,22 @@ def _rewards(rewards: Mapping[str, str]) -> list[str]:
     for name, reward in rewards.items():
         settings, comment = reward_settings(reward), ""
         if "path" in settings:
-            settings["format"] = "chat_template"
+            settings["format"] = _likely_format(settings["path"])
             comment = " # as in its training; or hh_pair, question_answer, plain, response"
         entries = ", ".join(f"{key}: {_quoted(value)}" for key, value in settings.items())
         lines.append(f"  {_quoted(name)}: {{ {entries} }}{comment}")
     return lines
+
+
+def _likely_format(path: str) -> str:
+    """Returns the chat template, unless a reward model's folder is here and has none."""
+    folder = Path(with_shipped_paths(path)).expanduser()
+    if not folder.is_dir():
+        return "chat_template"
+    try:
+        return "chat_template" if read_tokenizer(str(folder)).chat_template else "plain"
+    except (OSError, ValueError):  # the run will say what is wrong with it
+        return "chat_template"
 
 
 def _splits(prompts: str, test_prompts: str) -> dict[str, str]:

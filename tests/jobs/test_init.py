@@ -61,7 +61,7 @@ def test_what_it_writes_runs_and_keeps_splits_apart(data, tmp_path, monkeypatch,
         "--policy.dtype", "float32", "--rounds", 1, "--num_clients", 2, "--num_threads", 1,
         "--strategy.num_local_steps", 1, "--estimator.num_epochs", 1, "--rollout.max_new_tokens", 4,
         "--estimator.batch_size", 8, "--out", "run",
-        "--rewards.helpful.format", "plain", "--rewards.helpful.dtype", "float32",
+        "--rewards.helpful.dtype", "float32",
         "--rewards.loud.normalization", "none",
     )  # fmt: skip
     cfg = parse(AlignmentConfig, ["--config", "own.yaml", *map(str, options)])
@@ -103,6 +103,10 @@ def test_held_out_prompts_of_their_own_and_data_sets(tmp_path, data, monkeypatch
     hub = init(InitConfig("a/b", REWARDS, "trl-lib/tldr", out=tmp_path / "hub.yaml")).config.data
     splits = [hub.train.split, hub.validation.split, hub.test.split]
     assert splits == ["train", "test[:50%]", "test[50%:]"]
+    rewards = {"here": REWARDS["helpful"], "elsewhere": "a/reward"}
+    formats = init(InitConfig("a/b", rewards, "trl-lib/tldr", out=tmp_path / "c.yaml")).config
+    found = {name: own.format for name, own in formats.rewards.items()}
+    assert found == {"here": "plain", "elsewhere": "chat_template"}  # the first has no template
     both = init(InitConfig("a/b", REWARDS, "trl-lib/tldr", "a.jsonl", out=tmp_path / "both.yaml"))
     data = both.config.data
     assert [data.train.split, data.validation.split] == ["train", "[:50%]"]

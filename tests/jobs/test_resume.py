@@ -102,7 +102,7 @@ def start() -> Iterator[Callable[..., int]]:
 
         def run(path: Path, **death: object) -> int:
             ask(
-                ["--config", str(SMOKE), "--out", str(path), "--resume", "true"],
+                ["--config", str(SMOKE), "--out", str(path), "--resume", "auto"],
                 f"{path}.log",
                 death,
             )
