@@ -55,8 +55,8 @@ MUTATIONS = (
     Mutation("firm/alignment/trainer.py", "queries = queries.to(self.device)", "pass", FEDAVG),
     Mutation(
         "firm/alignment/evaluation.py",
-        "torch.tensor(preference, device=model.device)",
-        "torch.tensor(preference)",
+        "queries = queries.to(model.device)",
+        "pass",
         FRONT,
     ),
     Mutation(

@@ -108,10 +108,11 @@ def sample_replies(
     """
     queries = encode_prompts(
         prompts, tokenizer, prompt_format=prompt_format, max_prompt_tokens=config.max_prompt_tokens
-    ).to(model.device)
+    )
     if preference is not None:
-        shares = torch.tensor(preference, device=model.device) / sum(preference)
+        shares = torch.tensor(preference) / sum(preference)
         queries = replace(queries, preferences=shares.expand(len(prompts), -1))
+    queries = queries.to(model.device)
     sampler = Sampler(model, tokenizer, config, reference, prompt_format, engine=engine)
     rollouts = rollout(sampler, queries, on_progress=on_progress)
     kl = kl_penalty(rollouts.logprobs, rollouts.reference_logprobs).sum(1)

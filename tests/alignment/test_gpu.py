@@ -80,6 +80,24 @@ def test_the_page_of_costs_has_every_case_with_its_figures(tmp_path, monkeypatch
     assert float(figures[2]) == pytest.approx(float(figures[1]) / float(figures[0]), rel=0.05)
 
 
+@pytest.mark.slow
+def test_at_tinyllamas_true_shape_memory_and_adapters_are_as_planned(tmp_path, capsys):
+    pages = {}
+    for shape in ("tiny", "tinyllama-short"):
+        out = tmp_path / f"{shape}.md"
+        options = ("--shape", shape, "--device", "cpu", "--clients", 2, "--out", out)
+        python("benchmarks/gpu.py", *options, "--budget", 3600)
+        pages[shape] = out.read_text()
+    with capsys.disabled():
+        sys.stdout.write(pages["tinyllama-short"])
+    tiny, true = (cells(page, "Throughput and memory") for page in pages.values())
+    for small, row in zip(tiny, true, strict=True):
+        libraries = float(small[6]) - float(small[7])  # which the plan leaves out
+        assert float(row[6]) - libraries == pytest.approx(float(row[7]), rel=0.1)
+        sizes = [int(cell.replace(",", "")) for cell in row[8:]]
+        assert sizes[0] == pytest.approx(sizes[1], rel=0.001)
+
+
 def test_cases_that_come_too_late_say_so(tmp_path):
     out = tmp_path / "page.md"
     options = ("--shape", "tiny", "--device", "cpu", "--clients", "1", "--budget", "0")

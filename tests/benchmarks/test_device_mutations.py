@@ -1,11 +1,14 @@
 """Mutations that leave a tensor on the host fit the code, and turn a test red."""
 
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
 from benchmarks import device_mutations
 from benchmarks.device_mutations import MUTATIONS, Mutation
+from tests.accelerator.device import missing
 
 ROOT = Path(__file__).parents[2]
 
@@ -31,3 +34,11 @@ def test_code_that_is_not_there_is_named():
     mutation = Mutation("firm/fields.py", "no such code", "", "")
     with pytest.raises(ValueError, match=r"'no such code' must occur once in firm/fields\.py"):
         device_mutations.mutated(mutation, "")
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(missing() is not None, reason="no pretend accelerator")
+def test_no_mutation_survives():
+    command = [sys.executable, str(ROOT / "benchmarks/device_mutations.py")]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
