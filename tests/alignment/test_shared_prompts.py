@@ -174,8 +174,9 @@ ORDER = [0, 1, 0, 2, 0, 1, 3]
 REPLIES = [6, 3, 1, 4, 6, 2, 5]
 PAIRS = [0, 2, 1, 5], [4, 0]
 """Two clients' pairs of replies, each to one prompt."""
-ROUNDING = 3e-5
-"""Of the largest entry: sums of float32 in another order, 1.2e-5 on a processor without AMX."""
+ROUNDING = {"gemma4_text": 3e-5}
+"""Of the largest entry, where sums of float32 in another order differ by more than 1e-5: by 1.2e-5
+on a processor without AMX."""
 
 
 def replies(vocabulary: int, *, preferences=None) -> Sequences:
@@ -220,7 +221,7 @@ def test_every_architecture_has_the_log_probabilities_and_gradients_of_whole_row
         logprobs, jacobian = scored_rows(policy, rows, num_objectives, once=True)
         plain_logprobs, plain = scored_rows(policy, rows, num_objectives, once=False)
         assert (logprobs - plain_logprobs).abs().max() <= 1e-5 * plain_logprobs.abs().max()
-        assert (jacobian - plain).abs().max() <= ROUNDING * plain.abs().max()
+        assert (jacobian - plain).abs().max() <= ROUNDING.get(name, 1e-5) * plain.abs().max()
 
 
 def test_a_conditioned_policy_shares_prompts_at_equal_preferences(large):
