@@ -24,7 +24,7 @@ from trl.trainer.reward_trainer import RewardTrainer
 from firm.alignment.pairs import Pair, PairsConfig, load_pairs
 from firm.alignment.policy import checkpoint_errors, read_tokenizer, without_needless_warnings
 from firm.federation.devices import named_device, prepare_attention
-from firm.federation.outside import printable
+from firm.federation.outside import check_name, printable
 from firm.federation.randomness import RandomStream
 from firm.fields import (
     BoundedInt,
@@ -117,10 +117,7 @@ class RewardConfig:
                 f"batch_size must be a multiple of micro_batch_size ({self.micro_batch_size}), got "
                 f"{self.batch_size}."
             )
-        if not self.name.strip() or {*self.name} & {*"/\\"} or not self.name.isprintable():
-            raise ValueError(
-                f"name must be a name of printable characters without / and \\, got {self.name!r}."
-            )
+        check_name(self.name, "name: the name of an objective")
         if self.name in self.others:
             raise ValueError(f"others must not have the model's own name, got {self.name!r}.")
 

@@ -160,9 +160,9 @@ def test_what_cannot_be_trained_is_refused_in_a_line(
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"name": ""}, "name must be a name of printable characters"),
-        ({"name": "../x"}, r"without / and \\, got '../x'"),
-        ({"name": "a\nb"}, "printable"),
+        ({"name": ""}, "name: the name of an objective must be .*, got ''"),
+        ({"name": "../x"}, r"begin with a letter or a digit, got '\.\./x'"),
+        ({"name": "a\nb"}, "must be at most 64 letters, digits"),
         ({"max_length": 1}, "max_length must be at least 4, got 1"),
     ],
 )
