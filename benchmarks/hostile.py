@@ -101,7 +101,7 @@ def new_site(client: str, cfg: Any) -> Site:
     agreement = Agreement(cfg, objectives=OBJECTIVES, num_rounds=NUM_ROUNDS, clients=[client])
     return Site(
         lambda setup: SecureEngine(
-            LocalEngine([Quadratic(client)]), KeyRing.generate([client]), num_clients=3
+            LocalEngine([Quadratic(client)]), KeyRing.generate([client]), num_clients=len(SITES)
         ),
         [client],
         fingerprint={},
