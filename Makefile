@@ -66,7 +66,7 @@ types: dev ## Check types.
 contract: dev ## Check that imports only go down the layers.
 	$(BIN)/lint-imports
 
-check: lint types contract test ## Everything that CI runs.
+check: lint types contract test ## What to run before every commit.
 
 bench: dev ## Time a local step by stage, beside TRL's own trainer.
 	$(OFFLINE) $(BIN)/python benchmarks/local_step.py

@@ -1,7 +1,8 @@
-"""Whether the tests notice: small faults drawn over the code, and the tests that must turn red.
+r"""Whether the tests notice: small faults drawn over the code, and the tests that must turn red.
 
     pip install cosmic-ray pytest-cov          # what makes faults, and which test runs a line
-    pytest -n 2 --cov --cov-context=test --cov-report= --junitxml=tests.xml
+    python -m pytest -m "" -n 2 --cov=firm --cov=reward_models --cov-context=test --cov-report= \
+        --junitxml=tests.xml -o junit_family=xunit1
     python benchmarks/mutants.py draw --seed 0            # writes the list, once
     python benchmarks/mutants.py run --column first       # half an hour of a core; it is resumed
     python benchmarks/mutants.py                          # the table
@@ -87,13 +88,13 @@ def area_of(file: str) -> str:
 def candidates(text: str) -> list[tuple[str, int, int]]:
     """Returns what could be done to a module: operator, its occurrence, and the line.
 
-    Left out: annotations, whose `|` is no operation, and decorators.
+    Left out are decorators, and the places of `|`.
     """
     from cosmic_ray import plugins
     from cosmic_ray.ast import ast_nodes, get_ast
 
     nodes = list(ast_nodes(get_ast(text)))
-    annotated = _annotated_lines(text)
+    bars = _bars(text)
     found: list[tuple[str, int, int]] = []
     for name in plugins.operator_names():
         if any(part in name for part in LEFT_OUT):
@@ -101,14 +102,14 @@ def candidates(text: str) -> list[tuple[str, int, int]]:
         operator = plugins.get_operator(name)()
         positions = (place for node in nodes for place in operator.mutation_positions(node))
         for occurrence, ((row, column), _) in enumerate(positions):
-            if "BitOr" in name and (row, column) in annotated:
+            if "BitOr" in name and (row, column) in bars:
                 continue
             found.append((name, occurrence, row))
     return found
 
 
-def _annotated_lines(text: str) -> set[tuple[int, int]]:
-    """Returns the places of `|` in annotations and in aliases of types."""
+def _bars(text: str) -> set[tuple[int, int]]:
+    """Returns the places of `|`, nearly all of which are in types."""
     places: set[tuple[int, int]] = set()
     lines = text.splitlines()
     for node in ast.walk(ast.parse(text)):

@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from _pytest.mark import ParameterSet
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 VOCABULARY = 288
@@ -653,6 +652,6 @@ APART = ("llama", "gpt2", "bloom", "gemma3", "qwen3_5", "mamba2", "deepseek_v3",
 """Eight that differ in kind: the first tier tries these, the second all."""
 
 
-def cases(names: Iterable[str]) -> list[ParameterSet]:
+def cases(names: Iterable[str]) -> list[Any]:
     """Returns architectures as parameters of a test, those of the second tier marked."""
     return [pytest.param(name, marks=() if name in APART else pytest.mark.slow) for name in names]

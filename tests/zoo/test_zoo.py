@@ -8,9 +8,9 @@ into the guide.
 import os
 from collections.abc import Container, Iterable
 from pathlib import Path
+from typing import Any
 
 import pytest
-from _pytest.mark import ParameterSet
 
 from tests.zoo import checks
 from tests.zoo.architectures import APART, ARCHITECTURES
@@ -25,7 +25,7 @@ SAMPLE = {(APART[at % len(APART)], kind) for at, kind in enumerate(KINDS)}
 """Architectures with tokenizers of the first tier: every tokenizer once."""
 
 
-def _by_kind() -> list[ParameterSet]:
+def _by_kind() -> list[Any]:
     """Every architecture with every tokenizer."""
     return [
         pytest.param(name, kind, marks=() if (name, kind) in SAMPLE else pytest.mark.slow)
@@ -34,7 +34,7 @@ def _by_kind() -> list[ParameterSet]:
     ]
 
 
-def _each(names: Iterable[str], *, fast: Container[str]) -> list[ParameterSet]:
+def _each(names: Iterable[str], *, fast: Container[str]) -> list[Any]:
     """Every architecture with one tokenizer, another one each time; few are fast."""
     kinds = list(KINDS)
     return [
