@@ -90,8 +90,8 @@ def candidates(text: str) -> list[tuple[str, int, int]]:
 
     Left out are decorators, and the places of `|`.
     """
-    from cosmic_ray import plugins
-    from cosmic_ray.ast import ast_nodes, get_ast
+    from cosmic_ray import plugins  # pyright: ignore[reportMissingImports]
+    from cosmic_ray.ast import ast_nodes, get_ast  # pyright: ignore[reportMissingImports]
 
     nodes = list(ast_nodes(get_ast(text)))
     bars = _bars(text)
@@ -121,8 +121,8 @@ def _bars(text: str) -> set[tuple[int, int]]:
 
 def draw(seed: int) -> list[Mutant]:
     """Returns mutants of all areas, in the areas' numbers."""
-    from cosmic_ray import plugins
-    from cosmic_ray.mutating import mutate_code
+    from cosmic_ray import plugins  # pyright: ignore[reportMissingImports]
+    from cosmic_ray.mutating import mutate_code  # pyright: ignore[reportMissingImports]
 
     generator = random.Random(seed)
     texts = {
@@ -213,7 +213,7 @@ class Suite:
     """Which tests run which line, and how long each takes."""
 
     def __init__(self, coverage_file: Path, times_file: Path) -> None:
-        from coverage import CoverageData
+        from coverage import CoverageData  # pyright: ignore[reportMissingImports]
 
         self.data = CoverageData(str(coverage_file))
         self.data.read()
