@@ -3,12 +3,10 @@
 import contextlib
 import html
 import json
-import os
+import multiprocessing
 import re
 import shutil
 import signal
-import subprocess
-import sys
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -295,16 +293,14 @@ def test_the_command_line_reads_methods_and_preferences():
 @pytest.mark.slow
 def test_a_sweep_that_is_killed_ends_with_the_same_front(tmp_path, swept):
     out = tmp_path / "sweep"
-    command = [sys.executable, *("-m", "firm", "sweep"), "--out", str(out), "--resume", "auto"]
-    command += ["--base", str(SMOKE), "--overrides", json.dumps(TINY)]
-    command += ["--methods", "{FIRM: {}, soups: {kind: soup}}", "--num_workers", "2"]
-    command += ["--preferences", "[[2, 0], [1, 1], [0, 3]]"]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     num_done = 0
     while num_done < 6:
-        process = subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL)
-        while process.poll() is None:
-            time.sleep(0.2)
+        cfg = replace(CONFIG, out=out, resume=num_done > 0)
+        with forked_workers():  # and a sweep that is a process, so that it can be killed
+            process = multiprocessing.get_context("fork").Process(target=main, args=[cfg])
+            process.start()
+        while process.is_alive():
+            time.sleep(0.05)
             finished = [
                 path
                 for path in out.glob("points/*/run.json")
@@ -312,9 +308,11 @@ def test_a_sweep_that_is_killed_ends_with_the_same_front(tmp_path, swept):
             ]
             if num_done < len(finished) < 6:
                 num_done = len(finished)
-                process.send_signal(signal.SIGKILL)
-        if process.returncode == 0:
+                process.kill()
+        process.join()
+        if process.exitcode == 0:
             break
+        assert process.exitcode == -signal.SIGKILL
     for method in ("firm", "soups"):
         name = f"{method}.front.json"
         assert (out / name).read_bytes() == (swept / name).read_bytes()
