@@ -300,7 +300,7 @@ def configuration(setting: Setting, case: Case) -> AlignmentConfig:
             "gradient_checkpointing": setting.checkpointing,
             "lora": {"dropout": 0.0},
         },
-        "rewards": {"first": reward, "second": reward},
+        "rewards": {"first": reward, "second": {**reward, "path": str(folder / "other")}},
         "data": {split: {"source": str(source)} for split in ("train", "validation", "test")},
         "num_clients": case.num_clients,
         "engine": "local" if case.engine == STATIC else case.engine,

@@ -1,5 +1,7 @@
 """Random checkpoints in the shape of real ones, for what a shape costs."""
 
+import os
+import shutil
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -70,10 +72,14 @@ SHAPES = {
 
 
 def save_models(shape: Shape, folder: Path, device: torch.device) -> None:
-    """Writes folder/policy and folder/reward, bfloat16: 4 GB in the shape of TinyLlama."""
+    """Writes a policy and two reward models, reward and other, bfloat16: 4 GB in TinyLlama's shape.
+
+    The two rewards have the same weights in one file, but runs load each on its own.
+    """
     torch.manual_seed(0)
     save_model(LlamaForCausalLM, shape.policy, folder / "policy", device)
     save_model(GPT2ForSequenceClassification, shape.reward, folder / "reward", device)
+    shutil.copytree(folder / "reward", folder / "other", copy_function=os.link)
 
 
 def save_model(

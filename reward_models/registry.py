@@ -357,12 +357,12 @@ def load_reward_models(configs: Mapping[str, RewardModelConfig]) -> dict[str, An
     """
     loaded: dict[str, Any] = {}
     for key, config in configs.items():
-        same = (loaded[k] for k in loaded if _source(configs[k]) == _source(config))
+        same = (loaded[k] for k in loaded if source_of(configs[k]) == source_of(config))
         loaded[key] = load_reward_model(config, key, like=next(same, None))
     return loaded
 
 
-def _source(config: RewardModelConfig) -> RewardModelConfig:
+def source_of(config: RewardModelConfig) -> RewardModelConfig:
     """Returns the settings that determine a function, or a classifier and its inputs."""
     needs_label = config.name == "sequence_classifier" and config.output is not None
     return replace(config, output=0 if needs_label else None, golden=[], normalization="sigmoid")
@@ -374,7 +374,7 @@ def load_reward_model(config: RewardModelConfig, objective: str, *, like: Any = 
     Args:
         config: Its settings.
         objective: The objective's name.
-        like: Loaded reward model of a config with the same `_source`, to share its weights.
+        like: Loaded reward model of a config with the same `source_of`, to share its weights.
 
     Raises:
         ValueError: No such name, file or checkpoint, one that does not fit its settings, or one

@@ -599,6 +599,23 @@ def test_trained_reward_adapters_share_their_base(tmp_path, make_model):
     assert total == loaded + 2 * own
 
 
+def test_outputs_of_one_classifier_share_its_weights(tmp_path, make_model):
+    model = LlamaForSequenceClassification(make_model(num_hidden_layers=1, num_labels=2).config)
+    model.save_pretrained(tmp_path / "both")
+    options: list[object] = [*FEW_REPLIES, *LARGE]
+    outputs = {"rewards.helpful": 0, "rewards.harmless": 1, "evaluation.metrics.both": 1}
+    for key, output in outputs.items():
+        settings = {"path": tmp_path / "both", "output": output, "format": "plain"}
+        for name, value in settings.items():
+            options += [f"--{key}.{name}", str(value)]
+    plan = plan_without_memory(config(*options))
+    loaded = sum(t.nbytes for t in (*model.parameters(), *model.buffers()))
+    names = ("helpful", "harmless", "both")
+    sizes = {name: plan.rewards[name].num_bytes for name in names}
+    assert sizes == {"helpful": loaded, "harmless": 0, "both": loaded}  # a metric has its own
+    assert plan.rewards["harmless"].source.endswith("shared with helpful")
+
+
 def test_a_model_that_cannot_be_had_leaves_the_other_figures_and_a_remedy():
     plan = plan_of(config("--rewards.helpful.path", "no/such", file="hh_tinyllama"))
     assert plan.policy is None

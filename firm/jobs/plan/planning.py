@@ -2,6 +2,7 @@
 
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +37,7 @@ from firm.jobs.plan.record import (
 from firm.jobs.plan.rehearsal import policy_without_storage, rehearsed
 from firm.jobs.plan.seconds import estimated_seconds
 from firm.jobs.plan.traffic import Traffic, num_passes, round_traffic
-from reward_models.registry import RewardModelConfig
+from reward_models.registry import RewardModelConfig, source_of
 from reward_models.sequence_classifier import adapter_base, adapter_sizes
 
 LEFT_OUT = (
@@ -87,10 +88,7 @@ def make_plan(cfg: AlignmentConfig, clients: Sequence[str], processes: Processes
                 f"the format of prompts and the ends of replies are unknown: {reason}"
             ),
         )
-    rewards = {
-        name: _reward_figures(reward, f"--{key}.path", notes)
-        for key, name, reward in _reward_models(cfg)
-    }
+    rewards = _rewards(cfg, notes)
     if cfg.strategy.num_local_epochs is not None:
         notes.append(
             "strategy.num_local_epochs: the local steps of an epoch depend on each client's "
@@ -293,6 +291,28 @@ def _work(
         updates=updates(cfg, traffic, busiest),
         rollouts=rollouts(cfg, traffic, busiest),
     )
+
+
+def _rewards(cfg: AlignmentConfig, notes: list[str]) -> dict[str, RewardFigures]:
+    """Returns the figures of all reward models; shared weights count for the first that has them.
+
+    Metrics share none with rewards; see `reward_models.registry.load_reward_models`.
+    """
+    models = _reward_models(cfg)
+    figures: dict[str, RewardFigures] = {}
+    for place, (key, name, reward) in enumerate(models):
+        own = _reward_figures(reward, f"--{key}.path", notes)
+        same = (
+            other
+            for earlier, other, config in models[:place]
+            if source_of(config) == source_of(reward)
+            and earlier.startswith("evaluation.") == key.startswith("evaluation.")
+        )
+        owner = next(same, None)
+        if owner is not None and own.num_bytes:
+            own = replace(own, source=f"{own.source}, shared with {owner}", num_bytes=0)
+        figures[name] = own
+    return figures
 
 
 def _reward_figures(reward: RewardModelConfig, key: str, notes: list[str]) -> RewardFigures:
