@@ -55,6 +55,9 @@ UPDATES: dict[str, Callable[[Adapter, str], Any]] = {
     "a parameter too many": lambda adapter, name: adapter | {"other": adapter[name]},
     "another shape": lambda adapter, name: adapter | {name: adapter[name][:-1]},
     "another dtype": lambda adapter, name: adapter | {name: adapter[name].double()},
+    "an adapter of another kind": lambda adapter, name: {
+        key.replace("lora_", "oft_"): value for key, value in adapter.items()
+    },
 }
 COUNTS = {"0 examples": 0, "1e12 examples": 10**12}
 RAISES, HANGS, KILLED = "the client raises", "hangs past the time limit", "the process is killed"

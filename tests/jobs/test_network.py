@@ -12,6 +12,7 @@ import time
 from collections.abc import Iterator
 from contextlib import ExitStack, suppress
 from datetime import UTC, datetime, timedelta
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
@@ -816,14 +817,24 @@ def test_a_server_that_is_killed_goes_on_from_its_checkpoint(running, tmp_path):
 
 
 @pytest.mark.slow
-def test_a_site_with_another_configuration_is_named_at_both_ends(running):
+def test_sites_with_another_configuration_or_version_are_named_at_both_ends(running, tmp_path):
     folder, parties = running()
-    parties["submit"].__exit__()
-    parties["bank"].__exit__()
+    for party in ("submit", "bank", "university"):
+        parties[party].__exit__()
     run = (folder / "bank/run.yaml").read_text()
     (folder / "bank/run.yaml").write_text(run.replace("beta: 0.01", "beta: 0.5"))
-    with Party(folder / "bank", "start-site"), Party(folder / "admin", "submit") as submit:
+    older = tmp_path / "older.py"
+    older.write_text("import __main__\n__main__.version = lambda package: '0.0.1'\n")
+    with (
+        Party(folder / "bank", "start-site"),
+        Party(folder / "university", "start-site", "--overrides.plugins", f"[{older}]"),
+        Party(folder / "admin", "submit") as submit,
+    ):
         assert submit.process.wait(300) == 2
-        told = "key strategy.beta is 0.5, the server's 0.01"
-        assert told in submit.printed.read_text()
-        assert told in (folder / "bank/output.txt").read_text()
+        told = {
+            "bank": "key strategy.beta is 0.5, the server's 0.01",
+            "university": f"version is 0.0.1, the server's {version('firm-align')}",
+        }
+        for site, difference in told.items():
+            assert difference in submit.printed.read_text()
+            assert difference in (folder / f"{site}/output.txt").read_text()

@@ -123,7 +123,11 @@ class SecureSums(Option):
 
     def check_federation(self, cfg: RoundConfig, num_clients: int) -> None:
         """Raises ``ValueError`` if a round has too few clients to hide any from the colluders."""
-        threshold(cfg.clients_per_round or num_clients, self._num_colluders(num_clients))
+        key = "clients_per_round" if cfg.clients_per_round else "num_clients"
+        try:
+            threshold(cfg.clients_per_round or num_clients, self._num_colluders(num_clients))
+        except ValueError as error:
+            raise ValueError(f"{key}: {error}") from error
 
     def _num_colluders(self, num_clients: int) -> int:
         return assumed_colluders(self._masks.num_colluders, num_clients)
