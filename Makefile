@@ -38,6 +38,7 @@ test: dev ## Run the first tier of the tests: every promise by its cheapest test
 
 test-slow: dev ## Run the second tier: kills, processes, networks, all parameters; TESTS names folders.
 	$(OFFLINE) $(BIN)/python -m pytest -q -n 3 --dist loadfile -m slow $(TESTS) || [ $$? -eq 5 ] # 5: no tests there
+	@[ -n "$(TESTS)" ] || $(BIN)/python -m tests.parts --passed
 
 test-latest: ## Run the test suite on the newest releases, installed beside: gigabytes with CUDA's torch.
 	$(PYTHON) -m venv $(LATEST)

@@ -2,8 +2,10 @@
 
     python -m tests.parts              # since this branch left origin's default branch
     python -m tests.parts v1.2         # since a tag or commit
+    python -m tests.parts --passed     # records that the whole second tier has passed
 
-Where git cannot tell what has changed, as in a clone of the default branch itself, it is all.
+On the default branch itself, a change is what differs from the commit at which the whole second
+tier passed last. Where git cannot tell what has changed, it is all.
 """
 
 import subprocess
@@ -13,6 +15,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
 ALL = "tests"
+PASSED = ROOT / "tests/second_tier.txt"
+"""Commit at which the whole second tier passed last, which `make test-slow` writes."""
 PARTS: dict[str, tuple[str, ...]] = {
     "firm/alignment": ("alignment", "zoo", "jobs", "extensions", "accelerator", "docs"),
     "firm/cli": ("cli", "docs"),
@@ -35,7 +39,10 @@ PARTS: dict[str, tuple[str, ...]] = {
     "README.md": ("docs",),
 }
 """Folders of tests that notice a fault in a package: its own, and those of whole runs."""
-NONE = ("CHANGELOG.md", "CITATION.cff", "CONTRIBUTING.md", "LICENSE", ".gitignore")
+NONE = (
+    "CHANGELOG.md", "CITATION.cff", "CONTRIBUTING.md", "LICENSE", ".gitignore",
+    PASSED.relative_to(ROOT).as_posix(),
+)  # fmt: skip
 """Files that no test of the second tier reads."""
 
 
@@ -65,13 +72,13 @@ def changed_files(base: str | None = None) -> list[str] | None:
     """Returns the files that differ from a commit, or None where there is none to compare with.
 
     Args:
-        base: A commit, branch or tag; by default where this branch left origin's default branch.
+        base: A commit, branch or tag; by default where this branch left origin's default branch,
+            and on that branch where the whole second tier passed last.
     """
     if base is None:
         head, left = _git("rev-parse", "HEAD"), _git("merge-base", "HEAD", "origin/HEAD")
-        if left is None or left == head:
-            return None
-        base = left
+        is_branch = left is not None and left != head
+        base = left if is_branch else PASSED.read_text(encoding="utf-8").strip()
     told = _git("diff", "--name-only", "--no-renames", base)
     return None if told is None else told.splitlines()
 
@@ -81,6 +88,18 @@ def _git(*words: str) -> str | None:
     return done.stdout.strip() if done.returncode == 0 else None
 
 
+def note_passed() -> str:
+    """Records that the whole second tier passed at this commit; returns a line for the terminal."""
+    if _git("status", "--porcelain"):
+        return "passed, but not recorded: there are changes without a commit"
+    PASSED.write_text(f"{_git('rev-parse', 'HEAD')}\n", encoding="utf-8")
+    return f"recorded in {PASSED.relative_to(ROOT)}: commit it"
+
+
 if __name__ == "__main__":
-    files = changed_files(*sys.argv[1:2])
-    sys.stdout.write(" ".join([ALL] if files is None else parts_of(files)) + "\n")
+    if sys.argv[1:] == ["--passed"]:
+        words = note_passed()
+    else:
+        files = changed_files(*sys.argv[1:2])
+        words = " ".join([ALL] if files is None else parts_of(files))
+    sys.stdout.write(f"{words}\n")

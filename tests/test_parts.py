@@ -1,7 +1,10 @@
 """The table from packages to the tests of the second tier that a change of them needs."""
 
+import subprocess
+
 import pytest
 
+from tests import parts
 from tests.parts import ALL, PARTS, ROOT, changed_files, parts_of
 
 
@@ -20,14 +23,14 @@ def test_every_package_and_every_folder_of_tests_is_in_the_table():
 
 
 def test_a_package_with_tests_of_its_own_names_them():
-    for package, parts in PARTS.items():
+    for package, folders in PARTS.items():
         own = package.rpartition("/")[2]
-        assert own in parts or not (ROOT / "tests" / own).is_dir()
+        assert own in folders or not (ROOT / "tests" / own).is_dir()
 
 
 @pytest.mark.every_case
 @pytest.mark.parametrize(
-    ("changed", "parts"),
+    ("changed", "needed"),
     [
         (["firm/cli/main.py"], ["tests/cli", "tests/docs"]),
         (["tests/solvers/test_kkt.py", "README.md"], ["tests/docs", "tests/solvers"]),
@@ -42,10 +45,31 @@ def test_a_package_with_tests_of_its_own_names_them():
         (["a/new/place.py"], [ALL]),
     ],
 )
-def test_a_change_needs_the_tests_of_what_it_touches(changed, parts):
-    assert parts_of(changed) == parts
+def test_a_change_needs_the_tests_of_what_it_touches(changed, needed):
+    assert parts_of(changed) == needed
 
 
 def test_what_git_cannot_tell_is_not_known():
     assert changed_files("no-such-commit") is None
     assert changed_files("HEAD") is not None
+
+
+def test_on_the_default_branch_a_change_is_what_differs_from_the_last_pass(tmp_path, monkeypatch):
+    def git(*words):
+        own = ["-c", "user.name=a", "-c", "user.email=a@b"]
+        subprocess.run(["git", *own, *words], cwd=tmp_path, check=True, capture_output=True)
+
+    monkeypatch.setattr(parts, "ROOT", tmp_path)
+    monkeypatch.setattr(parts, "PASSED", tmp_path / "tests/second_tier.txt")
+    (tmp_path / "tests").mkdir()
+    (tmp_path / "tests/second_tier.txt").write_text("a commit of another clone\n")
+    git("init")
+    git("add", ".")
+    git("commit", "-m", "one")
+    assert changed_files() is None
+    assert parts.note_passed() == "recorded in tests/second_tier.txt: commit it"
+    assert parts.note_passed().startswith("passed, but not recorded")
+    (tmp_path / "firm.py").write_text("")
+    git("add", ".")
+    git("commit", "-m", "two")
+    assert changed_files() == ["firm.py", "tests/second_tier.txt"]
