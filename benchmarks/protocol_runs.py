@@ -35,12 +35,12 @@ from firm.federation.aggregation import weighted_mean
 from firm.fronts import Front, Point, preference_folder
 from firm.fronts.reach import mean_preference
 from firm.fronts.requirements import Requirement, best_meeting
+from firm.inside import replace_text
 from firm.jobs.alignment import align
 from firm.jobs.alignment_config import AlignmentConfig
 from firm.jobs.speakers import Speakers, SpeakersConfig
 from firm.report import read_record
 from firm.run import compose
-from firm.run.files import replace_text
 from firm.run.shipped import with_shipped_paths
 
 RUNS: dict[str, Any] = {

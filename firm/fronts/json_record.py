@@ -2,14 +2,13 @@
 
 import json
 import math
-import os
-import tempfile
 from collections.abc import Mapping
 from dataclasses import asdict, is_dataclass
 from pathlib import Path
 from types import UnionType
 from typing import Any, TypeVar, get_args, get_origin, get_type_hints
 
+from firm.inside import open_inside, replace_text
 from firm.json_text import json_text
 
 RecordT = TypeVar("RecordT")
@@ -21,19 +20,8 @@ def write_record(path: str | Path, record: Any, *, version: int) -> None:
     Non-finite numbers, which JSON does not support, become null and are read as NaN. If writing
     fails, an existing file is left unchanged.
     """
-    path = Path(path)
     text = json_text({"format": version, **asdict(record)}, indent=2, ensure_ascii=False) + "\n"
-    number, draft = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
-    try:
-        with open(number, "w", encoding="utf-8") as file:
-            os.fchmod(number, 0o644)  # mkstemp makes files readable by their owner only
-            file.write(text)
-            file.flush()
-            os.fsync(number)
-        os.replace(draft, path)
-    except BaseException:  # also clean up after an interrupt
-        Path(draft).unlink(missing_ok=True)
-        raise
+    replace_text(Path(path), text)
 
 
 def read_record(
@@ -54,7 +42,8 @@ def read_record(
         ValueError: When the file is malformed or the dataclass rejects its values; names the key.
     """
     try:
-        content = json.loads(Path(path).read_text(encoding="utf-8"))
+        with open(path, encoding="utf-8", opener=open_inside) as file:
+            content = json.load(file)
         if not isinstance(content, dict) or content.pop("format", None) != version:
             raise ValueError(f'expected an object with "format": {version}')
         return _parse(kind, {**(added or {}), **content}, "")

@@ -1,7 +1,6 @@
 """Aligns a language model to several objectives across several clients."""
 
 import html
-import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import asdict, dataclass, replace
@@ -14,7 +13,7 @@ import pandas as pd
 import torch
 from huggingface_hub import ModelCard
 from rich.console import Console
-from safetensors.torch import save_file
+from safetensors.torch import save, save_file
 
 from firm.alignment.adapter_files import save_adapter, save_folded
 from firm.alignment.evaluation import Evaluation, MetricComparison, evaluate
@@ -37,6 +36,7 @@ from firm.federation.server import ServerState
 from firm.fronts.front import FRONT_NAME
 from firm.fronts.preferences import preference_folder
 from firm.fronts.reach import widest_gap
+from firm.inside import remove, replace_bytes, whole_folder
 from firm.jobs.alarms import alarms_at_start, alarms_of_rounds
 from firm.jobs.alignment_config import (
     AlignmentConfig,
@@ -73,6 +73,7 @@ from firm.run.comparison import prompts_text
 from firm.run.config import to_dict
 from firm.run.directory import Run
 from firm.run.errors import UserError
+from firm.run.files import file_errors
 from firm.run.guard import drawing
 from firm.run.names import dated_folder
 from firm.run.pace import Paced
@@ -575,8 +576,9 @@ class _LanguageWing(Wing):
         for row in self._final_front(state):
             self.book.log(row)
         self._log_samples(aligned, state)
-        save_file(aligned.by_row(), self.book.run.path / SCORES_NAME)
-        self._save_adapters(base, aligned, chosen)
+        with file_errors(f"the adapter in {self.book.run.path}", "the checkpoints are intact: "):
+            replace_bytes(self.book.run.path / SCORES_NAME, save(aligned.by_row()))
+            self._save_adapters(base, aligned, chosen)
         return base, aligned
 
     def _measure_again(self, state: ServerState, *, is_new: bool) -> None:
@@ -625,20 +627,24 @@ class _LanguageWing(Wing):
         run, loaded = self.book.run, self._loaded
         policy, tokenizer = loaded.trainer.policy_model, loaded.tokenizer
         generation = generation_settings(loaded.trainer.end_ids, self._cfg.rollout)
-        save_adapter(policy, run.path / "adapter")
-        tokenizer.save_pretrained(str(run.path / "adapter"))
-        generation.save_pretrained(run.path / "adapter")
-        shutil.rmtree(run.path / "front", ignore_errors=True)  # left by a session of fewer rounds
-        for preference in self.preferences:
-            folder = run.path / "front" / preference_folder(preference)
-            save_folded(policy, folder, preference)
+        with whole_folder(run.path / "adapter", may_exist=True) as folder:
+            save_adapter(policy, folder)
             tokenizer.save_pretrained(str(folder))
             generation.save_pretrained(folder)
-            for split in ("test", "validation"):
-                if rows := self._by_row.get((split, tuple(preference))):
-                    save_file(rows, folder / f"{split}_scores.safetensors")
-            _folded_card(self._cfg, preference).save(folder / "README.md")
-        _card(self._cfg, base, aligned, run, chosen).save(run.path / "adapter" / "README.md")
+            _card(self._cfg, base, aligned, run, chosen).save(folder / "README.md")
+        if not self.preferences:
+            remove(run.path / "front")  # left by a session of fewer rounds
+            return
+        with whole_folder(run.path / "front", may_exist=True) as front:
+            for preference in self.preferences:
+                folder = front / preference_folder(preference)
+                save_folded(policy, folder, preference)
+                tokenizer.save_pretrained(str(folder))
+                generation.save_pretrained(folder)
+                for split in ("test", "validation"):
+                    if rows := self._by_row.get((split, tuple(preference))):
+                        save_file(rows, folder / f"{split}_scores.safetensors")
+                _folded_card(self._cfg, preference).save(folder / "README.md")
 
     def _at_preferences(self, state: ServerState, split: str) -> list[Row]:
         """Returns the evaluation of a conditioned policy at each preference."""

@@ -16,6 +16,7 @@ from firm.alignment.rewards import Calibration
 from firm.federation.outside import legible, printable
 from firm.federation.randomness import RandomStream
 from firm.fields import BoundedInt, Hint, NonNegativeInt, PositiveInt, configuration
+from firm.inside import replace_text, whole_folder
 from firm.jobs.alignment_config import DEFAULT_SPLITS, GIVEN
 from firm.jobs.fetch import fetch_policy
 from firm.jobs.finished_runs import adapter_folder, check_code, checked_record, frozen_calibrations
@@ -27,7 +28,7 @@ from firm.run.comparison import Line, Measure, prompts_text
 from firm.run.config import to_yaml
 from firm.run.differences import leaves
 from firm.run.errors import UserError
-from firm.run.files import whole_folder, write_csv
+from firm.run.files import file_errors, write_csv
 from firm.run.guard import drawing
 from firm.run.names import dated_folder
 from firm.run.progress import SamplingLines, print_table, say
@@ -252,9 +253,12 @@ def write_results(
     cfg: CompareConfig, result: ComparisonResult, folders: Mapping[str, Path]
 ) -> None:
     """Writes the results directory atomically; `folders` maps names to adapters."""
-    with whole_folder(result.path) as draft:
+    with (
+        file_errors(f"the comparison {result.path}", again="compare again"),
+        whole_folder(result.path) as draft,
+    ):
         config = to_yaml(cfg)
-        (draft / "config.yaml").write_text(config, encoding="utf-8")
+        replace_text(draft / "config.yaml", config)
         write_csv(draft / "figures.csv", _figure_rows(result.tables))
         if result.samples:
             rows = [

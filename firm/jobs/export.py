@@ -27,12 +27,13 @@ from firm.fields import configuration
 from firm.fronts.certificate import CERTIFICATE_NAME, Certificate
 from firm.fronts.front import FRONT_NAME, Front
 from firm.fronts.preferences import in_words, preference_folder
+from firm.inside import whole_folder
 from firm.jobs.fetch import fetch_policy
 from firm.jobs.finished_runs import adapter_folder
 from firm.jobs.model_card import markdown_text, model_card
 from firm.jobs.pick import conditioned_front, save_like, tokenizer_files
 from firm.run.errors import UserError
-from firm.run.files import whole_folder
+from firm.run.files import file_errors
 from firm.run.names import check_slugs, dated_folder, slug
 from firm.run.shipped import with_shipped_paths
 from firm.serving import gguf_adapters, openvino
@@ -143,7 +144,10 @@ def export(cfg: ExportConfig) -> Exported:
             certificate = passing_certificate(front, cfg.require, confidence=cfg.confidence)
         preferences = _preferences(cfg, served, certificate)
         generation = generation_settings(end_ids, cfg.rollout)
-        with whole_folder(out) as draft:
+        with (
+            file_errors(f"the export {out}", again="export again"),
+            whole_folder(out) as draft,
+        ):
             if cfg.to == "vllm":  # which would limit all requests to max_new_tokens
                 _without_limit(generation).save_pretrained(draft)
             for place, preference in preferences.items():

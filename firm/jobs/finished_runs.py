@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 
 from firm.alignment.prompts import Prompt
 from firm.alignment.rewards import Calibration
+from firm.inside import replace_text
 from firm.jobs.alignment_config import GIVEN
 from firm.json_text import json_text
 from firm.report.record import Record, read_record
@@ -16,6 +17,7 @@ from firm.run.command_line import parse, read_arguments, switches_of
 from firm.run.config import lay_out, to_dict
 from firm.run.directory import Run
 from firm.run.errors import UserError
+from firm.run.files import refuse_links
 from reward_models.registry import RewardModelConfig
 
 TEST_PROMPTS_NAME = "test_prompts.jsonl"
@@ -75,6 +77,7 @@ def checked_record(path: Path) -> Record:
     Raises:
         UserError: There is no run at `path`, or a file of it is malformed.
     """
+    refuse_links(path)
     run = Run(path)
     if (path / "config.yaml").is_file():
         settings = run.settings()
@@ -134,7 +137,7 @@ def keep_test_prompts(run: Path, prompts: Sequence[Prompt]) -> None:
     rows = [{**prompt.columns, "prompt": prompt.given, "kind": prompt.kind} for prompt in prompts]
     with suppress(TypeError, ValueError):
         text = "".join(f"{json_text(row)}\n" for row in rows)
-        (run / TEST_PROMPTS_NAME).write_text(text, encoding="utf-8")
+        replace_text(run / TEST_PROMPTS_NAME, text)
 
 
 def check_code(
@@ -162,8 +165,14 @@ def check_code(
 
 
 def adapter_folder(path: Path) -> Path:
-    """Returns `path` if it is a PEFT folder, or the adapter folder of a finished run."""
+    """Returns `path` if it is a PEFT folder, or the adapter folder of a finished run.
+
+    Raises:
+        UserError: The run has no adapter, or there is a link in it.
+    """
     is_run = (path / "run.json").is_file() and not (path / "adapter_config.json").exists()
+    if is_run:
+        refuse_links(path)
     if is_run and not (path / "adapter").is_dir():
         raise UserError(f"the run in {path} has no adapter yet; finish it with --resume.")
     return path / "adapter" if is_run else path

@@ -2,6 +2,7 @@
 
 import copy
 import csv
+import io
 import time
 from collections.abc import Callable, Sequence
 from contextlib import closing
@@ -21,6 +22,7 @@ from firm.federation.outside import legible, printable
 from firm.federation.server import ServerState
 from firm.fmoo.data import Splits, load_data
 from firm.fmoo.models import build_model, num_parameters
+from firm.inside import replace_text
 from firm.jobs.fmoo_config import FREE_KEYS, ClassicConfig
 from firm.jobs.fmoo_loading import SupervisedFederation, federate, partition
 from firm.jobs.fmoo_measures import evaluation, improved, progress
@@ -34,7 +36,7 @@ from firm.report.tables import Frame, Setting
 from firm.run.config import to_dict, to_yaml
 from firm.run.directory import Run
 from firm.run.errors import UserError
-from firm.run.files import file_errors, make_private_folder, replace_text
+from firm.run.files import file_errors, make_private_folder, refuse_links
 from firm.run.guard import drawing
 from firm.run.names import dated_folder
 from firm.run.pace import Paced
@@ -125,6 +127,7 @@ def run_classic(cfg: ClassicConfig) -> ClassicResult:
     if cfg.num_threads is not None:
         torch.set_num_threads(cfg.num_threads)
     out = cfg.out or dated_folder("fmoo")
+    refuse_links(out)
     is_resumed(out, cfg.resume, "*/seed_*/run.json")  # fail before the data are loaded
     try:
         device = named_device(cfg.device)
@@ -292,8 +295,9 @@ def write_comparison(
     """
     with drawing(f"The table {TABLE_NAME}"):
         header, lines = summary(runs)
-        with (out / TABLE_NAME).open("w", newline="", encoding="utf-8") as file:
-            csv.writer(file).writerows([["algorithm", *header[1:]], *lines])
+        table = io.StringIO(newline="")
+        csv.writer(table).writerows([["algorithm", *header[1:]], *lines])
+        replace_text(out / TABLE_NAME, table.getvalue())
     with drawing(f"The page {PAGE_NAME}"):
         model = build_model(cfg.model, splits.train, seed=0)
         num_clients = len(partition(splits.train, cfg, cfg.num_clients, cfg.seeds[0]))

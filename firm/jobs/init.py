@@ -16,12 +16,12 @@ from firm.alignment.policy import is_gguf, read_tokenizer
 from firm.alignment.prompt_data import read_prompts
 from firm.federation.outside import legible, printable
 from firm.fields import configuration, field_docstrings
+from firm.inside import replace_text
 from firm.jobs.alignment_config import AlignmentConfig
 from firm.jobs.inspection import Inspection, fast_dtype, inspect_policy
 from firm.jobs.sources import check_data, check_policy, check_reward, is_file
 from firm.run.config import compose
 from firm.run.errors import UserError
-from firm.run.files import replace_text
 from firm.run.shipped import CONFIGS, with_shipped_paths
 from reward_models.registry import reward_settings
 

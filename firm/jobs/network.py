@@ -21,6 +21,7 @@ from firm.federation.engines.local import LocalEngine
 from firm.federation.engines.processes import Processes, ProcessesEngine
 from firm.federation.options.secure.engine import SecureEngine
 from firm.federation.outside import check_name
+from firm.inside import replace_text
 from firm.jobs.alignment import FREE_KEYS, notes_at_start, progress_of, run_rounds
 from firm.jobs.alignment_config import AlignmentConfig, PromptPartitionConfig, client_names
 from firm.jobs.alignment_data import data_of
@@ -54,7 +55,7 @@ from firm.run.config import compose, to_dict
 from firm.run.differences import leaves
 from firm.run.directory import Run
 from firm.run.errors import UserError
-from firm.run.files import make_private_folder, replace_text
+from firm.run.files import make_private_folder
 from firm.run.lock import check_not_held
 
 logger = logging.getLogger(__name__)

@@ -14,6 +14,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from firm.alignment.policy import borrowed, is_stored_at, read_tokenizer
 from firm.alignment.prompt_data import loose_text, read_prompts
 from firm.alignment.prompts import Prompt
+from firm.inside import whole_folder
 from firm.jobs.alignment import Result, run_folder
 from firm.jobs.alignment import align as run_alignment
 from firm.jobs.alignment_config import DEFAULT_SPLITS, GIVEN, AlignmentConfig
@@ -94,8 +95,9 @@ def align_objects(
     with borrowed(given.model):
         result = run_alignment(cfg, given)
     if is_object and not is_stored and result:
-        model.save_pretrained(result.path / "base")
-        tokenizer.save_pretrained(result.path / "base")
+        with whole_folder(result.path / "base", may_exist=True) as draft:
+            model.save_pretrained(draft)
+            tokenizer.save_pretrained(draft)
     if (
         result
         and "test" in given.rows

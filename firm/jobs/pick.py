@@ -30,11 +30,13 @@ from firm.fronts.requirements import (
     meeting,
     parse_requirements,
 )
+from firm.inside import whole_folder
 from firm.jobs.model_card import markdown_table, markdown_text, model_card
 from firm.run.errors import UserError
-from firm.run.files import whole_folder
+from firm.run.files import file_errors, refuse_links
 from firm.run.names import dated_folder
 from firm.run.progress import print_table
+from firm.run.sweep import SWEEP_NAME
 
 SETTINGS_NAME = "adapter_config.json"
 WEIGHTS_NAME = "adapter_model.safetensors"
@@ -202,6 +204,9 @@ def pick(cfg: PickConfig) -> PickedModel:
             adapters are missing or cannot be merged.
     """
     cfg = replace(cfg, front=front_file(cfg.front))
+    run = cfg.front.parent if (cfg.front.parent / "run.json").is_file() else None
+    if run is not None or (cfg.front.parent / SWEEP_NAME).is_file():
+        refuse_links(cfg.front.parent)
     front = load_front(cfg.front)
     try:
         requirements = parse_requirements(cfg.require, front) if cfg.require else []
@@ -220,7 +225,6 @@ def pick(cfg: PickConfig) -> PickedModel:
     for (point, _), folder in zip(parts, folders, strict=True):
         check_there(point, folder, cfg.front.parent)
     out = (cfg.out or dated_folder("merged")) if cfg.merge else None
-    run = cfg.front.parent if (cfg.front.parent / "run.json").is_file() else None
     certificate = None
     if requirements:
         certificate = certified(front, parts, requirements, confidence=cfg.confidence)
@@ -345,7 +349,10 @@ def write_merged(
                 f"{folders[0]}."
             )
     merged = weighted_mean(adapters, shares)
-    with whole_folder(out) as draft:
+    with (
+        file_errors(f"the merged adapter {out}", again="merge again"),
+        whole_folder(out) as draft,
+    ):
         save_like(folders[0], draft, merged)
         card.save(draft / "README.md")
 

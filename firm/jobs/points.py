@@ -8,6 +8,7 @@ from typing import Any
 
 from firm.federation.outside import by_reason, check_name, printable
 from firm.fields import NumWorkers, Seed, configuration
+from firm.inside import move, replace_text
 from firm.jobs.alignment import FREE_KEYS as RUN_FREE_KEYS
 from firm.jobs.alignment import RENEWED_KEYS, align
 from firm.jobs.alignment_config import AlignmentConfig
@@ -16,7 +17,7 @@ from firm.run.config import compose, to_dict, to_yaml
 from firm.run.differences import differences
 from firm.run.directory import Run
 from firm.run.errors import UserError
-from firm.run.files import make_private_folder, replace_text
+from firm.run.files import make_private_folder
 from firm.run.guard import drawing
 from firm.run.lock import check_not_held
 from firm.run.resuming import STUDY_NAME, Resume, check_out, continued_later
@@ -195,7 +196,7 @@ def _set_aside_changed(out: Path, name: str, run: AlignmentConfig) -> None:
         numbers = itertools.count(1)
         aside = next(p for n in numbers if not (p := out / "replaced" / f"{name}-{n}").exists())
         make_private_folder(aside.parent)
-        place.rename(aside)
+        move(place, aside)
         print(printable(f"{name} starts again; its unfinished run is now {aside}"), flush=True)
 
 

@@ -34,13 +34,14 @@ from firm.fields import (
     Seed,
     configuration,
 )
+from firm.inside import replace_text, whole_folder
 from firm.jobs.fetch import fetch_policy
 from firm.jobs.inspection import fast_dtype
 from firm.jobs.sources import check_data, check_folder, check_reward
 from firm.json_text import json_text
 from firm.report.reward_page import RewardReport, report_of, write_reward_page
 from firm.run.errors import UserError
-from firm.run.files import replace_text, whole_folder
+from firm.run.files import file_errors
 from firm.run.names import dated_folder
 from firm.run.progress import print_table, say
 from firm.run.shipped import with_shipped_paths
@@ -194,7 +195,10 @@ def train_reward(cfg: RewardConfig) -> TrainedReward:
         max_length=reward.max_length,
         dtype=_dtype(cfg),
     )
-    with whole_folder(out) as folder:
+    with (
+        file_errors(f"the reward model {out}", again="train again"),
+        whole_folder(out) as folder,
+    ):
         model: Any = reward.whole_model
         model.save_pretrained(folder)
         reward.tokenizer.save_pretrained(folder)

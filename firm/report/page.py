@@ -16,6 +16,7 @@ import plotly.offline
 from markupsafe import Markup
 
 from firm.federation.outside import legible, legible_data
+from firm.inside import open_inside, remove, replace_text
 from firm.report import formats
 from firm.report.drawing import LegendEntry, Panel
 from firm.report.record import Record
@@ -269,7 +270,7 @@ def write_page(path: Path, page: Page, *, final: bool = True, shared: Path | Non
         replace_file(path, render(page, script=script, footer=footer))
     # left by earlier pages of this run; in a shared folder, pages of other runs still load it
     if final and folder != path.parent:
-        path.with_name(PLOTLY_NAME).unlink(missing_ok=True)
+        remove(path.with_name(PLOTLY_NAME))
     return path
 
 
@@ -282,7 +283,8 @@ def stand_alone(path: Path) -> Path:
     """
     if not path.is_file():
         raise UserError(f"there is no page {path}; rerun the recipe with --resume to write it.")
-    text = path.read_text(encoding="utf-8")
+    with open(path, encoding="utf-8", opener=open_inside) as file:
+        text = file.read()
     loaded = re.search(rf'(<script nonce="[^"]*") src="[^"]*{re.escape(PLOTLY_NAME)}">', text)
     if loaded:
         head, tail = text[: loaded.start()], text[loaded.end() :]
@@ -352,12 +354,7 @@ def replace_file(path: Path, text: str) -> None:
 
     Lone surrogates, which UTF-8 cannot encode, become readable escapes.
     """
-    draft = path.with_name(f".{path.name}.{os.getpid()}.draft")  # processes may write one file
-    try:
-        draft.write_text(text, encoding="utf-8", errors="backslashreplace")
-        draft.replace(path)
-    finally:
-        draft.unlink(missing_ok=True)
+    replace_text(path, text, errors="backslashreplace")
 
 
 def script_json(panels: Iterable[Panel]) -> str:

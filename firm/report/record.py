@@ -6,7 +6,8 @@ from pathlib import Path
 from typing import Any
 
 from firm.run.directory import Row, Run
-from firm.run.resuming import CONFIG_NAME, check_run
+from firm.run.files import read_text
+from firm.run.resuming import CONFIG_NAME, RESTORE, check_run
 from firm.run.rows import as_one_training
 from firm.run.sweep import Sweep
 
@@ -137,7 +138,7 @@ def read_record(run_path: Path) -> Record:
         ValueError: One of its files is malformed.
     """
     check_run(run_path)
-    config = (run_path / CONFIG_NAME).read_text(encoding="utf-8")
+    config = read_text(run_path / CONFIG_NAME, remedy=RESTORE)
     run = Run(run_path)
     rows, left_out = run.checked_rows()
     samples = [row for row in run.samples() if {"prompt", "completion"} <= row.keys()]

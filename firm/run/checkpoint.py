@@ -5,24 +5,21 @@ complete or absent, even if the process or the machine stops. Files are verified
 they are read, and nothing is ever unpickled.
 """
 
-import errno
 import hashlib
 import json
-import os
-import re
-import shutil
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load, save_file
 
 from firm.federation.client import State
 from firm.federation.serialization import decode, encode
+from firm.inside import open_inside, whole_folder
 from firm.json_text import json_text
 from firm.run.errors import UserError
-from firm.run.files import sync
+from firm.run.files import as_os_errors
 
 _FORMAT = 1
 _TENSORS, _STATE = "tensors.safetensors", "state.json"
@@ -47,35 +44,18 @@ def save_state(path: str | Path, state: State) -> None:
     path = Path(path)
     tensors: dict[str, torch.Tensor] = {}
     encoded = encode(state, "state", tensors)
-    draft, old = (path.with_name(f".{path.name}.{suffix}") for suffix in ("draft", "old"))
-    for remains in (draft, old):
-        shutil.rmtree(remains, ignore_errors=True)
-    draft.mkdir(parents=True)
-    try:
+    with as_os_errors(), whole_folder(path, may_exist=True) as draft:
         try:
             save_file(tensors, draft / _TENSORS)
         except KeyError as error:  # raised by safetensors for an unknown dtype
             raise ValueError(f"a tensor of the state has dtype {error}; convert it.") from None
-        except SafetensorError as error:  # not an OSError; its text contains the error number
-            number = re.search(r"os error (\d+)", str(error))
-            code = int(number[1]) if number else errno.EIO
-            raise OSError(code, os.strerror(code), str(draft / _TENSORS)) from error
         content = {
             "format": _FORMAT,
-            "tensors_sha256": _file_digest(draft / _TENSORS),
+            "tensors_sha256": hashlib.sha256((draft / _TENSORS).read_bytes()).hexdigest(),
             "state_sha256": _digest(encoded),
             "state": encoded,
         }
         (draft / _STATE).write_text(json_text(content), encoding="utf-8")
-        for place in (draft / _TENSORS, draft / _STATE, draft):
-            sync(place)
-        if path.exists():
-            path.rename(old)  # a folder that is not empty cannot be replaced by `rename`
-        draft.rename(path)
-    finally:
-        shutil.rmtree(draft, ignore_errors=True)
-    sync(path.parent)
-    shutil.rmtree(old, ignore_errors=True)
 
 
 def load_state(path: str | Path) -> State:
@@ -88,7 +68,7 @@ def load_state(path: str | Path) -> State:
     """
     path = Path(path)
     try:
-        content = json.loads((path / _STATE).read_text(encoding="utf-8"))
+        content = json.loads(_content(path / _STATE))
         if content["format"] != _FORMAT:
             raise OtherFormat(
                 f"the checkpoint at {path} has format {content['format']}, but this version reads "
@@ -97,9 +77,10 @@ def load_state(path: str | Path) -> State:
             )
         if content["state_sha256"] != _digest(content["state"]):
             raise ValueError(f"{_STATE} was altered after it was written")
-        if content["tensors_sha256"] != _file_digest(path / _TENSORS):
+        tensors = _content(path / _TENSORS)
+        if content["tensors_sha256"] != hashlib.sha256(tensors).hexdigest():
             raise ValueError(f"{_TENSORS} is truncated, altered or from another save")
-        return decode(content["state"], load_file(path / _TENSORS))
+        return decode(content["state"], load(tensors))
     except json.JSONDecodeError as error:
         problem = f"{_STATE} is truncated or not JSON ({error})"
     except RecursionError:
@@ -121,6 +102,6 @@ def _digest(encoded: Any) -> str:
     return hashlib.sha256(json.dumps(encoded).encode()).hexdigest()
 
 
-def _file_digest(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
+def _content(path: Path) -> bytes:
+    with open(path, "rb", opener=open_inside) as file:
+        return file.read()

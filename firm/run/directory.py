@@ -16,8 +16,6 @@ data of clients.
 import logging
 import math
 import os
-import shutil
-import tempfile
 import traceback
 from collections.abc import Callable, Collection, Iterable, Mapping
 from contextlib import ExitStack, suppress
@@ -28,6 +26,7 @@ from typing import Annotated, Any, Self
 from firm.federation.client import State
 from firm.federation.outside import legible, printable
 from firm.fields import Hint, PositiveInt, configuration
+from firm.inside import give, move, open_inside, remove, remove_folder, replace_text
 from firm.json_text import json_text
 from firm.run.checkpoint import OtherFormat, load_state, save_state
 from firm.run.config import to_yaml
@@ -39,7 +38,7 @@ from firm.run.files import (
     parse_object,
     read_rows,
     read_text,
-    replace_text,
+    refuse_links,
     sync,
 )
 from firm.run.lock import LOCK_NAME, check_not_held, hold
@@ -110,7 +109,9 @@ class Run:
                 check_free(run.path, config)
                 parents = [run.path, *run.path.absolute().parents]
                 place = next(parent for parent in parents if parent.exists())
-            tempfile.TemporaryDirectory(prefix=".", dir=place).cleanup()
+            trial = place / f".{os.getpid()}.trial"
+            make_private_folder(trial)
+            remove(trial)
 
     @classmethod
     def create(cls, path: str | Path, config: Mapping[str, Any]) -> Self:
@@ -122,20 +123,24 @@ class Run:
         run = cls(path)
         with file_errors(f"the run directory {run.path}"):
             check_free(path, config)
-            place = run.path.resolve()
+            give(run.path)
+            place = run.path.absolute()
+            if place.is_symlink() or ".." in place.parts:
+                os.close(open_inside(place, os.O_DIRECTORY))
+                place = place.resolve()
             # Filled under a temporary name, so that the run appears complete and already locked.
             draft = place.with_name(f".{place.name}.draft")
             make_private_folder(draft)
             run._lock = hold(draft, shown=run.path)
             with ExitStack() as on_error:
                 on_error.callback(run.close)
-                on_error.callback(shutil.rmtree, draft, ignore_errors=True)
+                on_error.callback(_remove, draft)
                 for remains in draft.iterdir():
                     if remains.name != LOCK_NAME:
-                        remains.unlink()
+                        remove(remains)
                 replace_text(draft / CONFIG_NAME, to_yaml(config))
                 replace_text(draft / _RUN, json_text({"status": "running", **session()}, indent=2))
-                draft.rename(place)
+                move(draft, place)
                 on_error.pop_all()
             sync(place.parent)
         return run
@@ -172,6 +177,7 @@ class Run:
         return run
 
     def _check_resumable(self, config: Mapping[str, Any], ignore: Collection[str]) -> None:
+        refuse_links(self.path)
         check_not_held(self.path)
         self.record()
         if changed := differences(self.settings(), config, ignore):
@@ -182,7 +188,10 @@ class Run:
             )
         for name, length in _log_lengths(self._latest_envelope()).items():
             log = self.path / name
-            size = log.stat().st_size if log.exists() else 0
+            size = 0
+            if log.exists():
+                with open(log, "r+b", opener=open_inside) as file:  # as it will be appended to
+                    size = os.fstat(file.fileno()).st_size
             if size < length:
                 raise UserError(
                     f"{log} must have at least {length} bytes, as at its checkpoint, got {size}; "
@@ -198,8 +207,9 @@ class Run:
         for name, length in _log_lengths(envelope).items():
             log = self.path / name
             if log.exists() and log.stat().st_size > length:
-                os.truncate(log, length)
-                sync(log)
+                with open(log, "r+b", opener=open_inside) as file:
+                    file.truncate(length)
+                    os.fsync(file.fileno())
         qualities = envelope.get("scores", {}) if envelope else {}
         self._qualities = {n: qualities[n] for n, _ in self._checkpoints() if n in qualities}
         record["status"] = "running"
@@ -416,14 +426,14 @@ class Run:
                     raise ValueError(f"{key} is {value} in the row of {where}; log None instead.")
             lines.append(json_text(row) + "\n")
         log = self.path / name
-        with file_errors(str(log)), log.open("a", encoding="utf-8") as file:
+        with file_errors(str(log)), open(log, "a", encoding="utf-8", opener=open_inside) as file:
             file.write("".join(lines))
 
 
 def _remove(folder: Path) -> None:
     """Removes a folder; a failure only wastes space, so it is logged and does not stop a run."""
     try:
-        shutil.rmtree(folder)
+        remove_folder(folder)
     except OSError as error:
         reason = error.strerror or str(error)
         logger.warning("%s cannot be removed: %s", printable(folder), printable(reason))

@@ -1,16 +1,18 @@
-"""Reads and writes files of a run, and creates private folders."""
+"""Reads and writes files of a run, and creates private folders; no link in a run is followed."""
 
 import csv
 import errno
+import io
 import json
 import os
-import shutil
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from firm.federation.outside import legible_data
+from firm.inside import LinkFound, check_links, make_folder, open_inside, replace_text
 from firm.run.errors import UserError
 
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
@@ -23,7 +25,12 @@ def read_text(path: Path, *, remedy: str) -> str:
         UserError: The file is not valid UTF-8; the message names file and line.
         OSError: The file cannot be read.
     """
-    return _decoded(path.read_bytes(), path, remedy)
+    return _decoded(_read_bytes(path), path, remedy)
+
+
+def _read_bytes(path: Path) -> bytes:
+    with open(path, "rb", opener=open_inside) as file:
+        return file.read()
 
 
 def _decoded(content: bytes, path: Path, remedy: str) -> str:
@@ -59,6 +66,18 @@ def parse_object(text: str, *, where: str, remedy: str) -> dict[str, Any]:
     raise UserError(f"{where} {problem}; {remedy}") from None
 
 
+def refuse_links(folder: Path) -> None:
+    """Declares a folder as named by the user; raises `UserError` if there are links below it.
+
+    Run it before anything in a run, study or sweep is read or written, as it may come from someone
+    else. See `firm.inside`.
+    """
+    try:
+        check_links(folder)
+    except LinkFound as error:
+        raise UserError(str(error)) from None
+
+
 def make_private_folder(path: Path) -> None:
     """Creates a folder that only its owner can access, for any umask; keeps an existing folder.
 
@@ -67,61 +86,61 @@ def make_private_folder(path: Path) -> None:
     Raises:
         OSError: The folder cannot be created, or `path` exists and is not a folder.
     """
-    path.parent.mkdir(parents=True, exist_ok=True)
-    try:
-        path.mkdir(mode=0o700)
-    except FileExistsError:
-        if not path.is_dir():
-            raise
-    else:
-        path.chmod(0o700)  # the umask may have removed permissions of the owner
-
-
-def replace_text(path: Path, text: str) -> None:
-    """Replaces a text file atomically."""
-    draft = path.with_name(f".{path.name}.draft")
-    try:
-        draft.write_text(text, encoding="utf-8")
-        sync(draft)
-    except OSError:
-        draft.unlink(missing_ok=True)
-        raise
-    draft.replace(path)
+    make_folder(path, 0o700)
 
 
 def write_csv(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
-    """Writes a CSV table with the keys of the first row as columns; texts are made `legible`."""
-    with path.open("w", encoding="utf-8", newline="") as file:
-        writer = csv.DictWriter(file, legible_data(list(rows[0])))
-        writer.writeheader()
-        for row in rows:
-            writer.writerow(legible_data(row))
+    """Writes a CSV table with the keys of the first row as columns; texts are made `legible`.
+
+    An existing table is replaced atomically.
+    """
+    text = io.StringIO(newline="")
+    writer = csv.DictWriter(text, legible_data(list(rows[0])))
+    writer.writeheader()
+    for row in rows:
+        writer.writerow(legible_data(row))
+    replace_text(path, text.getvalue())
 
 
 @contextmanager
-def whole_folder(place: Path) -> Iterator[Path]:
-    """Yields a draft of a folder, and renames it to `place` on successful exit."""
-    place = place.resolve()
-    draft = place.with_name(f".{place.name}.draft")
-    shutil.rmtree(draft, ignore_errors=True)
-    draft.mkdir(parents=True)
-    yield draft
-    draft.rename(place)
+def as_os_errors() -> Iterator[None]:
+    """Converts what libraries raise where a file cannot be written to an OSError.
+
+    Libraries in Rust name the system's error number in a text. NumPy counts what it has written.
+    """
+    try:
+        yield
+    except OSError as error:
+        if error.errno is None and re.search(r"\d+ requested and \d+ written", str(error)):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)) from error
+        raise
+    except UserError:
+        raise
+    except Exception as error:
+        if number := re.search(r"\(os error (\d+)\)", str(error)):
+            raise OSError(int(number[1]), os.strerror(int(number[1]))) from error
+        raise
 
 
 @contextmanager
-def file_errors(subject: str, reassurance: str = "") -> Iterator[None]:
+def file_errors(
+    subject: str, reassurance: str = "", *, again: str = "continue with --resume"
+) -> Iterator[None]:
     """Converts an OSError to a UserError that names the file and the remedy.
 
     Args:
         subject: The file or folder that is written, for the message.
         reassurance: Clause on unaffected files, placed before the remedy.
+        again: Clause on what to do once there is space on the disk.
     """
     try:
-        yield
+        with as_os_errors():
+            yield
+    except LinkFound as error:
+        raise UserError(str(error)) from error
     except OSError as error:
         remedy = (
-            "free space on the disk, then continue with --resume."
+            f"free space on the disk, then {again}."
             if error.errno in _NO_ROOM
             else "correct its permissions, or choose another path."
         )
@@ -131,7 +150,7 @@ def file_errors(subject: str, reassurance: str = "") -> Iterator[None]:
 
 def sync(path: Path) -> None:
     """Flushes a file, or the entries of a folder, to the disk."""
-    descriptor = os.open(path, os.O_RDONLY)
+    descriptor = open_inside(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
     finally:
@@ -149,7 +168,7 @@ def read_rows(path: Path, *, remedy: str) -> list[Any]:
     """
     if not path.exists():
         return []
-    whole = path.read_bytes().rpartition(b"\n")[0]  # drops an incomplete last line
+    whole = _read_bytes(path).rpartition(b"\n")[0]  # drops an incomplete last line
     lines = _decoded(whole, path, remedy).split("\n") if whole else []
     rows: list[Any] = []
     for number, line in enumerate(lines, start=1):

@@ -14,6 +14,7 @@ from contextlib import ExitStack, suppress
 from glob import iglob
 from pathlib import Path
 
+from firm.inside import open_inside
 from firm.run.errors import UserError
 
 logger = logging.getLogger(__name__)
@@ -33,7 +34,7 @@ def hold(folder: Path, *, shown: Path | None = None) -> int:
         UserError: Another process holds the lock.
         OSError: The directory is not writable.
     """
-    descriptor = os.open(folder / LOCK_NAME, os.O_RDWR | os.O_CREAT, 0o666)
+    descriptor = open_inside(folder / LOCK_NAME, os.O_RDWR | os.O_CREAT)
     with ExitStack() as on_error:
         on_error.callback(os.close, descriptor)
         _lock(descriptor, fcntl.LOCK_EX, shown or folder)
@@ -52,7 +53,7 @@ def name_holders(descriptor: int, processes: Sequence[int]) -> None:
 def check_not_held(folder: Path) -> None:
     """Raises `UserError` if a process holds the lock of the directory; writes nothing."""
     try:
-        descriptor = os.open(folder / LOCK_NAME, os.O_RDONLY)
+        descriptor = open_inside(folder / LOCK_NAME, os.O_RDONLY)
     except (FileNotFoundError, NotADirectoryError):
         return
     try:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from firm.run.errors import UserError
-from firm.run.files import read_text
+from firm.run.files import read_text, refuse_links
 from firm.run.plugins import code_in
 from firm.run.yaml_text import read_yaml
 
@@ -59,7 +59,8 @@ def check_out(resume: Resume, out: Path | None) -> None:
 
 
 def check_run(path: Path) -> None:
-    """Raises `UserError` unless there is a run at `path`."""
+    """Raises `UserError` unless there is a run at `path`, without links."""
+    refuse_links(path)
     if not all((path / name).exists() for name in (CONFIG_NAME, "run.json")):
         raise UserError(f"there is no run at {path}; pass the folder that contains run.json.")
 
@@ -74,9 +75,10 @@ def run_to_resume(path: Path) -> Any:
     """Returns the configuration of the run in a folder, as plain data.
 
     Raises:
-        UserError: There is no run at `path`.
+        UserError: There is no run at `path`, or there is a link in it.
     """
     is_resumed(path, True, CONFIG_NAME)
+    refuse_links(path)
     return read_settings(path)
 
 
@@ -84,9 +86,10 @@ def study_to_resume(path: Path) -> Any:
     """Returns the configuration of the study in a folder, as plain data.
 
     Raises:
-        UserError: There is no study at `path`.
+        UserError: There is no study at `path`, or there is a link in it.
     """
     is_resumed(path, True, STUDY_NAME)
+    refuse_links(path)
     remedy = "restore it, or pass the study's --config with --out and --resume."
     file = path / STUDY_NAME
     return read_yaml(read_text(file, remedy=remedy), str(file))

@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from firm.federation.outside import by_reason, check_name
+from firm.inside import LinkFound, give, make_folder, open_inside, place_new, replace_text
 from firm.json_text import json_text
 from firm.run.differences import differences
 from firm.run.directory import Row, Run
@@ -35,7 +36,7 @@ from firm.run.files import (
     make_private_folder,
     parse_object,
     read_text,
-    replace_text,
+    refuse_links,
 )
 from firm.run.lock import check_not_held
 from firm.run.names import check_folder_name
@@ -63,6 +64,7 @@ class Sweep:
 
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
+        refuse_links(self.path)
         self.manifest: Row = _read(self.path)
 
     @classmethod
@@ -95,6 +97,7 @@ class Sweep:
                 points, or there is no sweep to continue. Nothing is changed in these cases.
         """
         path = Path(path)
+        refuse_links(path)
         asked = {"config": dict(config), "points": {n: dict(p) for n, p in points.items()}}
         if (path / SWEEP_NAME).exists():
             manifest = _read(path)
@@ -124,12 +127,9 @@ class Sweep:
             raise UserError(f"{path} is not empty and contains no {kind}; choose another path.")
         with file_errors(f"the {kind} {path}"):
             make_private_folder(path)
-            draft = path / f".{SWEEP_NAME}.{uuid.uuid4().hex}"
-            draft.write_text(json_text({"id": uuid.uuid4().hex[:8], **asked}, indent=2))
-            # `link` fails if the name exists, unlike `rename`: the first of several processes wins
-            with suppress(FileExistsError):
-                os.link(draft, path / SWEEP_NAME)
-            draft.unlink()
+            manifest = json_text({"id": uuid.uuid4().hex[:8], **asked}, indent=2)
+            with suppress(FileExistsError):  # the first of several processes wins
+                place_new(path / SWEEP_NAME, manifest)
         return cls.open(path, config, points, resume=True, kind=kind)
 
     def _fixed(self, config: Any, own_keys: Mapping[str, Sequence[str]] | None) -> Any:
@@ -199,7 +199,8 @@ class Sweep:
                         if self.is_done(name):  # finished by another process in the meantime
                             continue
                         log = self.path / "logs" / f"{name}.txt"
-                        log.parent.mkdir(exist_ok=True)
+                        with file_errors(f"the logs in {log.parent}"):
+                            make_folder(log.parent)
                         place = str(self.run_path(name))
                         shown[log] = _last_round(log)
                         point = (run, name, place, settings[name], str(log))
@@ -251,18 +252,21 @@ def _run_point(
 ) -> Outcome | None:
     """Runs one point in a worker; returns None if another process is running it."""
     start, problem = time.perf_counter(), None
-    if _is_held(place):
-        return None
+    give(Path(log).parent.parent)  # the sweep, which may come from someone else
     try:
+        if _is_held(place):
+            return None
         with interrupted_by_sigterm(), _printed_to(log):
             run(place, settings)
+    except LinkFound as error:
+        problem = str(error)
     except UserError as error:
         if _is_held(place):  # another process started it in the meantime
             return None
         problem = str(error)
     except Exception as error:  # a failed point must not stop the others
         problem = f"{type(error).__name__}: {error}"
-        with open(log, "a", encoding="utf-8") as file:
+        with open(log, "a", encoding="utf-8", opener=open_inside) as file:
             traceback.print_exc(file=file)
     return Outcome(name, time.perf_counter() - start, problem)
 
@@ -270,7 +274,8 @@ def _run_point(
 def _last_round(log: Path) -> str:
     """Returns the last line on a round in a point's log; empty if there is none."""
     with suppress(OSError):
-        lines = log.read_text(encoding="utf-8", errors="replace").splitlines()
+        with open(log, encoding="utf-8", errors="replace", opener=open_inside) as file:
+            lines = file.read().splitlines()
         return next((line for line in reversed(lines) if line.startswith("round ")), "")
     return ""
 
@@ -285,7 +290,11 @@ def _is_held(place: str) -> bool:
 
 @contextmanager
 def _printed_to(log: str) -> Iterator[None]:
-    with open(log, "a", encoding="utf-8") as file, redirect_stdout(file), redirect_stderr(file):
+    with (
+        open(log, "a", encoding="utf-8", opener=open_inside) as file,
+        redirect_stdout(file),
+        redirect_stderr(file),
+    ):
         yield
 
 

@@ -1,5 +1,6 @@
 """LoRA adapters as GGUF files for llama.cpp."""
 
+from contextlib import closing
 from pathlib import Path
 
 from peft import LoraConfig
@@ -42,7 +43,7 @@ def write_adapter(
         writer.add_tensor(
             f"{layout.name(weight)}.lora_{factor.lower()}", ordered.float().contiguous().numpy()
         )
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+    with closing(writer):
+        writer.write_header_to_file()
+        writer.write_kv_data_to_file()
+        writer.write_tensors_to_file()

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Iterator, Sequence
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -70,10 +71,10 @@ def write_base(
     for name, values, dtype in _tensors(model):
         kind = getattr(gguf.GGMLQuantizationType, dtype)
         writer.add_tensor(name, values, raw_shape=None, raw_dtype=kind)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+    with closing(writer):
+        writer.write_header_to_file()
+        writer.write_kv_data_to_file()
+        writer.write_tensors_to_file()
 
 
 def _add_sizes(writer: Any, config: PretrainedConfig) -> None:

@@ -3,6 +3,7 @@
 import copy
 import json
 import math
+import os
 import random
 from collections.abc import Iterator
 from dataclasses import replace
@@ -327,7 +328,7 @@ def test_training_goes_on_where_the_page_cannot_be_written(make_run, monkeypatch
         raise OSError(28, "No space left on device")
 
     with monkeypatch.context() as patch:
-        patch.setattr(Path, "write_text", full_disk)
+        patch.setattr(os, "fsync", full_disk)
         update_report(run_path)
         with pytest.raises(OSError, match="No space"):
             write_report(run_path, final=False)

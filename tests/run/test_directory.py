@@ -521,7 +521,7 @@ def test_a_run_that_fails_on_a_full_disk_says_why_and_not_that_it_could_not_say(
 
     def fail() -> None:
         with run:
-            monkeypatch.setattr("firm.run.files.sync", no_room)
+            monkeypatch.setattr("os.fsync", no_room)
             raise ValueError("a reward is NaN.")
 
     with pytest.raises(ValueError, match=r"a reward is NaN\."):

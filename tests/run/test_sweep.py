@@ -337,3 +337,41 @@ def test_two_who_begin_the_same_sweep_share_it(tmp_path):
     other = Sweep.open(tmp_path / "sweep", {"a": 1}, POINTS, resume="auto")
     assert one.id == other.id
     assert sorted(path.name for path in one.path.iterdir()) == ["sweep.json"]
+
+
+PLACES = ["sweep.json", "study.yaml", "points", "points/one", "points/.one.draft", "logs"]
+PLACES += ["logs/one.txt", "points/one/.lock", "points/one/metrics.jsonl"]
+
+
+def put_link(sweep: Path, place: str, target: Path) -> None:
+    (sweep / place).parent.mkdir(parents=True, exist_ok=True)
+    (sweep / place).unlink(missing_ok=True)
+    (sweep / place).symlink_to(target)
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_a_sweep_with_a_link_is_not_continued(tmp_path, place):
+    sweep = Sweep.open(tmp_path / "sweep", {}, POINTS, resume=False)
+    put_link(sweep.path, place, tmp_path)
+    before = sorted(tmp_path.rglob("*"))
+    for act in (
+        lambda: Sweep.open(sweep.path, {}, POINTS, resume=True),
+        lambda: Sweep(sweep.path),
+    ):
+        with pytest.raises(UserError, match=rf"sweep/{place} is a link, which may lead out of"):
+            act()
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("place", PLACES[2:])
+def test_a_link_that_comes_while_a_sweep_is_run_leads_nowhere(tmp_path, work, place):
+    (tmp_path / "outside").mkdir()
+    sweep = Sweep.open(tmp_path / "sweep", {}, POINTS, resume=False)
+    put_link(sweep.path, place, tmp_path / "outside")
+    try:
+        outcomes = [outcome.problem or "" for outcome in sweep.work(work, POINTS)]
+    except UserError as error:  # of a folder that concerns all points
+        outcomes = [str(error)]
+    assert any("is a link" in problem or "is not empty" in problem for problem in outcomes)
+    assert os.listdir(tmp_path / "outside") == []
