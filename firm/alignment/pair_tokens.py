@@ -6,22 +6,18 @@ and the tokens.
 """
 
 import hashlib
-import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
 from transformers import PreTrainedTokenizerBase
 
 from firm.alignment.pairs import Pair
 from firm.alignment.prompts import PromptFormat, fitting_token_ids
 from firm.alignment.reply_tokens import encode_replies
 from firm.alignment.sequences import BY_OBJECTIVE, Examples, Queries, Sequences, left_padded
-from firm.cache import cache_folder
+from firm.alignment.tensor_cache import Tensors, cached_tensors
 
 TAG = b"firm reference log-probabilities 1"
 """Changes whenever equal tokens and parameters would give other values."""
@@ -190,29 +186,19 @@ def with_references(
         digest = hashlib.blake2b(TAG + reference, digest_size=20)
         for pair in pairs:
             digest.update(repr((pair.prompt_ids, *pair.reply_ids)).encode())
-        file = cache_folder("references") / f"{digest.hexdigest()}.safetensors"
-        values = _read(file, len(pairs))
-        if values is None:
-            values = logprobs_of(pairs)
-            _write(file, values)
+
+        def is_sound(tensors: Tensors) -> bool:
+            own = tensors.get("logprobs")
+            return own is not None and own.shape == (len(pairs), 2) and bool(own.isfinite().all())
+
+        values = cached_tensors(
+            "references",
+            digest.hexdigest(),
+            lambda: {"logprobs": logprobs_of(pairs)},
+            is_sound=is_sound,
+        )["logprobs"]
     rows = zip(pairs, values.tolist(), strict=True)
     return [replace(pair, reference=tuple(row)) for pair, row in rows]
-
-
-def _read(file: Path, num_pairs: int) -> torch.Tensor | None:
-    """Returns cached log-probabilities [N, 2]; None if there are none, or the file is damaged."""
-    try:
-        values = load_file(file)["logprobs"]
-    except (OSError, SafetensorError, KeyError):
-        return None
-    return values if values.shape == (num_pairs, 2) and values.isfinite().all() else None
-
-
-def _write(file: Path, values: torch.Tensor) -> None:
-    file.parent.mkdir(parents=True, exist_ok=True)
-    part = file.with_suffix(f".{os.getpid()}")
-    save_file({"logprobs": values.contiguous()}, part)
-    os.replace(part, file)
 
 
 def fingerprint(model: Any, *settings: Any) -> bytes:

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 
+from firm.alignment.tensor_cache import _warn
 from firm.alignment.trainer import MultiObjectiveTrainer
 from firm.cli.main import COMMANDS
 from firm.fronts import Front
@@ -82,6 +83,14 @@ def test_passes_under_the_reference_are_told(pairs, tmp_path, capsys):
         "test pairs: 12 replies of up to 16 tokens",
     ):
         assert told.count(line) == 1, told
+
+
+def test_a_cache_that_cannot_be_used_ends_no_run(pairs, tmp_path, caplog):
+    _warn.cache_clear()
+    (tmp_path / "cache").touch()
+    align(configured(pairs, tmp_path / "run", rounds=1))
+    assert Run(tmp_path / "run").record()["status"] == "finished"
+    assert "references cannot be used (Not a directory), which only costs time" in caplog.text
 
 
 def test_the_base_model_takes_no_passes_besides_those_of_the_reference(

@@ -11,13 +11,9 @@ folders contain A and U R, an ordinary LoRA adapter of rank r.
 """
 
 import hashlib
-import os
-from contextlib import suppress
 from typing import Any, ClassVar
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
@@ -28,7 +24,7 @@ from firm.alignment.adapters.lora import (
     freeze_a_,
     register_adapter,
 )
-from firm.cache import cache_folder
+from firm.alignment.tensor_cache import cached_tensors
 from firm.federation.client import Adapter
 
 CACHED_SIZE = 512
@@ -151,16 +147,13 @@ def _left_singular_vectors(weights: Adapter, rank: int) -> Adapter:
     for name, weight in weights.items():
         digest.update(f"{name} {tuple(weight.shape)} {weight.dtype}".encode())
         digest.update(weight.contiguous().view(torch.uint8).cpu().numpy().tobytes())
-    path = cache_folder("lora_xs") / f"{digest.hexdigest()[:32]}.safetensors"
-    if path.is_file():
-        return load_file(path)
-    found = {name: _vectors(weight, rank) for name, weight in weights.items()}
-    with suppress(OSError, SafetensorError):  # a cache that cannot be written costs only time
-        path.parent.mkdir(parents=True, exist_ok=True)
-        draft = path.with_suffix(f".{os.getpid()}.draft")
-        save_file({name: values.contiguous() for name, values in found.items()}, draft)
-        os.replace(draft, path)
-    return found
+    shapes = {name: (len(weight), min(rank, len(weight))) for name, weight in weights.items()}
+    return cached_tensors(
+        "lora_xs",
+        digest.hexdigest()[:32],
+        lambda: {name: _vectors(weight, rank) for name, weight in weights.items()},
+        is_sound=lambda found: {name: tuple(own.shape) for name, own in found.items()} == shapes,
+    )
 
 
 def _vectors(weight: torch.Tensor, rank: int) -> torch.Tensor:
