@@ -14,6 +14,8 @@ from firm.fronts.hypervolume import as_reference, hypervolume
 from firm.fronts.json_record import read_record, write_record
 from firm.solvers.checks import as_shares
 
+MAX_POINTS = 10_000
+"""Largest number of points, which are compared with each other."""
 FRONT_NAME = "front.json"
 """File of a front in the folder of a conditioned run, or of an export."""
 KL = "kl"
@@ -99,6 +101,8 @@ class Front:
         as_reference(self.reference, len(self.objectives))
         self._check_names("the calibrations", self.calibrations)
         self._check_figures("the base model", self.base)
+        if len(self.points) > MAX_POINTS:
+            raise ValueError(f"points must be at most {MAX_POINTS:,}, got {len(self.points):,}.")
         names = Counter(point.name for point in self.points)
         if repeated := [name for name, count in names.items() if count > 1]:
             raise ValueError(

@@ -3,13 +3,19 @@
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import combinations
+from math import comb
 
 import numpy as np
+from scipy.optimize import linprog
 
 from firm.fronts.dominance import non_dominated
 from firm.fronts.front import Front, Point
 from firm.solvers.checks import as_shares
 
+MAX_SETS = 20_000
+"""Number of sets of models of which all mixtures are tried."""
+LP_TOLERANCE = 1e-7
+"""Reduced costs below this count as zero; that is the solver's own tolerance."""
 _SAME = 1e-9
 """Preferences and shares closer than this count as equal, because of rounding."""
 
@@ -54,10 +60,15 @@ def neighbours(front: Front, target: Sequence[float]) -> list[tuple[Point, float
         ValueError: When the target preference [M] is invalid, or no model is eligible.
     """
     shares = _target_shares(front, target)
+    eligible = sound(front)
+    preferences, values = eligible.preferences(), eligible.selection_rewards() @ shares
+    seeds = np.array([point.seed for point in eligible.points])
     mixtures = [
         mixture
-        for seed in sorted({point.seed for point in front.points})
-        for mixture in _mixtures(sound(front).of_seed(seed), shares)
+        for own in (np.flatnonzero(seeds == seed) for seed in np.unique(seeds))
+        for mixture in _mixtures(
+            [eligible.points[index] for index in own], preferences[own], values[own], shares
+        )
     ]
     if not mixtures:
         return [(nearest(front, target), 1.0)]
@@ -121,20 +132,55 @@ class _Mixture:
     """Expected reward under the target preference."""
 
 
-def _mixtures(front: Front, target: np.ndarray) -> Iterator[_Mixture]:
-    """Yields all mixtures of at most M models that give the target with positive shares."""
-    preferences, values = front.preferences(), front.selection_rewards() @ target
+def _mixtures(
+    points: Sequence[Point], preferences: np.ndarray, values: np.ndarray, target: np.ndarray
+) -> Iterator[_Mixture]:
+    """Yields all mixtures of at most M models that give the target with positive shares.
+
+    Of many models, only those that can be in one with the smallest spread are considered.
+
+    Args:
+        points: N models.
+        preferences: Their preferences, shape [N, M].
+        values: Their expected rewards under the target preference, shape [N].
+        target: The target preference, shape [M].
+    """
+    most = min(preferences.shape)
     distances = np.linalg.norm(preferences - target, axis=1)
-    for size in range(1, min(len(front.objectives), len(front.points)) + 1):
-        sets = np.array(list(combinations(range(len(front.points)), size)))  # [K, size]
+    kept = np.arange(len(points))
+    if comb(len(points), most) > MAX_SETS:
+        kept = _around(preferences, values, target)
+    for size in range(1, min(most, len(kept)) + 1):
+        sets = np.array(list(combinations(kept, size)))  # [K, size]
         corners = preferences[sets]  # [K, size, M]
         shares = target @ np.linalg.pinv(corners)  # [K, size]
         misses = np.abs((shares[:, None] @ corners)[:, 0] - target).max(axis=1)
         for index in np.flatnonzero((misses <= _SAME) & (shares > _SAME).all(axis=1)):
             chosen, parts = sets[index], shares[index] / shares[index].sum()
             yield _Mixture(
-                [front.points[i] for i in chosen],
+                [points[i] for i in chosen],
                 parts.tolist(),
                 round(float(parts @ distances[chosen] ** 2), 12),
                 float(parts @ values[chosen]),
             )
+
+
+def _around(preferences: np.ndarray, values: np.ndarray, target: np.ndarray) -> np.ndarray:
+    """Returns the indices of models that can be in a mixture with the smallest spread.
+
+    That is the optimum of a linear program, whose solutions contain no model with a positive
+    reduced cost. Of equal preferences, the one with the highest value is enough.
+    """
+    order = np.argsort(-values, kind="stable")  # `unique` returns the first of equal ones
+    _, first = np.unique(preferences[order].round(12), axis=0, return_index=True)
+    kept = np.sort(order[first])
+    costs = ((preferences[kept] - target) ** 2).sum(axis=1)
+    best = linprog(costs, A_eq=preferences[kept].T, b_eq=target, bounds=(0, None))
+    if best.x is None:  # the preferences do not enclose the target
+        return kept[:0]
+    is_tight = costs - preferences[kept] @ best.eqlin.marginals <= LP_TOLERANCE
+    kept, shares = kept[is_tight], best.x[is_tight]
+    most = preferences.shape[1]
+    if comb(len(kept), most) > MAX_SETS:  # many on a sphere: one of the solutions is enough
+        kept = kept[np.argsort(-shares, kind="stable")[:most]]
+    return kept

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from itertools import pairwise
+from math import factorial
 
 import numpy as np
 from scipy.linalg import null_space
@@ -12,6 +13,8 @@ from firm.fronts.nearest import sound
 from firm.solvers.checks import as_shares
 from firm.solvers.min_norm import min_norm_weights
 
+MAX_CELLS = 50_000
+"""Largest number of simplices of neighbours, which is about N (M - 1)! for N models."""
 _SAME = 1e-6
 """Misses below this, relative to the front's ranges, count as equal."""
 
@@ -99,6 +102,9 @@ def neighbourhoods(preferences: np.ndarray) -> list[list[int]]:
 
     Args:
         preferences: Rows that sum to 1, shape [N, M].
+
+    Raises:
+        ValueError: When there would be more than `MAX_CELLS`.
     """
     count, num_objectives = preferences.shape
     if count <= num_objectives:
@@ -106,6 +112,11 @@ def neighbourhoods(preferences: np.ndarray) -> list[list[int]]:
     if num_objectives == 2:
         order = np.argsort(preferences[:, 0], kind="stable").tolist()
         return [list(pair) for pair in pairwise(order)]
+    if count * factorial(num_objectives - 1) > MAX_CELLS:
+        raise ValueError(
+            f"{count} models of {num_objectives} objectives have too many neighbourhoods: measure "
+            "fewer preferences."
+        )
     plane = null_space(
         np.ones((1, num_objectives))
     )  # an isometry, so the order of the objectives has no effect

@@ -236,3 +236,9 @@ def test_other_objectives_or_reference_points_are_not_comparable(build_front):
         check_comparable(first, build_front([], num_objectives=3))
     with pytest.raises(ValueError, match=r"reference point is \[0\.0, 0\.0\] in the first"):
         check_comparable(first, build_front([], reference=(0.0, 0.1)))
+
+
+def test_a_front_has_at_most_ten_thousand_points(build_point, build_front):
+    points = [build_point((0.1, 0.2), name=str(index)) for index in range(10_001)]
+    with pytest.raises(ValueError, match="points must be at most 10,000, got 10,001"):
+        build_front(points)

@@ -1,3 +1,4 @@
+import sys
 from dataclasses import replace
 from itertools import combinations
 
@@ -179,3 +180,30 @@ def test_expected_rewards_lie_between_and_errors_add_up(build_point):
 def test_shares_off_the_simplex_are_refused(build_point, shares):
     with pytest.raises(ValueError, match="non-negative and sum to 1"):
         expected_rewards([(build_point((0.5, 0.5)), share) for share in shares])
+
+
+@pytest.mark.parametrize("num_objectives", [2, 3])
+def test_of_many_models_the_same_are_mixed_as_when_all_sets_are_tried(
+    build_point, build_front, monkeypatch, num_objectives
+):
+    random = np.random.default_rng(0)
+    for _ in range(20):
+        rows = random.dirichlet(np.ones(num_objectives), 12).round(random.integers(1, 4))
+        rows = [*rows[:9] / rows[:9].sum(1, keepdims=True), *np.eye(num_objectives)]
+        points = [
+            build_point(0.1 + 0.5 * row, preference=tuple(row), name=str(index))
+            for index, row in enumerate(np.unique(rows, axis=0))
+        ]
+        front = build_front(points, num_objectives=num_objectives)
+        for target in (random.dirichlet(np.ones(num_objectives)), rows[0]):
+            expected = neighbours(front, target)
+            with monkeypatch.context() as patch:
+                patch.setattr(sys.modules[neighbours.__module__], "MAX_SETS", 10)
+                found = neighbours(front, target)
+            spread = [
+                sum(share * np.square(np.subtract(p.preference, target)).sum() for p, share in mix)
+                for mix in (expected, found)
+            ]
+            assert spread[0] == pytest.approx(spread[1], abs=1e-9)
+            mean = sum(share * np.array(p.preference) for p, share in found)
+            assert mean == pytest.approx(target / target.sum(), abs=1e-8)

@@ -6,6 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from firm.fronts import Front, grid, reaching, widest_gap
+from firm.fronts.reach import neighbourhoods
 from tests.smoke import ROOT
 
 ENTRIES = st.floats(0.0, 1.0)
@@ -150,3 +151,10 @@ def test_no_model_of_another_seed_is_better_in_every_reward_than_the_answer(name
         for point, _ in reaching(front, (share, 1 - share)):
             own = rewards[point.name]
             assert not any((r >= own).all() and (r > own).any() for r in rewards.values())
+
+
+def test_too_many_models_of_many_objectives_are_refused():
+    rows = np.random.default_rng(0).dirichlet(np.ones(6), 500)
+    assert neighbourhoods(rows[:20])
+    with pytest.raises(ValueError, match="500 models of 6 objectives have too many neighbourhoods"):
+        neighbourhoods(rows)
