@@ -1,7 +1,7 @@
 """Runs a study: compares several settings of a run, with several seeds each."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -88,7 +88,12 @@ class StudyResult:
 
 def study_configs(cfg: StudyConfig) -> dict[str, AlignmentConfig]:
     """Returns the validated configurations of all runs, by name."""
-    return {name: run_config(cfg, **point) for name, point in _points(cfg).items()}
+    # composed once for each setting, as there may be thousands of seeds
+    first = {name: run_config(cfg, setting=name, seed=cfg.seeds[0]) for name in cfg.settings}
+    return {
+        name: replace(first[point["setting"]], seed=point["seed"])
+        for name, point in _points(cfg).items()
+    }
 
 
 def study(cfg: StudyConfig) -> StudyResult | None:

@@ -29,6 +29,31 @@ from tests.smoke import ROOT, SMOKE
 cli = COMMANDS["study"].run
 
 
+def test_thousands_of_seeds_are_planned_without_composing_each_run(capsys, monkeypatch):
+    composed = []
+    original = study.run_config
+
+    def counted(cfg, **point):
+        composed.append(point)
+        return original(cfg, **point)
+
+    monkeypatch.setattr(study, "run_config", counted)
+    settings, seeds = "{A: {}, B: {overrides: {num_clients: 3}}}", list(range(5, 1005))
+    words = ["--base", str(SMOKE), "--settings", settings, "--seeds", json.dumps(seeds), "--plan"]
+    cfg = parse(study.StudyConfig, words)
+    runs = study.study_configs(cfg)
+    assert composed == [{"setting": "A", "seed": 5}, {"setting": "B", "seed": 5}]
+    assert len(runs) == 2000
+    for name, setting, seed in (("a-seed_5", "A", 5), ("b-seed_1004", "B", 1004)):
+        assert runs[name] == original(cfg, setting=setting, seed=seed)
+    assert main(cfg) is None
+    printed = capsys.readouterr().out
+    assert "2,000 runs" in printed
+    assert "and 1,800 more" in printed
+    assert "a-seed_104 " in printed
+    assert "a-seed_105 " not in printed
+
+
 def test_a_study_is_planned_by_its_runs_and_the_first_one(capsys):
     base = str(SMOKE)
     settings = "{A: {}, B: {overrides: {num_clients: 3}}}"

@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Mapping
+from itertools import islice
 
 from firm.federation.engines.processes import Processes
 from firm.federation.outside import printable
@@ -11,6 +12,9 @@ from firm.jobs.plan.planning import make_plan
 from firm.jobs.plan.tables import paper_tables, plan_tables
 from firm.run.progress import print_table
 from firm.run.shipped import with_shipped_paths
+
+MAX_ROWS = 200
+"""Number of runs of a study or sweep that a plan lists by name."""
 
 
 def print_plan(cfg: AlignmentConfig) -> None:
@@ -33,6 +37,9 @@ def print_plan(cfg: AlignmentConfig) -> None:
 
 def print_plans(runs: Mapping[str, AlignmentConfig], noun: str) -> None:
     """Prints the names and sizes of several runs, and the plan of the first that trains."""
-    rows = [[name, str(run.rounds), str(run.num_clients)] for name, run in runs.items()]
-    print_table(f"{len(rows)} {noun}s", [noun, "rounds", "clients"], rows)
+    shown = islice(runs.items(), MAX_ROWS)
+    rows = [[name, str(run.rounds), str(run.num_clients)] for name, run in shown]
+    if len(runs) > MAX_ROWS:
+        rows.append([f"and {len(runs) - MAX_ROWS:,} more", "", ""])
+    print_table(f"{len(runs):,} {noun}s", [noun, "rounds", "clients"], rows)
     print_plan(max(runs.values(), key=lambda run: run.rounds > 0))
