@@ -1,6 +1,7 @@
 """Stage 1 of a local step: reads prompts from files, datasets and the hub, and filters them."""
 
 import gzip
+import io
 import json
 import re
 import zlib
@@ -25,6 +26,9 @@ from firm.alignment.prompts import (
 from firm.federation.outside import first_line
 from firm.fields import NOT_IN_PAPER, NonNegativeInt, Paper, configuration
 
+MAX_PACKING, FREE_BYTES = 100, 16 * 2**20
+"""Largest ratio of a text's size to that of its gzip file, which is 3 to 20 for data sets, and the
+size up to which any ratio is allowed."""
 NUM_JUDGED = 1000
 """Rows of each split used to detect the reader."""
 
@@ -288,15 +292,45 @@ def _ranges(split: str, tables: _Tables, source: str) -> list[tuple[str, range]]
     return ranges
 
 
+class _Unpacked(io.RawIOBase):
+    """Content of a gzip file, which a small file can make as large as it likes.
+
+    Raises:
+        ValueError: On reading, when the content is much larger than texts of the file's size are.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path, self._file = path, gzip.open(path)  # noqa: SIM115  # closed by `close`
+        self._rest = max(FREE_BYTES, MAX_PACKING * path.stat().st_size)
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        size = self._file.readinto(buffer)
+        self._rest -= size
+        if self._rest < 0:
+            raise ValueError(
+                f"{self._path} unpacks to more than {MAX_PACKING} times its size, which texts do "
+                "not: unpack it yourself if you trust it, and pass the unpacked file."
+            )
+        return size
+
+    def close(self) -> None:
+        self._file.close()
+        super().close()
+
+
 def _read_file(path: Path) -> _Table:
     suffixes = [suffix for suffix in path.suffixes if suffix != ".gz"]
     if not suffixes or suffixes[-1] not in (".json", ".jsonl"):
         raise ValueError(f"{path} is not a .json or .jsonl file (.gz too): convert it to one.")
     is_whole = suffixes[-1] == ".json"
-    open_text: Callable[..., Any] = gzip.open if path.suffix == ".gz" else open
     number, lines = 1, []
     try:
-        with open_text(path, "rt", encoding="utf-8-sig") as file:
+        is_packed = path.suffix == ".gz"
+        content = io.BufferedReader(_Unpacked(path)) if is_packed else path.open("rb")
+        with io.TextIOWrapper(content, encoding="utf-8-sig") as file:
             if is_whole:
                 rows = json.load(file)
                 if not isinstance(rows, list):

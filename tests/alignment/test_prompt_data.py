@@ -5,7 +5,14 @@ from dataclasses import replace
 import datasets
 import pytest
 
-from firm.alignment.prompt_data import PromptsConfig, load_prompts, overlap_notes, read_prompts
+from firm.alignment.prompt_data import (
+    PromptsConfig,
+    _read_file,
+    _Unpacked,
+    load_prompts,
+    overlap_notes,
+    read_prompts,
+)
 from firm.alignment.prompts import ASSISTANT, HUMAN, Prompt, prompt_of
 from tests.tokens import byte_tokenizer
 
@@ -350,3 +357,31 @@ def test_every_prompt_of_hh_rlhf_is_read_as_it_stands(firm_data):
         assert [prompt.text for prompt in prompts] == texts
         assert len(set(texts)) == num_distinct
         assert {prompt.kind for prompt in prompts} == {name}
+
+
+@pytest.mark.parametrize("content", [b" ", b"\n", b"[1,"])
+@pytest.mark.parametrize("name", ["bomb.json.gz", "bomb.jsonl.gz"])
+def test_a_file_that_unpacks_to_far_more_than_its_size_is_refused(
+    tmp_path, monkeypatch, name, content
+):
+    monkeypatch.setattr("firm.alignment.prompt_data.FREE_BYTES", 2**20)
+    read = 0
+    readinto = _Unpacked.readinto
+
+    def counted(self, buffer):
+        nonlocal read
+        read += (size := readinto(self, buffer))
+        return size
+
+    monkeypatch.setattr(_Unpacked, "readinto", counted)
+    (tmp_path / name).write_bytes(gzip.compress(content * (2**26 // len(content))))
+    with pytest.raises(ValueError, match=rf"{name} unpacks to more than 100 times its size"):
+        load(tmp_path / name)
+    assert read < 2**24
+
+
+def test_a_file_of_equal_rows_is_read_whatever_it_packs_to(tmp_path):
+    row = json.dumps({"prompt": "Hello, how are you?"}).encode() + b"\n"
+    (tmp_path / "a.jsonl.gz").write_bytes(gzip.compress(row * 20_000))
+    assert len(row) * 20_000 > 100 * (tmp_path / "a.jsonl.gz").stat().st_size
+    assert len(_read_file(tmp_path / "a.jsonl.gz").rows) == 20_000
