@@ -39,6 +39,11 @@ _CONDITIONED = "conditioned.safetensors"
 _FROM_THE_BASE = ("pissa", "olora", "loftq", "corda", "lora_ga")
 """Prefixes of `init_lora_weights` that modify the base model, so that the adapter fits no other."""
 
+_MAX_PATTERN, _MAX_PATTERNS = 1000, 1000
+"""Limits of patterns that select layers: their characters and their number."""
+_MAX_REPETITIONS, _MAX_GROUPS, _MAX_ALTERNATIVES = 2, 2, 16
+"""Limits of what a pattern may hold."""
+
 Reference = Callable[[], AbstractContextManager[Any]]
 """Opens a context inside which a model is the base model."""
 
@@ -125,6 +130,7 @@ def read_settings(folder: Path) -> LoraConfig:
             "unchanged."
         )
     _check_ranks(folder, settings)
+    _check_patterns(folder, settings)
     settings.inference_mode, settings.init_lora_weights = True, False
     return settings
 
@@ -190,6 +196,49 @@ def _check_ranks(folder: Path, settings: LoraConfig) -> None:
                 f"the adapter in {folder} states the rank {rank!r}, but the largest size of its "
                 f"tensors is {largest}: restore adapter_config.json and {_WEIGHTS} together."
             )
+
+
+def _check_patterns(folder: Path, settings: LoraConfig) -> None:
+    """Raises `ValueError` if a pattern of layers could take long to match; PEFT matches them all.
+
+    Backtracking takes time that grows with the number of ways in which a name can match: with the
+    length of the name to the power of the number of repetitions, times the alternatives. So there
+    are few of both, and no group is repeated.
+    """
+    names = ("target_modules", "exclude_modules")
+    for key in (*names, "rank_pattern", "alpha_pattern", "layers_pattern"):
+        value = getattr(settings, key) or ()
+        patterns = [value] if isinstance(value, str) else list(value)
+        is_matched = isinstance(value, str) or key not in names  # names in a list are compared
+        for pattern in patterns if is_matched else ():
+            if not (isinstance(pattern, str) and _is_quick(pattern)):
+                shown = pattern if len(str(pattern)) <= 60 else f"{str(pattern)[:60]}[...]"
+                raise ValueError(
+                    f"{folder}/adapter_config.json: {key} has the pattern {shown!r}, which is "
+                    "broken or could take too long to match: use names of layers, or a pattern "
+                    "with at most two repetitions such as '.*' and two groups such as '(q_proj|v_proj)'."
+                )
+        if len(patterns) > _MAX_PATTERNS:
+            raise ValueError(
+                f"{folder}/adapter_config.json: {key} must have at most {_MAX_PATTERNS} entries, "
+                f"got {len(patterns)}."
+            )
+
+
+def _is_quick(pattern: str) -> bool:
+    """Returns whether matching a pattern takes a time that is proportional to a small number.
+
+    >>> [_is_quick(pattern) for pattern in ("q_proj", r".*\\.\\d+\\.(q|v)_proj", "(a*)*b")]
+    [True, True, False]
+    """
+    part, group = r"(?:[\w\-/.]|\\[.dw])(?:[*+]\??)?", r"\((?:\?:)?[\w.|\-]+\)"
+    return (
+        len(pattern) <= _MAX_PATTERN
+        and len(re.findall(r"[*+]", pattern)) <= _MAX_REPETITIONS
+        and pattern.count("(") <= _MAX_GROUPS
+        and pattern.count("|") <= _MAX_ALTERNATIVES
+        and re.fullmatch(rf"\^?(?:{part}|{group})*\$?", pattern) is not None
+    )
 
 
 @contextmanager
