@@ -8,20 +8,15 @@ so that a text cannot forge turns.
 
 import json
 import re
-import sys
 from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, field, fields, replace
 from itertools import groupby, takewhile
-from time import monotonic
-from types import FrameType
 from typing import Any, Literal
 
-from jinja2 import TemplateSyntaxError
 from transformers import PreTrainedTokenizerBase
 
-from firm.federation.outside import first_line
+from firm.alignment.rendering import TemplateBroken, TemplateRejects, render
 from firm.fields import NOT_IN_PAPER, configuration
 
 HUMAN, ASSISTANT = "\n\nHuman:", "\n\nAssistant:"
@@ -37,8 +32,6 @@ _ARGUMENTS = ("prompts", "completions", "completion_ids")
 
 ChatMessage = Mapping[str, Any]
 """One turn: `role`, `content`, and further fields of a chat template such as `tool_calls`."""
-TEMPLATE_SECONDS = 10.0
-"""Time limit of a chat template for one conversation; normally it takes milliseconds."""
 
 Reader = Literal["text", "hh"]
 """Reading of a text as a prompt: unchanged, or parsed into the turns of HH-RLHF's form."""
@@ -555,28 +548,29 @@ def apply_template(
     """Renders messages with a tokenizer's chat template, including special tokens.
 
     Raises:
-        BrokenTemplateError: When the template does not compile.
+        BrokenTemplateError: When the template does not compile, or exceeds a limit of
+            `firm.alignment.rendering`.
         ValueError: When the template rejects the messages. Templates are third-party programs and
             may raise anything.
     """
+    tools = options.get("tools")
+    template = tokenizer.get_chat_template(tools=list(tools) if tools is not None else None)
+    # as in `apply_chat_template`: many templates take a missing field and not None
+    given = [{key: own for key, own in each.items() if own is not None} for each in messages]
     try:
-        text = tokenizer.apply_chat_template(list(messages), tokenize=False, **options)  # type: ignore[arg-type]
-    except BrokenTemplateError:
-        raise
-    except TemplateSyntaxError as error:
-        raise BrokenTemplateError(tokenizer, f"line {error.lineno}: {error.message}") from error
-    except Exception as error:
+        return render(template, given, {**tokenizer.special_tokens_map, **options})
+    except TemplateBroken as error:
+        raise BrokenTemplateError(tokenizer, str(error)) from error
+    except TemplateRejects as error:
         roles = ", ".join(str(message["role"]) for message in messages)
         raise ValueError(
-            f"the chat template rejects a conversation of {roles} ({first_line(error)}): change "
+            f"the chat template rejects a conversation of {roles} ({error}): change "
             "the conversation, or use a tokenizer with another template."
         ) from error
-    assert isinstance(text, str)
-    return text
 
 
 class BrokenTemplateError(ValueError):
-    """Raised when a tokenizer's chat template does not compile or does not terminate."""
+    """Raised when a tokenizer's chat template does not compile or exceeds a limit."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, reason: str) -> None:
         super().__init__(
@@ -586,46 +580,20 @@ class BrokenTemplateError(ValueError):
 
 
 def check_template(tokenizer: PreTrainedTokenizerBase) -> None:
-    """Checks that a tokenizer's chat template compiles and renders a message within a time limit.
+    """Checks that a tokenizer's chat template compiles and renders a message within the limits.
 
     The template may reject the message, for instance because it expects a system message.
 
     Raises:
-        BrokenTemplateError: When the template does not compile or exceeds the time limit.
+        BrokenTemplateError: When the template does not compile or exceeds a limit.
     """
     try:
-        with _limited_time(tokenizer):
-            hello = {"role": "user", "content": "Hello"}
-            apply_template(tokenizer, [hello], add_generation_prompt=True)
+        hello = {"role": "user", "content": "Hello"}
+        apply_template(tokenizer, [hello], add_generation_prompt=True)
     except BrokenTemplateError:
         raise
     except ValueError:
         return
-
-
-@contextmanager
-def _limited_time(tokenizer: PreTrainedTokenizerBase) -> Iterator[None]:
-    """Interrupts chat templates that take longer than `TEMPLATE_SECONDS` to render.
-
-    Jinja compiles templates to Python, so that a trace function can interrupt them in any thread.
-    Tracing makes rendering four times slower, and is therefore used in checks only.
-
-    Raises:
-        BrokenTemplateError: When the time limit is exceeded.
-    """
-    end = monotonic() + TEMPLATE_SECONDS
-
-    def trace(frame: FrameType, event: str, argument: Any) -> Any:
-        if monotonic() > end:
-            raise BrokenTemplateError(tokenizer, f"it takes longer than {TEMPLATE_SECONDS:g} s")
-        return trace
-
-    before = sys.gettrace()
-    sys.settrace(trace)
-    try:
-        yield
-    finally:
-        sys.settrace(before)
 
 
 def check_prompts(
@@ -643,8 +611,7 @@ def check_prompts(
         if shape in seen:
             continue
         seen.add(shape)
-        with _limited_time(tokenizer):
-            text = format_prompt(prompt, tokenizer, prompt_format)
+        text = format_prompt(prompt, tokenizer, prompt_format)
         last = _content(prompt.messages[-1]).strip()
         if (
             prompt_format.kind_for(tokenizer) == "chat"

@@ -37,8 +37,9 @@ from firm.run.files import file_errors
 from firm.run.names import check_slugs, dated_folder, slug
 from firm.run.shipped import with_shipped_paths
 from firm.serving import gguf_adapters, openvino
+from firm.serving.chat_templates import HH_TEMPLATE, plain_template
 from firm.serving.front import TRADE_OFFS, ServedFront, passing_certificate
-from firm.serving.gguf_base import HH_TEMPLATE, plain_template, write_base
+from firm.serving.gguf_base import write_base
 from firm.serving.plain import check_plain
 
 CARD_NAME = "README.md"

@@ -13,6 +13,7 @@ from firm.fronts.json_record import read_record, write_record
 from firm.fronts.preferences import parse_shares
 from firm.fronts.reach import mean_preference, reaching
 from firm.fronts.requirements import certified, meeting, parse_requirements
+from firm.serving.chat_templates import check_exported
 
 TRADE_OFFS = ("preference", "target", "require")
 """Keys of requests that state a trade-off."""
@@ -46,7 +47,8 @@ class ServedFront:
     scales_are: str = "the preference: an adapter's scale is its objective's share of sum 1"
     """How a preference turns into scales, for readers of the file."""
     chat_template: str = ""
-    """Jinja template of chats in place of the base model's; empty if that one was trained with."""
+    """Jinja template of chats in place of the base model's; empty if that one was trained with.
+    Other templates than those of `firm export` are refused."""
     system_prompt: str = ""
     """System message for conversations without one."""
     end_ids: tuple[int, ...] = ()
@@ -63,6 +65,7 @@ class ServedFront:
                 f"adapters must be those of the objectives {', '.join(self.front.objectives)}, in "
                 f"their order, got {', '.join(self.adapters) or 'none'}."
             )
+        check_exported(self.chat_template)
         for place in (self.base_file, *self.adapters.values()):
             path = PurePosixPath(place)
             if path.is_absolute() or ".." in path.parts or "\\" in place:

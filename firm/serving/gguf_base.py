@@ -20,26 +20,6 @@ _PRE_TOKENIZERS = {
     "smollm": {"type": "Sequence", "pretokenizers": [_DIGITS, _BYTES]},
 }
 """Pre-tokenizers as tokenizer.json defines them, by llama.cpp's names."""
-HH_TEMPLATE = (
-    "{%- set ns = namespace(system='') -%}{%- for m in messages -%}"
-    "{%- if m['role'] == 'system' -%}{%- set ns.system = ns.system + m['content'] + '\\n\\n' -%}"
-    "{%- else -%}{{- '\\n\\nAssistant: ' if m['role'] == 'assistant' else '\\n\\nHuman: ' -}}"
-    "{{- ns.system + m['content'] -}}{%- set ns.system = '' -%}{%- endif -%}{%- endfor -%}"
-    "{%- if add_generation_prompt -%}{{- '\\n\\nAssistant:' -}}{%- endif -%}"
-)
-"""Chat template of HH-RLHF's form, see `firm.alignment.prompts.hh_text`."""
-
-
-def plain_template(template: str) -> str:
-    """Returns the chat template of plain prompts: the last user message inside a text.
-
-    Args:
-        template: Text with {prompt}, as in `firm.alignment.prompts.PromptFormat`.
-    """
-    parts = [f"{{{{- {json.dumps(part)} -}}}}" for part in template.split("{prompt}")]
-    return "{{- (messages | selectattr('role', 'equalto', 'user') | list)[-1]['content'] -}}".join(
-        parts
-    )
 
 
 def write_base(

@@ -280,7 +280,7 @@ def test_a_template_that_does_not_compile_is_called_broken():
 
 
 def test_an_endless_template_is_interrupted_in_any_thread(monkeypatch):
-    monkeypatch.setattr("firm.alignment.prompts.TEMPLATE_SECONDS", 0.1)
+    monkeypatch.setattr("firm.alignment.rendering.TEMPLATE_SECONDS", 0.1)
     tokenizer, before = with_template(ENDLESS), sys.gettrace()
     with pytest.raises(BrokenTemplateError, match=r"is broken \(it takes longer than 0\.1 s\)"):
         check_template(tokenizer)
@@ -291,7 +291,7 @@ def test_an_endless_template_is_interrupted_in_any_thread(monkeypatch):
 
 
 def test_a_template_that_is_endless_for_some_conversations_alone_is_interrupted(monkeypatch):
-    monkeypatch.setattr("firm.alignment.prompts.TEMPLATE_SECONDS", 0.1)
+    monkeypatch.setattr("firm.alignment.rendering.TEMPLATE_SECONDS", 0.1)
     tokenizer = with_template("{% if messages | length > 1 %}" + ENDLESS + "{% endif %}Hello")
     check_template(tokenizer)
     long = chat(("user", "Hello"), ("assistant", "Hello"), ("user", "Hello"))

@@ -20,6 +20,8 @@ from firm.run import Run, load_state, save_state
 def kill_at(step):
     def on_event(event, _):
         nonlocal step
+        if event in ("os.listdir", "os.scandir"):  # their number grows with the kept checkpoints
+            return
         if event == "open" or event.startswith(("os.", "shutil.")):
             step -= 1
             if step == 0:

@@ -4,9 +4,12 @@ import json
 from dataclasses import replace
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from firm.fronts.confidence import half_width
 from firm.serving import ServedFront
+from firm.serving.chat_templates import HH_TEMPLATE, check_exported, plain_template
 
 
 @pytest.mark.parametrize(
@@ -82,3 +85,34 @@ def test_paths_out_of_the_folder_are_refused(served, place):
     for changes in ({"base_file": place}, {"adapters": dict.fromkeys(served.adapters, place)}):
         with pytest.raises(ValueError, match="must be inside"):
             replace(served, **changes)
+
+
+@given(st.text() | st.sampled_from(["", "{{ x }}", "{% y %}", '"', "\\", "-}}", "\ud800"]))
+def test_templates_of_exports_are_accepted(text):
+    check_exported("")
+    check_exported(HH_TEMPLATE)
+    for template in ("{prompt}", f"{text}{{prompt}}{text}", f"{{prompt}}{text}{{prompt}}"):
+        check_exported(plain_template(template))
+
+
+@pytest.mark.parametrize(
+    "template",
+    [
+        "{{ 'a' * 3000000000 }}",
+        "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}",
+        "{{ " + "(" * 5000 + "1" + ")" * 5000 + " }}",
+        f"{HH_TEMPLATE} ",
+        plain_template("{prompt}") * 2,
+        plain_template("a{prompt}b").replace('"b"', "'b' * 10"),
+        plain_template("a{prompt}b").replace('"b"', '["b"]'),
+        "{{- 1 -}}",
+    ],
+)
+def test_other_templates_are_refused_before_an_engine_renders_them(served, tmp_path, template):
+    with pytest.raises(ValueError, match="chat_template must be empty or as `firm export` writes"):
+        replace(served, chat_template=template)
+    served.save(tmp_path)
+    record = json.loads((tmp_path / "front.json").read_text())
+    (tmp_path / "front.json").write_text(json.dumps({**record, "chat_template": template}))
+    with pytest.raises(ValueError, match=r"front\.json is not a valid servedfront: chat_template"):
+        ServedFront.load(tmp_path)
