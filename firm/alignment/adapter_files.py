@@ -216,7 +216,7 @@ def _check_patterns(folder: Path, settings: LoraConfig) -> None:
                 raise ValueError(
                     f"{folder}/adapter_config.json: {key} has the pattern {shown!r}, which is "
                     "broken or could take too long to match: use names of layers, or a pattern "
-                    "with at most two repetitions such as '.*' and two groups such as '(q_proj|v_proj)'."
+                    "with at most two repetitions such as '.*' and two groups such as '(q|v)_proj'."
                 )
         if len(patterns) > _MAX_PATTERNS:
             raise ValueError(

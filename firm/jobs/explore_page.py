@@ -2,8 +2,12 @@
 
 import os
 import socket
-from collections.abc import Sequence
+import time
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
+from urllib.parse import parse_qs
 
 from firm.extras import install_command
 from firm.jobs.chat import SIDES, ChatReply
@@ -31,6 +35,16 @@ ASKED = "Message to both models"
 HOST = "127.0.0.1"
 FILE_ROUTES = ("file", "upload", "upload_progress", "process_recording", "proxy")
 """Gradio's routes to files and other machines, which the page does not need."""
+
+
+MAX_BODY = 1_000_000
+"""Largest body of a request in bytes; those of the page have some KB."""
+MAX_WAITING = 32
+"""Number of requests that wait for the model, or for figures; later ones are refused."""
+LISTENER_SECONDS = 1.0
+"""Time within which a page that has asked opens the connection on which it gets the reply."""
+_LISTENERS: Counter[str] = Counter()
+"""Number of open connections for replies, by the page's session."""
 
 
 def main(cfg: ExploreConfig) -> None:
@@ -102,7 +116,8 @@ class _Guarded:
         """Rejects a request, or passes it to the application."""
         problem = None if scope["type"] == "lifespan" else _problem(scope)
         if problem is None:
-            await self._app(scope, receive, send)
+            with _listening(scope):
+                await self._app(scope, receive, send)
         elif scope["type"] == "websocket":
             await send({"type": "websocket.close"})
         else:
@@ -121,7 +136,38 @@ def _problem(scope: Any) -> tuple[int, str] | None:
         return 403, f"{problem}\n"
     if any(part.partition("=")[0] in FILE_ROUTES for part in scope["path"].split("/")):
         return 404, "This page does not transfer files.\n"
+    if scope.get("method") in ("POST", "PUT", "PATCH"):
+        size = headers.get(b"content-length")
+        if size is None:
+            return 411, "State the length of the body.\n"
+        if not size.isdecimal() or int(size) > MAX_BODY:
+            return 413, f"The body is larger than {MAX_BODY:,} bytes.\n"
     return None
+
+
+@contextmanager
+def _listening(scope: Any) -> Iterator[None]:
+    """Counts the connection on which a page gets its replies, as long as it is open."""
+    session = ""
+    if scope["type"] == "http" and scope["path"].endswith("/queue/data"):
+        session = parse_qs(scope["query_string"].decode("latin-1")).get("session_hash", [""])[0]
+    _LISTENERS[session] += 1
+    try:
+        yield
+    finally:
+        _LISTENERS[session] -= 1
+        if not _LISTENERS[session]:
+            del _LISTENERS[session]
+
+
+def _is_heard(session: str | None) -> bool:
+    """Returns whether a page still waits for its reply, or comes to wait for it soon."""
+    end = time.monotonic() + LISTENER_SECONDS
+    while session not in _LISTENERS:
+        if time.monotonic() > end:
+            return False
+        time.sleep(0.05)
+    return True
 
 
 def build_page(explorer: Explorer) -> Any:
@@ -142,15 +188,16 @@ def build_page(explorer: Explorer) -> Any:
             return [*[gradio.skip()] * len(figures), "Move at least one slider above 0."]
         return [*map(go.Figure, explorer.planes(point)), _in_words(explorer, point)]
 
-    def asked(line: str, talk: dict[str, Any], *target: float) -> list[Any]:
+    def asked(
+        request: gradio.Request,  # pyright: ignore[reportInvalidTypeForm]  # Gradio's mark
+        line: str,
+        talk: dict[str, Any],
+        *target: float,
+    ) -> list[Any]:
         """Returns a cleared input field, the state, and both dialogues with the new replies."""
-        point = _reached(explorer, target)
-        if not line.strip() or point is None:
-            return [line, talk, *(talk["shown"][side] for side in SIDES)]
-        answers, dialogues = explorer.answer(point, talk["said"], line.strip(), talk["turn"])
-        shown = {side: [*talk["shown"][side], *_turn(line, answers[side])] for side in SIDES}
-        talk = {"said": dialogues, "turn": talk["turn"] + 1, "shown": shown}
-        return ["", talk, *shown.values()]
+        if _is_heard(request.session_hash):
+            line, talk = reply(explorer, line, talk, target)
+        return [line, talk, *(talk["shown"][side] for side in SIDES)]
 
     first = explorer.reach([1.0] * len(front.objectives))
     figures = [go.Figure(plane) for plane in explorer.planes(first)]
@@ -204,7 +251,19 @@ def build_page(explorer: Explorer) -> Any:
             None,
             [talk, *chats],
         )
-    return page
+    return page.queue(max_size=MAX_WAITING)
+
+
+def reply(
+    explorer: Explorer, line: str, talk: dict[str, Any], target: Sequence[float]
+) -> tuple[str, dict[str, Any]]:
+    """Returns the rest of a line, and the talk with the replies to it if it can be answered."""
+    point = _reached(explorer, target)
+    if not line.strip() or point is None:
+        return line, talk
+    answers, dialogues = explorer.answer(point, talk["said"], line.strip(), talk["turn"])
+    shown = {side: [*talk["shown"][side], *_turn(line, answers[side])] for side in SIDES}
+    return "", {"said": dialogues, "turn": talk["turn"] + 1, "shown": shown}
 
 
 def _gradio() -> Any:

@@ -1,5 +1,7 @@
 """The page with sliders, as a browser shows it and as a person uses it."""
 
+import asyncio
+import contextlib
 import http.client
 import json
 import re
@@ -16,6 +18,7 @@ import pytest
 from firm.cli.main import COMMANDS
 from firm.extras import install_command
 from firm.fronts import Front
+from firm.jobs import explore_page
 from firm.jobs.chat import SIDES, ChatConfig, Conversation
 from firm.jobs.explore_page import serve
 from firm.jobs.finished_runs import parse_over_run
@@ -204,3 +207,54 @@ def test_a_port_that_is_taken_is_named_before_anything_is_loaded(strong, refusal
         port = taken.getsockname()[1]
         line = refusal(cli, ["--run", str(strong), "--policy.path", "no/model", "--port", port])
     assert f"cannot be served at {port}; choose another --port" in line
+
+
+def test_a_large_body_is_refused_before_it_is_read(address):
+    status, text = _request(address, "/gradio_api/queue/join", "POST", b" " * 50_000_000)
+    assert (status, text) == (413, "The body is larger than 1,000,000 bytes.\n")
+    parts = iter([b" " * 1000] * 10)  # of a length that is not stated
+    status, text = _request(address, "/gradio_api/queue/join", "POST", parts)
+    assert (status, text) == (411, "State the length of the body.\n")
+
+
+def test_a_reply_is_for_those_who_listen(monkeypatch):
+    monkeypatch.setattr(explore_page, "LISTENER_SECONDS", 0)
+    heard = []
+
+    async def app(scope, receive, send):
+        heard.append(explore_page._is_heard("abc"))
+        if scope["path"] == "/gradio_api/queue/data":
+            raise ConnectionResetError  # the listener leaves
+
+    async def request(path, query):
+        headers = [(b"host", b"127.0.0.1:7860")]
+        scope = {"type": "http", "path": path, "query_string": query, "headers": headers}
+        with contextlib.suppress(ConnectionResetError):
+            await explore_page._Guarded(app)(scope, None, None)
+
+    asyncio.run(request("/gradio_api/queue/data", b"session_hash=abc"))
+    asyncio.run(request("/gradio_api/queue/data", b"session_hash=other"))
+    asyncio.run(request("/gradio_api/queue/join", b"session_hash=abc"))
+    assert heard == [True, False, False]
+    assert not explore_page._is_heard("abc")
+    assert not explore_page._is_heard(None)
+
+
+def test_only_so_many_requests_wait_and_none_of_a_page_that_was_closed(address):
+    config = json.loads(_request(address, "/config")[1])
+    [asked] = [each for each in config["dependencies"] if len(each["inputs"]) == 4]
+    answers = []
+    for number in range(2 * explore_page.MAX_WAITING):  # nobody listens
+        body = {
+            "data": ["Hi", None, 0.5, 0.5],
+            "fn_index": asked["id"],
+            "session_hash": f"{number}",
+        }
+        answers.append(
+            _request(
+                *(address, "/gradio_api/queue/join", "POST", json.dumps(body)),
+                content_type="application/json",
+            )
+        )
+    assert {status for status, _ in answers} == {200, 503}
+    assert "Queue is full" in answers[-1][1]
