@@ -21,6 +21,7 @@ from firm.federation.round_config import RoundConfig
 from firm.federation.schema import Model, Reading, read, shown
 from firm.federation.tasks import TASKS
 from firm.fields import Hint, PositiveFloat, PositiveInt, configuration
+from firm.inside import open_inside
 from firm.json_text import json_text
 
 MAX_REFUSALS = 10_000
@@ -191,7 +192,7 @@ class Ledger:
     def _write(self, **row: Any) -> None:
         if self._path is None:
             return
-        with self._path.open("a", encoding="utf-8") as file:
+        with open(self._path, "a", encoding="utf-8", opener=open_inside) as file:
             file.write(json_text({"time": round(time.time()), **row}) + "\n")
             file.flush()
             os.fsync(file.fileno())  # a site that loses power must not forget ε that it spent

@@ -13,6 +13,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import IO, Literal, Self
 
+from firm.inside import open_inside
 from firm.run.errors import UserError
 from firm.run.lock import hold, name_holders
 
@@ -104,7 +105,7 @@ class Daemons:
             UserError: Processes for the same folder are already running; the message names them.
         """
         self._lock = hold(self._output.parent)
-        self._file = open(self._output, "ab", opener=partial(os.open, mode=0o600))
+        self._file = open(self._output, "ab", opener=partial(open_inside, mode=0o600))
         for name, command in self._commands.items():
             self._daemons[name] = _Daemon(command, self._start(command), time.monotonic())
         self._name_processes()

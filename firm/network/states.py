@@ -1,12 +1,12 @@
 """Storage of client states on a site's disk."""
 
 import re
-import shutil
 from pathlib import Path
 
 from firm.federation.client import State
 from firm.federation.engines.local import StateMissing
 from firm.federation.outside import check_name
+from firm.inside import give, remove_folder
 from firm.run.checkpoint import load_state, save_state
 
 
@@ -20,6 +20,7 @@ class DiskStates:
 
     def __init__(self, folder: Path, *, num_kept: int = 3) -> None:
         self._folder, self._num_kept = folder, num_kept
+        give(folder)
 
     def read(self, client: str, round: int) -> State:
         """Returns a client's state after a round."""
@@ -36,7 +37,7 @@ class DiskStates:
         rounds = self._rounds(client)
         kept = [round for round in rounds if round <= accepted][-self._num_kept :]
         for round in set(rounds) - set(kept):
-            shutil.rmtree(self._path(client, round))
+            remove_folder(self._path(client, round))
 
     def _rounds(self, client: str) -> list[int]:
         names = (re.fullmatch(r"round_(\d+)", path.name) for path in self._of(client).glob("*"))

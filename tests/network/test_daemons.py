@@ -11,6 +11,7 @@ import pytest
 
 pytest.importorskip("nvflare", reason="the extra `network` is not installed")
 
+from firm.inside import LinkFound
 from firm.network.daemons import MANY, Daemons
 from firm.run import UserError
 
@@ -124,3 +125,15 @@ def test_what_processes_write_is_for_their_owner_alone(tmp_path):
     assert made.stat().st_mode & 0o777 == 0o700
     assert (made / "file").stat().st_mode & 0o777 == 0o600
     assert (tmp_path / "output.txt").stat().st_mode & 0o777 == 0o600
+
+
+def test_the_output_does_not_go_through_a_link(tmp_path):
+    (tmp_path / "kit").mkdir()
+    (tmp_path / "outside").write_text("own")
+    (tmp_path / "kit/output.txt").symlink_to(tmp_path / "outside")
+    with (
+        pytest.raises(LinkFound, match=r"output\.txt is a link"),
+        _daemons(tmp_path / "kit", "true"),
+    ):
+        pass
+    assert (tmp_path / "outside").read_text() == "own"

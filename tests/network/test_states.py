@@ -1,7 +1,10 @@
+import os
+
 import pytest
 import torch
 
 from firm.federation.engines import MemoryStates
+from firm.inside import LinkFound
 from firm.network.states import DiskStates
 
 
@@ -76,3 +79,15 @@ def test_no_client_has_its_states_elsewhere(tmp_path, client):
     with pytest.raises(ValueError, match="a client's name"):
         states.forget(client, 0)
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("place", ["client_0", "client_0/round_000001"])
+def test_a_state_is_not_written_through_a_link(tmp_path, place):
+    (tmp_path / "outside").mkdir()
+    states = DiskStates(tmp_path / "states")
+    states.write("client_1", 0, _state(0))
+    (tmp_path / "states" / place).parent.mkdir(exist_ok=True)
+    (tmp_path / "states" / place).symlink_to(tmp_path / "outside")
+    with pytest.raises(LinkFound, match=rf"states/{place} is a link"):
+        states.write("client_0", 1, _state(1))
+    assert os.listdir(tmp_path / "outside") == []

@@ -15,6 +15,7 @@ from firm.federation.strategies.fedcmoo import FedCmooConfig
 from firm.federation.strategies.firm import FirmConfig
 from firm.federation.strategies.fsmgda import FsmgdaConfig
 from firm.federation.training import LocalTraining
+from firm.inside import LinkFound
 from firm.network.agreement import Agreement, Budget, Ledger, Refused
 from firm.network.site import Site, SitePolicy
 
@@ -216,6 +217,15 @@ def test_a_damaged_record_is_named_and_a_torn_last_line_is_not(tmp_path):
         path.write_text(f'{{"kind": "refusal", "reason": "no"}}\n{line}\n')
         with pytest.raises(ValueError, match=r"ledger\.jsonl, line 2 is damaged"):
             Ledger(agreement, Budget(), path)
+
+
+def test_the_record_is_not_written_through_a_link(tmp_path):
+    (tmp_path / "outside").write_text("")
+    (tmp_path / "ledger.jsonl").symlink_to(tmp_path / "outside")
+    ledger = Ledger(_agreement(FirmConfig(privacy=PRIVACY)), Budget(), tmp_path / "ledger.jsonl")
+    with pytest.raises(LinkFound, match=r"ledger\.jsonl is a link"):
+        ledger.note_sum({"client": "a"})
+    assert (tmp_path / "outside").read_text() == ""
 
 
 def test_refusals_without_end_do_not_fill_the_disk(tmp_path, monkeypatch):
