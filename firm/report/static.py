@@ -24,6 +24,7 @@ from matplotlib.ticker import MaxNLocator
 
 from firm.federation.outside import legible_data
 from firm.fronts.smoothing import exponential_average
+from firm.inside import make_folder, replace_bytes
 from firm.report.drawing import LegendEntry, Panel, Trace, series_panel
 from firm.report.page import replace_file
 from firm.report.plane import Cloud, PlanePoint, planes
@@ -99,11 +100,14 @@ def save_figure(figure: PaperFigure, stem: str | Path) -> list[Path]:
         OSError: A file cannot be written.
     """
     stem = Path(stem)
-    stem.parent.mkdir(parents=True, exist_ok=True)
+    make_folder(stem.parent)
     png, svg, table = (stem.with_name(f"{stem.name}.{end}") for end in ("png", "svg", "csv"))
     with matplotlib.rc_context(STYLE):
-        figure.figure.savefig(png, dpi=DPI, metadata={"Software": None})
-        figure.figure.savefig(svg, metadata={"Date": None, "Creator": None})
+        for file, unset in ((png, ("Software",)), (svg, ("Date", "Creator"))):
+            content = io.BytesIO()
+            metadata: Any = dict.fromkeys(unset)
+            figure.figure.savefig(content, format=file.suffix[1:], dpi=DPI, metadata=metadata)
+            replace_bytes(file, content.getvalue())
     text = io.StringIO()
     csv.writer(text, lineterminator="\n").writerows(legible_data([figure.header, *figure.rows]))
     replace_file(table, text.getvalue())

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from firm.fronts import exponential_average
+from firm.inside import LinkFound, give
 from firm.report.drawing import LegendEntry
 from firm.report.plane import Cloud, Spot
 from firm.report.static import (
@@ -14,6 +15,7 @@ from firm.report.static import (
     DPI,
     PAGE_IN,
     Curve,
+    PaperFigure,
     curves_figure,
     light_color,
     plane_figure,
@@ -126,3 +128,24 @@ def test_drawing_leaves_matplotlib_as_it_was(tmp_path):
     before = settings()
     save_figure(curves(), tmp_path / "curves")
     assert settings() == before
+
+
+def test_figures_are_not_written_through_a_link(tmp_path):
+    import matplotlib.pyplot as plt
+
+    give(tmp_path / "study")
+    (tmp_path / "study").mkdir()
+    (tmp_path / "outside").mkdir()
+    (tmp_path / "study/figures").symlink_to(tmp_path / "outside")
+    figure = PaperFigure(plt.figure(), ["a"], [[1.0]])
+    with pytest.raises(LinkFound, match="study/figures is a link"):
+        save_figure(figure, tmp_path / "study/figures/a")
+    (tmp_path / "study/figures").unlink()
+    (tmp_path / "study/figures").mkdir()
+    for name in ("a.png", "a.svg", "a.csv"):
+        (tmp_path / "study/figures" / name).symlink_to(tmp_path / "outside" / name)
+        with pytest.raises(LinkFound, match=rf"{name} is a link"):
+            save_figure(figure, tmp_path / "study/figures/a")
+        (tmp_path / "study/figures" / name).unlink()
+    plt.close()
+    assert list((tmp_path / "outside").iterdir()) == []
