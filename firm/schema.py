@@ -150,6 +150,10 @@ def in_words(error: Mapping[str, Any]) -> str:
         return f"{bound} {limits.get('ge', limits.get('le')):g}"
     if kind == "string_too_long":
         return f"a text of at most {limits['max_length']} characters"
+    if kind == "string_too_short":
+        return f"a text of at least {limits['min_length']} characters"
+    if kind == "string_pattern_mismatch":
+        return f"a text that matches {limits['pattern']}"
     if kind == "too_short" and limits["min_length"] == 1:
         return "non-empty"
     if kind in ("too_short", "too_long"):
@@ -167,6 +171,7 @@ _WORDS = {
     "string_type": "a text",
     "list_type": "a list",
     "dict_type": "a mapping",
+    "model_type": "a mapping",
 }
 
 

@@ -269,7 +269,14 @@ COMMANDS = {
 }
 """All commands, by the words after `firm`."""
 
-EXTRAS = {"cvxpy": "cvxpy", "nvflare": "network", "gguf": "real", "xllamacpp": "serve"}
+EXTRAS = {
+    "cvxpy": "cvxpy",
+    "nvflare": "network",
+    "gguf": "real",
+    "xllamacpp": "serve",
+    "uvicorn": "serve",
+    "starlette": "serve",
+}
 """Extra that installs an optional package, by the package's name."""
 
 USAGE = """usage: firm COMMAND [--config NAME_OR_FILE.yaml ...] [--key.path VALUE ...]

@@ -638,6 +638,7 @@ class ServeConfig:
     port: Annotated[int, Interval(ge=1, le=65535)] = 8080
     api_key_file: Path | None = None
     num_slots: Annotated[int, Interval(ge=1, le=4096)] = 4
+    max_waiting: Annotated[int, Interval(ge=0, le=10000)] = 64
     context: Annotated[int, Interval(ge=1, le=10000000)] = 2048
     num_threads: Annotated[Annotated[int, Interval(ge=1, le=4096)] | None, Hint(text='null takes one per core')] = None
     policy: PolicyConfig = field(default_factory=lambda: PolicyConfig(path=''))

@@ -7,7 +7,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import field
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
+
+from annotated_types import Interval
 
 from firm.alignment.generation import RolloutConfig
 from firm.alignment.policy import PolicyConfig
@@ -17,8 +19,12 @@ from firm.jobs.export import ExportConfig, export
 from firm.jobs.pick import conditioned_front
 from firm.run.errors import UserError
 from firm.run.files import read_text
-from firm.serving.endpoint import Endpoint, check_host, family_of, model_at
 from firm.serving.llama import LlamaEngine, import_llama
+from firm.serving.local import check_host, family_of
+from firm.serving.requests import model_at
+
+if TYPE_CHECKING:
+    from firm.serving.endpoint import Endpoint
 
 
 @configuration
@@ -42,6 +48,8 @@ class ServeConfig:
     line, which other users of this machine can see."""
     num_slots: NumWorkers = 4
     """Number of requests that are answered at once."""
+    max_waiting: Annotated[int, Interval(ge=0, le=10_000)] = 64
+    """Number of requests that wait for a slot; others get status 429."""
     context: NumTokens = 2048
     """Maximum length of a prompt with its reply in tokens."""
     num_threads: Annotated[NumWorkers | None, Hint("null takes one per core")] = None
@@ -57,7 +65,7 @@ class ServeConfig:
 
 
 @contextmanager
-def endpoint(cfg: ServeConfig) -> Iterator[Endpoint]:
+def endpoint(cfg: ServeConfig) -> Iterator["Endpoint"]:
     """Yields an endpoint with the model loaded, bound to its address; it does not answer yet.
 
     Raises:
@@ -65,6 +73,8 @@ def endpoint(cfg: ServeConfig) -> Iterator[Endpoint]:
         ModuleNotFoundError: An optional package is missing.
     """
     import_llama()  # before the export, which takes a while
+    from firm.serving.endpoint import Endpoint  # needs the packages of the extra `serve`
+
     key = _api_key(cfg)
     try:
         check_host(cfg.host, key)
@@ -78,7 +88,8 @@ def endpoint(cfg: ServeConfig) -> Iterator[Endpoint]:
                 num_threads=cfg.num_threads or os.cpu_count() or 1,
             )
             name = cfg.name or Path(engine.served.base_model).name.removesuffix(".gguf")
-            with Endpoint(engine, name=name, host=cfg.host, port=cfg.port, api_key=key) as server:
+            options = {"host": cfg.host, "port": cfg.port, "max_waiting": cfg.max_waiting}
+            with Endpoint(engine, name=name, api_key=key, **options) as server:
                 yield server
     except ValueError as error:
         raise UserError(str(error)) from error

@@ -1,161 +1,54 @@
 """OpenAI's chat endpoint, whose requests state a preference, a target or requirements.
 
-It translates requests to scales of adapters and passes them to an engine; sampling, batching and
-templates are the engine's. A trade-off stands in the body, as `preference`, `target` or `require`,
-or in the model's name: `NAME@helpful=0.7`, `NAME@target:helpful=0.7,harmless=0.3`,
-`NAME@require:harmless>=0.6`, or `NAME@base` for the base model.
+`firm.serving.requests` checks requests and translates them to scales of adapters; sampling,
+batching and templates are the engine's, and connections uvicorn's. A request has a place from
+before its body is read: as many as the engine has slots are answered, a bounded number wait, and
+others are refused at once. The engine stops when the client leaves.
 """
 
+import asyncio
 import hmac
-import json
+import logging
 import socket
-from collections.abc import Mapping
-from dataclasses import dataclass
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from typing import Any, Protocol
+from collections.abc import AsyncGenerator, Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import aclosing, suppress
+from threading import Event
+from traceback import extract_tb
+from typing import Any, Protocol, Self
 
-from firm.serving.front import TRADE_OFFS, ServedFront
-from firm.serving.local import foreign, is_local
+import uvicorn
+from starlette.requests import Request
+from starlette.types import Receive, Scope, Send
 
-MAX_BODY = 8 * 2**20
-"""Maximum length of a request in bytes."""
-BASE = "base"
-"""Part of a model's name after the @ that selects the base model, without adapters."""
+from firm.serving.connection import IDLE_S, SEND_S, Connection, LeftError, TimedProtocol
+from firm.serving.front import ServedFront
+from firm.serving.local import check_host, family_of, foreign, is_local
+from firm.serving.replies import assembled, refusal, total_usage
+from firm.serving.requests import Refused, Translated, defaults, models, parsed, translated
+from firm.serving.slots import Slots
+
+logger = logging.getLogger(__name__)
+BACKLOG = 2048
+"""Connections that the system keeps until they are accepted."""
+
+OnChunk = Callable[[dict[str, Any]], bool]
+"""Receives a part of a reply; returns True to stop."""
 
 
 class Engine(Protocol):
     """Replies at given scales; see `firm.serving.llama.LlamaEngine`."""
 
     served: ServedFront
+    num_slots: int
+    context: int
 
-    def reply(self, body: Any, scales: Any, on_chunk: Any = None) -> dict[str, Any] | None:
-        """Returns the reply to a chat request, or passes its parts to `on_chunk`."""
+    def reply(self, body: Any, scales: Any, on_chunk: OnChunk) -> Any:
+        """Passes the parts of the reply to a chat request to `on_chunk`."""
         ...
 
 
-class Refused(ValueError):
-    """Raised for a request that is answered with an error.
-
-    Args:
-        message: Problem, input and remedy.
-        status: HTTP status.
-    """
-
-    def __init__(self, message: str, status: int = 400) -> None:
-        super().__init__(message)
-        self.status = status
-
-
-@dataclass(frozen=True)
-class Translated:
-    """A request for the engine."""
-
-    body: dict[str, Any]
-    scales: dict[str, float]
-    model: str
-    """Name of the model at the preference that was found, for the response."""
-
-
-def translated(request: Mapping[str, Any], served: ServedFront, name: str) -> Translated:
-    """Returns a chat request with the scales of its trade-off.
-
-    Args:
-        request: OpenAI's request with the trade-off in its body or in the model's name.
-        served: The front.
-        name: The served model's name.
-
-    Raises:
-        Refused: When the model or the trade-off does not exist, or is stated twice.
-    """
-    body = {**served.request, **request}
-    given = {key: body.pop(key) for key in TRADE_OFFS if key in body}
-    confidence = body.pop("confidence", 0.95)
-    if "lora" in body:
-        raise Refused("lora is set from the preference: pass preference, target or require.")
-    if not isinstance(confidence, int | float) or not 0.5 < confidence < 1:
-        raise Refused(f"confidence must be between 0.5 and 1, got {confidence!r}.")
-    model = body.pop("model", name)
-    known, at, words = model.partition("@") if isinstance(model, str) else ("", "", "")
-    if known != name:
-        raise Refused(f"there is no model {model!r}: use {name} or {name}@TRADE-OFF.", 404)
-    if at and given:
-        raise Refused(
-            f"state the trade-off once, got {next(iter(given))} in the body and {words} in the "
-            "model's name."
-        )
-    if words == BASE:
-        scales = dict.fromkeys(served.adapters, 0.0)
-        return Translated(_with_system(body, served), scales, f"{name}@{BASE}")
-    if at:
-        key, colon, value = words.partition(":")
-        is_named = bool(colon) and key in TRADE_OFFS
-        given = {key: value} if is_named else {"preference": words}
-    try:
-        scales = served.scales(confidence=float(confidence), **given)
-    except ValueError as error:
-        raise Refused(str(error)) from error
-    return Translated(_with_system(body, served), scales, model_at(name, scales))
-
-
-def model_at(name: str, scales: Mapping[str, float]) -> str:
-    """Returns a model's name at a preference.
-
-    >>> model_at("smollm2", {"plain": 0.25, "rich": 0.75})
-    'smollm2@plain=0.25,rich=0.75'
-    """
-    return f"{name}@{','.join(f'{key}={round(share, 6):g}' for key, share in scales.items())}"
-
-
-def models(served: ServedFront, name: str) -> dict[str, Any]:
-    """Returns OpenAI's list of models: equal shares, the base model and the measured points."""
-    entries: list[dict[str, Any]] = [
-        {"id": name},
-        {"id": f"{name}@{BASE}", "rewards": served.front.base},
-    ]
-    shares = served.front.preferences().tolist()
-    for point, row in zip(served.front.points, shares, strict=True):
-        preference = dict(zip(served.adapters, row, strict=True))
-        entries.append(
-            {
-                "id": model_at(name, preference),
-                "preference": preference,
-                "rewards": point.rewards,
-                "errors": point.errors,
-                "kl": point.kl if point.kl == point.kl else None,  # JSON has no NaN
-            }
-        )
-    return {
-        "object": "list",
-        "data": [{"object": "model", "created": 0, "owned_by": "firm", **own} for own in entries],
-    }
-
-
-def _with_system(body: dict[str, Any], served: ServedFront) -> dict[str, Any]:
-    """Returns a request with the front's system prompt, unless it has its own."""
-    messages = body.get("messages")
-    if not isinstance(messages, list) or not all(isinstance(each, dict) for each in messages):
-        raise Refused("messages must be a list of objects with role and content.")
-    if not served.system_prompt or any(each.get("role") == "system" for each in messages):
-        return body
-    system = {"role": "system", "content": served.system_prompt}
-    return {**body, "messages": [system, *messages]}
-
-
-def check_host(host: str, api_key: str | None) -> None:
-    """Raises `ValueError` if other machines could reach a host without a key."""
-    if api_key is None and not is_local(host):
-        raise ValueError(
-            f"host {host} can be reached from other machines, which needs a key: pass "
-            "--api_key_file, or --host 127.0.0.1."
-        )
-
-
-def family_of(host: str) -> socket.AddressFamily:
-    """Returns the address family of a host to bind."""
-    return socket.AF_INET6 if ":" in host else socket.AF_INET
-
-
-class Endpoint(ThreadingHTTPServer):
+class Endpoint:
     """An HTTP server of `/v1/chat/completions`, `/v1/models` and `/health`.
 
     Args:
@@ -164,137 +57,194 @@ class Endpoint(ThreadingHTTPServer):
         host: Address to bind.
         port: Port; 0 takes a free one.
         api_key: Key that requests must carry as bearer token; None on this machine alone.
+        max_waiting: Number of requests that may wait while others are answered.
 
     Raises:
-        ValueError: When other machines could reach the server without a key.
+        ValueError: When other machines could reach the server without a key, or the front's
+            defaults are no fields of requests.
         OSError: When the address is in use.
     """
 
-    daemon_threads = True
-
     def __init__(
-        self, engine: Engine, *, name: str, host: str, port: int, api_key: str | None = None
+        self,
+        engine: Engine,
+        *,
+        name: str,
+        host: str,
+        port: int,
+        api_key: str | None = None,
+        max_waiting: int = 64,
     ) -> None:
         check_host(host, api_key)
-        self.engine, self.name, self.api_key = engine, name, api_key
-        self.is_local = is_local(host)
-        self.address_family = family_of(host)
-        super().__init__((host, port), _Handler)
+        defaults(engine.served)
+        self.engine, self.name = engine, name
+        self._api_key, self._is_local = api_key, is_local(host)
+        self._slots = Slots(engine.num_slots, max_waiting)
+        self._socket = socket.create_server((host, port), family=family_of(host), backlog=BACKLOG)
+        if hasattr(socket, "TCP_USER_TIMEOUT"):  # of accepted connections too
+            self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 1000 * SEND_S)
+        self._pool = ThreadPoolExecutor(engine.num_slots, thread_name_prefix="firm-serve")
+        self._server = uvicorn.Server(
+            uvicorn.Config(
+                self._answer,
+                interface="asgi3",
+                http=TimedProtocol,
+                ws="none",
+                lifespan="off",
+                loop="asyncio",
+                backlog=BACKLOG,
+                timeout_keep_alive=IDLE_S,
+                timeout_graceful_shutdown=1,
+                proxy_headers=False,
+                server_header=False,
+                access_log=False,
+                log_config=None,
+                log_level="critical",  # requests may be private
+            )
+        )
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._socket.close()
+        self._pool.shutdown()
+
+    @property
+    def server_address(self) -> tuple[str, int]:
+        """Host and port."""
+        return self._socket.getsockname()[:2]
 
     @property
     def url(self) -> str:
         """Address of the server."""
-        host, port = self.server_address[:2]
-        return f"http://{f'[{host!s}]' if ':' in str(host) else host}:{port}"
+        host, port = self.server_address
+        return f"http://{f'[{host}]' if ':' in host else host}:{port}"
 
+    def serve_forever(self) -> None:
+        """Answers requests until interrupted, or until `shutdown` in another thread."""
+        self._server.run(sockets=[self._socket])
 
-class _Handler(BaseHTTPRequestHandler):
-    server: Endpoint  # type: ignore[assignment]
-    server_version, sys_version = "firm", ""
-    timeout = 60  # seconds without a byte of the request
+    def shutdown(self) -> None:
+        """Has `serve_forever` return."""
+        self._server.should_exit = True
 
-    def do_GET(self) -> None:
-        """Answers the list of models, or that the server is alive."""
-        self._answer(self._get)
-
-    def do_POST(self) -> None:
-        """Answers a chat request."""
-        self._answer(self._chat)
-
-    def _answer(self, method: Any) -> None:
+    async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answers a request; errors have OpenAI's form, and are never logged with the request."""
+        own = Connection(scope, receive, send)
         try:
-            self._check_allowed()
-            method()
+            await self._route(own)
+        except LeftError:
+            pass
         except Refused as error:
-            self._send(error.status, _error(str(error), error.status))
-        except (BrokenPipeError, ConnectionResetError):
-            self.close_connection = True
+            await own.refuse(error)
+        except Exception as error:
+            place = extract_tb(error.__traceback__)[-1]
+            words = f"{type(error).__name__} at {place.filename}:{place.lineno}"
+            logger.error("a request ended with %s", words)
+            await own.refuse(Refused("the server has a defect; the request was not answered.", 500))
 
-    def _check_allowed(self) -> None:
-        headers, key = self.headers, self.server.api_key
-        if self.server.is_local:
-            problem = foreign(headers.get("Host", ""), headers.get("Origin"))
+    async def _route(self, own: Connection) -> None:
+        self._check_allowed(own.request)
+        match own.request.method, own.request.url.path:
+            case "GET", "/health":
+                await own.send_json({"status": "ok"})
+            case "GET", "/v1/models":
+                await own.send_json(models(self.engine.served, self.name))
+            case "POST", "/v1/chat/completions":
+                with self._slots.admitted():
+                    await self._chat(own)
+            case method, path:
+                raise Refused(
+                    f"there is no {method} {path[:80]!r}: use POST /v1/chat/completions.", 404
+                )
+
+    def _check_allowed(self, request: Request) -> None:
+        headers, key = request.headers, self._api_key
+        if self._is_local:
+            problem = foreign(headers.get("host", ""), headers.get("origin"))
             if problem is not None:
                 raise Refused(problem, 403)
-        if key is not None and self.path != "/health":
-            given = headers.get("Authorization", "").removeprefix("Bearer ")
+        if key is not None and request.url.path != "/health":
+            given = headers.get("authorization", "").removeprefix("Bearer ")
             if not hmac.compare_digest(given.encode(), key.encode()):
-                raise Refused("the API key is missing or wrong: pass it as bearer token.", 401)
+                message = "the API key is missing or wrong: pass it as bearer token."
+                raise Refused(message, 401, code="invalid_api_key")
 
-    def _get(self) -> None:
-        if self.path == "/health":
-            self._send(200, {"status": "ok"})
-        elif self.path == "/v1/models":
-            self._send(200, models(self.server.engine.served, self.server.name))
-        else:
-            raise Refused(f"there is no {self.path[:80]!r}: use /v1/chat/completions.", 404)
+    async def _chat(self, own: Connection) -> None:
+        text = await own.read()
+        limits = {"num_slots": self.engine.num_slots, "context": self.engine.context}
+        request = await asyncio.to_thread(
+            lambda: translated(parsed(text), self.engine.served, self.name, **limits)
+        )
+        await own.while_connected(self._reply(own, request))
 
-    def _chat(self) -> None:
-        if self.path != "/v1/chat/completions":
-            raise Refused(f"there is no {self.path[:80]!r}: use /v1/chat/completions.", 404)
-        own = translated(self._body(), self.server.engine.served, self.server.name)
-        try:
-            if own.body.get("stream"):
-                self._stream(own)
+    async def _reply(self, own: Connection, request: Translated) -> None:
+        async with aclosing(self._parts(request)) as parts:
+            if not request.body.get("stream"):
+                await own.send_json(assembled([part async for part in parts]))
                 return
-            reply = self.server.engine.reply(own.body, own.scales)
-        except Refused:
-            raise
-        except ValueError as error:  # raised by llama.cpp for requests that it refuses
-            raise Refused(str(error)) from error
-        self._send(200, {**(reply or {}), "model": own.model})
+            first = await anext(parts)  # until then, an error has a status
+            await own.begin_events()
+            await own.send_event(first)
+            async for part in parts:
+                if part["choices"] or request.has_usage:
+                    await own.send_event(part)
+            await own.end_events()
 
-    def _body(self) -> dict[str, Any]:
-        if self.headers.get_content_type() != "application/json":  # a page can send other types
-            raise Refused("the content type must be application/json.", 415)
-        try:
-            length = int(self.headers.get("Content-Length", ""))
-        except ValueError:
-            raise Refused("the request must state its Content-Length.", 411) from None
-        if not 0 <= length <= MAX_BODY:
-            raise Refused(f"a request may have {MAX_BODY} bytes, got {length}.", 413)
-        try:
-            body = json.loads(self.rfile.read(length))
-        except (ValueError, RecursionError):
-            raise Refused("the body must be valid JSON.") from None
-        if not isinstance(body, dict):
-            raise Refused(f"the body must be a JSON object, got {type(body).__name__}.")
-        return body
+    async def _parts(self, request: Translated) -> AsyncGenerator[dict[str, Any]]:
+        """Yields the parts of a reply, the last one with its usage.
 
-    def _stream(self, own: Translated) -> None:
-        """Sends a reply as server-sent events; the header follows the engine's first part."""
-        has_begun = False
+        Raises:
+            Refused: When the engine refuses the request.
+        """
+        usages = []
+        async with aclosing(self._chunks(request)) as chunks:
+            async for chunk in chunks:
+                if "error" in chunk:
+                    raise refusal(chunk["error"])
+                if "prompt_progress" in chunk:
+                    continue
+                if not chunk["choices"]:
+                    usages.append(chunk["usage"])
+                    if len(usages) < request.num_replies:
+                        continue
+                    chunk["usage"] = total_usage(usages)
+                yield {**chunk, "model": request.model}
 
-        def send(chunk: dict[str, Any]) -> bool:
-            nonlocal has_begun
-            if not has_begun:
-                has_begun = True
-                self.send_response(200)
-                self.send_header("Content-Type", "text/event-stream")
-                self.send_header("Cache-Control", "no-cache")
-                self.end_headers()
+    async def _chunks(self, request: Translated) -> AsyncGenerator[dict[str, Any]]:
+        """Yields the chunks of the engine, which stops at the next one if this is closed."""
+        chunks: asyncio.Queue[dict[str, Any] | Exception | None] = asyncio.Queue()
+        loop, has_left, num = asyncio.get_running_loop(), Event(), request.num_replies
+
+        def put(chunk: dict[str, Any] | Exception | None) -> bool:
+            with suppress(RuntimeError):  # the loop is closed
+                loop.call_soon_threadsafe(chunks.put_nowait, chunk)
+            return has_left.is_set()
+
+        def compute() -> None:
             try:
-                self.wfile.write(f"data: {json.dumps({**chunk, 'model': own.model})}\n\n".encode())
-            except OSError:  # the client has left
-                return True
-            return False
+                self.engine.reply(_streamed(request.body), request.scales, put)
+            except Exception as error:
+                put(error)
+            else:
+                put(None)
 
-        self.server.engine.reply(own.body, own.scales, send)
-        if has_begun:
-            self.wfile.write(b"data: [DONE]\n\n")
-
-    def _send(self, status: int, content: Mapping[str, Any]) -> None:
-        text = json.dumps(content).encode()
-        self.send_response(status)
-        self.send_header("Content-Type", "application/json")
-        self.send_header("Content-Length", str(len(text)))
-        self.end_headers()
-        self.wfile.write(text)
-
-    def log_message(self, format: str, *args: Any) -> None:
-        """Logs nothing: requests may be private."""
+        await self._slots.take(num)
+        computing = loop.run_in_executor(self._pool, compute)
+        computing.add_done_callback(lambda _: self._slots.free(num))
+        try:
+            while (chunk := await chunks.get()) is not None:
+                if isinstance(chunk, ValueError):
+                    raise refusal(chunk)
+                if isinstance(chunk, Exception):
+                    raise chunk
+                yield chunk
+        finally:
+            has_left.set()
 
 
-def _error(message: str, status: int) -> dict[str, Any]:
-    kind = "invalid_request_error" if status < 500 else "server_error"
-    return {"error": {"message": message, "type": kind, "code": status}}
+def _streamed(body: dict[str, Any]) -> dict[str, Any]:
+    """Returns a request whose reply llama.cpp can stop: one in parts, the prompt's among them."""
+    options = {"stream_options": {"include_usage": True}, "return_progress": True}
+    return {**body, "stream": True, **options}

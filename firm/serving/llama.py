@@ -67,7 +67,9 @@ class LlamaEngine:
             raise ValueError(f"there is no GGUF file {missing[0]}: export with --to gguf.")
         params = xllamacpp.CommonParams()
         params.model.path = str(model)
+        self.num_slots, self.context = num_slots, context
         params.n_parallel, params.n_ctx = num_slots, num_slots * context
+        params.n_batch = params.n_ubatch  # a reply can be stopped between batches of its prompt
         params.cpuparams.n_threads = params.cpuparams_batch.n_threads = num_threads
         params.chat_template = self.served.chat_template
         params.verbosity = 0
@@ -100,4 +102,7 @@ class LlamaEngine:
             ValueError: When llama.cpp refuses the request.
         """
         lora = [{"id": at, "scale": scales[name]} for at, name in enumerate(self.served.adapters)]
-        return self._server.handle_chat_completions({**body, "lora": lora}, on_chunk)
+        try:
+            return self._server.handle_chat_completions({**body, "lora": lora}, on_chunk)
+        except (RuntimeError, TypeError) as error:  # of its parser, its templates and its binding
+            raise ValueError(str(error)) from None

@@ -1,6 +1,7 @@
 """Checks that a request comes from this machine and not from another site's page in a browser."""
 
 import ipaddress
+import socket
 from urllib.parse import urlsplit
 
 LOCAL_HOSTS = ("127.0.0.1", "::1", "localhost")
@@ -30,6 +31,20 @@ def is_local(host: str) -> bool:
         return host == "localhost" or ipaddress.ip_address(host).is_loopback
     except ValueError:
         return False
+
+
+def check_host(host: str, api_key: str | None) -> None:
+    """Raises `ValueError` if other machines could reach a host without a key."""
+    if api_key is None and not is_local(host):
+        raise ValueError(
+            f"host {host} can be reached from other machines, which needs a key: pass "
+            "--api_key_file, or --host 127.0.0.1."
+        )
+
+
+def family_of(host: str) -> socket.AddressFamily:
+    """Returns the address family of a host to bind."""
+    return socket.AF_INET6 if ":" in host else socket.AF_INET
 
 
 def _host_of(url: str) -> str | None:

@@ -290,7 +290,7 @@ def test_a_run_is_served_with_openai_s_requests(strong):
     options = ["--run", str(strong), "--name", "tiny", "--port", str(free_port())]
     options += ["--num_slots", "1", "--context", "256", "--num_threads", "1"]
     with endpoint(COMMANDS["serve"].parse(options)) as server:
-        thread = Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
+        thread = Thread(target=server.serve_forever)
         thread.start()
         try:
             replies = {share: _chat(server, f"tiny@brevity={share}") for share in (0.0, 0.3, 1.0)}

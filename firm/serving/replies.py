@@ -1,0 +1,86 @@
+"""Parts of an engine's replies, which become one response, and the errors in their place."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from firm.serving.requests import Refused
+
+_MOST = 300
+"""Characters of the engine's error message that a response repeats."""
+
+
+def refusal(error: Mapping[str, Any] | Exception) -> Refused:
+    """Returns the answer to a request that llama.cpp refused.
+
+    Args:
+        error: Its object `error`, or the exception that it raised.
+    """
+    if isinstance(error, Exception):
+        return Refused(_sentence(str(error)))
+    if error.get("type") == "exceed_context_size_error":
+        return Refused(
+            f"the prompt has {error.get('n_prompt_tokens')} tokens, and the context is "
+            f"{error.get('n_ctx')}: shorten the messages, or serve with a larger --context.",
+            param="messages",
+            code="context_length_exceeded",
+        )
+    status = error.get("code", 500)
+    return Refused(
+        _sentence(str(error.get("message"))), status if status in range(400, 600) else 500
+    )
+
+
+def _sentence(text: str) -> str:
+    return f"llama.cpp refuses the request: {text[:_MOST].strip().rstrip('.')}."
+
+
+def total_usage(usages: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Returns OpenAI's `usage` of several replies to one prompt, of which each has its own."""
+    prompt = usages[0]["prompt_tokens"]
+    completion = sum(each["completion_tokens"] for each in usages)
+    total = {"completion_tokens": completion, "total_tokens": prompt + completion}
+    return {**usages[0], **total}
+
+
+def assembled(chunks: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
+    """Returns the response whose parts are given, the last one with its usage."""
+    reply: dict[str, Any] = {}
+    choices: dict[int, dict[str, Any]] = {}
+    for chunk in chunks:
+        reply |= {key: value for key, value in chunk.items() if key != "choices"}
+        for part in chunk["choices"]:
+            choice = choices.setdefault(
+                part["index"],
+                {
+                    "index": part["index"],
+                    "message": {"role": "assistant", "content": ""},
+                    "logprobs": None,
+                    "finish_reason": None,
+                },
+            )
+            _append(choice, part)
+    return {
+        **reply,
+        "object": "chat.completion",
+        "choices": [choices[index] for index in sorted(choices)],
+    }
+
+
+def _append(choice: dict[str, Any], part: Mapping[str, Any]) -> None:
+    """Extends a choice of a response by a part of it."""
+    message, delta = choice["message"], part["delta"]
+    for key in ("content", "reasoning_content"):
+        if delta.get(key):
+            message[key] = message.get(key, "") + delta[key]
+    for call in delta.get("tool_calls") or ():
+        calls = message.setdefault("tool_calls", [])
+        if call["index"] == len(calls):
+            calls.append({"id": "", "type": "function", "function": {"name": "", "arguments": ""}})
+        own, function = calls[call["index"]], call.get("function", {})
+        own["id"] += call.get("id") or ""
+        for key in ("name", "arguments"):
+            own["function"][key] += function.get(key) or ""
+    if part.get("logprobs"):
+        choice["logprobs"] = choice["logprobs"] or {"content": []}
+        choice["logprobs"]["content"] += part["logprobs"]["content"]
+    choice["finish_reason"] = part.get("finish_reason") or choice["finish_reason"]
