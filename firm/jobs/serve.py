@@ -62,6 +62,16 @@ class ServeConfig:
     def __post_init__(self) -> None:
         if (self.run is None) == (self.export is None):
             raise ValueError("serve needs a model: firm serve runs/mine, or --export FOLDER.")
+        if _served_name(self.name) != self.name:
+            raise ValueError(
+                "name must have no blanks and no @, which comes before a trade-off, got "
+                f"{self.name!r}: try {_served_name(self.name)!r}."
+            )
+
+
+def _served_name(name: str) -> str:
+    """Returns a name that requests can state, which is the same if it is one."""
+    return "".join("-" if c in "@ " or not c.isprintable() else c for c in name)
 
 
 @contextmanager
@@ -87,7 +97,8 @@ def endpoint(cfg: ServeConfig) -> Iterator["Endpoint"]:
                 context=cfg.context,
                 num_threads=cfg.num_threads or os.cpu_count() or 1,
             )
-            name = cfg.name or Path(engine.served.base_model).name.removesuffix(".gguf")
+            base = Path(engine.served.base_model).name.removesuffix(".gguf")
+            name = cfg.name or _served_name(base)
             options = {"host": cfg.host, "port": cfg.port, "max_waiting": cfg.max_waiting}
             with Endpoint(engine, name=name, api_key=key, **options) as server:
                 yield server

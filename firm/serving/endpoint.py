@@ -138,6 +138,8 @@ class Endpoint:
             pass
         except Refused as error:
             await own.refuse(error)
+        except asyncio.CancelledError:  # by uvicorn, a second after Ctrl-C
+            await own.refuse(Refused("the server has stopped; the request was not answered.", 503))
         except Exception as error:
             place = extract_tb(error.__traceback__)[-1]
             words = f"{type(error).__name__} at {place.filename}:{place.lineno}"

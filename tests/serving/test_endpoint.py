@@ -1,78 +1,19 @@
 """Requests are translated or refused with a status; the server is closed to other machines."""
 
-import http.client
 import json
-import threading
-from contextlib import closing, contextmanager
 
 import pytest
 
 from firm.serving.endpoint import Endpoint
 from firm.serving.local import is_local
 from firm.serving.requests import MAX_BODY, models, translated
-
-MESSAGES = [{"role": "user", "content": "Hi"}]
-
-
-class Echo:
-    """An engine whose reply is the request, in three parts; the word "bad" is refused."""
-
-    num_slots, context = 3, 256
-
-    def __init__(self, served):
-        self.served = served
-
-    def reply(self, body, scales, on_chunk):
-        if body["messages"][-1]["content"] == "bad":
-            raise ValueError("bad words")
-        text = json.dumps({"body": body, "scales": scales})
-        third = len(text) // 3 + 1
-        parts = [text[at : at + third] for at in range(0, len(text), third)]
-        for index in range(body.get("n", 1)):
-            for part in parts:
-                if on_chunk(chunk(index, {"content": part})):
-                    return
-            on_chunk(chunk(index, {}, "stop"))
-            usage = {"prompt_tokens": 5, "completion_tokens": 3, "total_tokens": 8}
-            on_chunk({"model": "file.gguf", "choices": [], "usage": usage})
-
-
-def chunk(index, delta, reason=None, **more):
-    choice = {"index": index, "delta": delta, "finish_reason": reason, **more}
-    return {"model": "file.gguf", "id": "chat-1", "created": 1, "choices": [choice]}
-
-
-@contextmanager
-def serving(served, engine=None, **options):
-    given = {"name": "tiny", "host": "127.0.0.1", "port": 0, **options}
-    with Endpoint(engine or Echo(served), **given) as server:
-        thread = threading.Thread(target=server.serve_forever)
-        thread.start()
-        try:
-            yield server
-        finally:
-            server.shutdown()
-            thread.join()
+from tests.serving.served import MESSAGES, Echo, ask, serving
 
 
 @pytest.fixture(scope="module")
 def server(served):
     with serving(served) as server:
         yield server
-
-
-def ask(server, path="/v1/chat/completions", body=None, **headers):
-    """Returns status and text of an answer."""
-    named = {name.replace("_", "-"): value for name, value in headers.items()}
-    place = server.server_address[:2]
-    with closing(http.client.HTTPConnection(*place, timeout=30)) as connection:
-        if body is None:
-            connection.request("GET", path, headers=named)
-        else:
-            text = body if isinstance(body, bytes) else json.dumps(body).encode()
-            connection.request("POST", path, text, {"Content-Type": "application/json", **named})
-        response = connection.getresponse()
-        return response.status, response.read().decode()
 
 
 def test_a_reply_names_the_model_at_its_preference(server):
