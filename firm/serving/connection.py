@@ -67,7 +67,7 @@ class Connection:
     def __init__(self, scope: Scope, receive: Receive, send: Send) -> None:
         self.request = Request(scope)
         self._receive, self._send = receive, send
-        self._has_body = self._has_begun = False
+        self._has_body = self._is_slow = self._has_begun = False
 
     async def read(self) -> bytes:
         """Returns the body.
@@ -86,7 +86,7 @@ class Connection:
                 while not self._has_body and len(text) <= MAX_BODY:
                     text += await self._next()
         except TimeoutError:
-            self._has_body = True  # no more of it is waited for
+            self._is_slow = True
             raise Refused(f"the body must arrive within {BODY_S} s.", 408) from None
         if len(text) > MAX_BODY:
             raise Refused(f"a request may have {MAX_BODY} bytes, got more.", 413)
@@ -145,16 +145,18 @@ class Connection:
 
     async def refuse(self, error: Refused) -> None:
         """Sends an error as the response or, within events, as the last one."""
-        with suppress(LeftError, TimeoutError):
+        with suppress(LeftError):
             if self._has_begun:
                 await self._send_part(f"data: {json_text(error.body())}\n\n", has_more=False)
                 return
-            await self._drop_body()
-            await self.send_json(error.body(), error.status, error.headers)
+            with suppress(TimeoutError):
+                await self._drop_body()
+            closing = {} if self._has_body else {"Connection": "close"}
+            await self.send_json(error.body(), error.status, {**error.headers, **closing})
 
     async def _drop_body(self) -> None:
         """Reads the rest of the body; a client that still sends might see a reset instead."""
-        if "expect" in self.request.headers:  # waits for leave to send it
+        if self._is_slow or "expect" in self.request.headers:  # the latter waits for a word
             return
         num_bytes = 0
         async with asyncio.timeout(BODY_S):

@@ -148,7 +148,7 @@ class Endpoint:
 
     async def _route(self, own: Connection) -> None:
         self._check_allowed(own.request)
-        match own.request.method, own.request.url.path:
+        match own.request.method, own.request.scope["path"]:
             case "GET", "/health":
                 await own.send_json({"status": "ok"})
             case "GET", "/v1/models":
@@ -167,7 +167,7 @@ class Endpoint:
             problem = foreign(headers.get("host", ""), headers.get("origin"))
             if problem is not None:
                 raise Refused(problem, 403)
-        if key is not None and request.url.path != "/health":
+        if key is not None and request.scope["path"] != "/health":
             given = headers.get("authorization", "").removeprefix("Bearer ")
             if not hmac.compare_digest(given.encode(), key.encode()):
                 message = "the API key is missing or wrong: pass it as bearer token."
@@ -213,6 +213,8 @@ class Endpoint:
                         continue
                     chunk["usage"] = total_usage(usages)
                 yield {**chunk, "model": request.model}
+        if len(usages) < request.num_replies:
+            raise Refused("llama.cpp has ended the reply early.", 500)
 
     async def _chunks(self, request: Translated) -> AsyncGenerator[dict[str, Any]]:
         """Yields the chunks of the engine, which stops at the next one if this is closed."""

@@ -8,7 +8,7 @@ with another field is refused, as OpenAI does.
 
 import json
 import reprlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal, Self
 
@@ -34,8 +34,10 @@ MAX_BODY = 2**20
 MAX_MESSAGES = 1024
 """Maximum number of messages of a request."""
 MAX_SCHEMA = 8192
-"""Maximum length of a JSON schema in characters; llama.cpp takes a second for one of this length
-and eight for twice as much, in which it does nothing else."""
+"""Maximum length of a JSON schema in characters, with its references written out; llama.cpp takes
+two seconds for one of this length and eight for twice as much, in which it does nothing else."""
+MAX_TRADE_OFF = 1000
+"""Maximum length of a trade-off in characters."""
 BASE = "base"
 """Part of a model's name after the @ that selects the base model, without adapters."""
 
@@ -112,21 +114,42 @@ def _content(value: Any) -> Any:
 
 
 def _schema(value: dict[str, Any]) -> dict[str, Any]:
-    if len(json.dumps(value)) > MAX_SCHEMA:
-        words = "a JSON schema of at most {limit} characters"
-        raise PydanticCustomError("schema", words, {"limit": MAX_SCHEMA})
-    # "((a?){100}){20}" stops llama.cpp, and with it everyone's replies, for minutes
-    if any("pattern" in key.lower() for key in _keys(value)):
-        raise PydanticCustomError("schema", "a JSON schema without patterns")
+    """Checks that a schema ends, and that it does not keep llama.cpp from everyone's replies."""
+    num_left, parts = MAX_SCHEMA, [value]
+    while parts:
+        part = parts.pop()
+        if isinstance(part, dict):
+            # "((a?){100}){20}" takes llama.cpp minutes
+            if any("pattern" in key.lower() for key in part):
+                raise PydanticCustomError("schema", "a JSON schema without patterns")
+            parts += [*part, *part.values(), *_referred(value, part.get("$ref"))]
+        elif isinstance(part, list):
+            parts += part
+        else:
+            num_left -= len(json.dumps(part))
+        num_left -= 2
+        if num_left < 0:  # at the latest, if it contains itself
+            words = "a JSON schema of at most {limit} characters, with its references written out"
+            raise PydanticCustomError("schema", words, {"limit": MAX_SCHEMA})
     return value
 
 
-def _keys(value: Any) -> Iterator[str]:
-    if isinstance(value, dict):
-        yield from value
-    for each in value.values() if isinstance(value, dict) else value:
-        if isinstance(each, dict | list):
-            yield from _keys(each)
+def _referred(schema: dict[str, Any], place: Any) -> list[Any]:
+    """Returns the part of a schema to which `$ref` points, if it is there."""
+    part: Any = schema
+    for step in place.split("/")[1:] if isinstance(place, str) else [None]:
+        key = step and step.replace("~1", "/").replace("~0", "~")
+        if not isinstance(part, dict) or key not in part:
+            return []
+        part = part[key]
+    return [part]
+
+
+def _tools(value: list["_Tool"]) -> list["_Tool"]:
+    if sum(len(json.dumps(tool.function.parameters)) for tool in value) > 4 * MAX_SCHEMA:
+        words = "a list with JSON schemas of at most {limit} characters"
+        raise PydanticCustomError("schema", words, {"limit": 4 * MAX_SCHEMA})
+    return value
 
 
 def _texts(value: Any) -> Any:
@@ -238,7 +261,7 @@ class ChatRequest(_Form):
     ) = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Interval(ge=0, le=20)] | None = None
-    tools: Annotated[list[_Tool], Len(0, 128)] | None = None
+    tools: Annotated[list[_Tool], Len(0, 128), AfterValidator(_tools)] | None = None
     tool_choice: Literal["none", "auto", "required"] | _Choice | None = None
     parallel_tool_calls: bool | None = None
     response_format: _Format | None = None
@@ -359,6 +382,10 @@ def translated(
         key, colon, value = words.partition(":")
         is_named = bool(colon) and key in TRADE_OFFS
         stated = {key: value} if is_named else {"preference": words}
+    for key, value in stated.items():
+        if len(json.dumps(value)) > MAX_TRADE_OFF:
+            message = f"{key} must have at most {MAX_TRADE_OFF} characters, got {_short(value)}."
+            raise Refused(message, param=key)
     if not isinstance(confidence, int | float) or not 0.5 < confidence < 1:
         message = f"confidence must be between 0.5 and 1, got {_short(confidence)}."
         raise Refused(message, param="confidence")

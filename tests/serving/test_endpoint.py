@@ -101,6 +101,13 @@ def test_a_key_is_asked_for_if_there_is_one(served):
         assert ask(server, "/v1/models", Authorization="Bearer secret")[0] == 200
 
 
+def test_the_header_host_does_not_change_the_path(served):
+    with serving(served, host="0.0.0.0", api_key="secret") as server:
+        for host in ("a/health?", "a/health#", "[", "a b"):
+            assert ask(server, "/v1/models", Host=host)[0] == 401
+            assert ask(server, "/v1/models", Host=host, Authorization="Bearer secret")[0] == 200
+
+
 @pytest.mark.parametrize("host", ["0.0.0.0", "::", "192.168.1.2", "example.org"])
 def test_other_machines_need_a_key(served, host):
     assert not is_local(host)

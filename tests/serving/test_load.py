@@ -185,7 +185,7 @@ def test_a_slow_reply_is_no_slow_head(served, monkeypatch, pool):
 def test_a_body_that_does_not_come_is_refused(served, monkeypatch):
     monkeypatch.setattr(connection, "BODY_S", 0.1)
     with serving(served) as server, connect(server, body(), length=5000) as own:
-        answer = own.recv(10_000)
+        answer = own.makefile("rb").read()
         assert answer.startswith(b"HTTP/1.1 408 ")
         assert b"the body must arrive within 0.1 s" in answer
         until(lambda: server._slots._num_admitted == 0)
@@ -247,6 +247,24 @@ def test_an_error_within_a_stream_is_its_last_event(served):
         assert json.loads(last[6:])["error"]["message"].endswith("out of memory.")
         status, text = ask(server, body=body())
         assert (status, json.loads(text)["error"]["type"]) == (500, "server_error")
+
+
+@pytest.mark.every_case
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_reply_that_ends_early_is_an_error(served, stream):
+    class Mute(Echo):
+        def reply(self, body, scales, on_chunk):
+            pass
+
+    with serving(served, Mute(served)) as server:
+        status, text = ask(server, body=body(stream=stream))
+        assert (status, json.loads(text)["error"]["type"]) == (500, "server_error")
+
+
+def test_who_sends_a_refused_body_slowly_is_answered(served, monkeypatch):
+    monkeypatch.setattr(connection, "BODY_S", 0.1)
+    with serving(served) as server, connect(server, body(), length=5000, kind="text/plain") as own:
+        assert own.recv(100).startswith(b"HTTP/1.1 415 ")
 
 
 def test_a_server_ends_although_replies_are_computed(served, pool):

@@ -1,5 +1,6 @@
 """Requests are checked, merged with the front's defaults, and translated to scales."""
 
+from contextlib import suppress
 from dataclasses import replace
 
 import pytest
@@ -8,6 +9,7 @@ from firm.fronts.confidence import half_width
 from firm.serving.requests import (
     MAX_MESSAGES,
     MAX_SCHEMA,
+    ChatRequest,
     Refused,
     checked,
     defaults,
@@ -63,6 +65,8 @@ def formatted(**schema):
     return {"type": "json_schema", "json_schema": {"name": "own", "schema": schema}}
 
 
+CYCLE = {"anyOf": [{"type": "array", "items": {"$ref": "#/$defs/a"}}] * 2}
+BOMB = {str(n): {"anyOf": [{"items": {"$ref": f"#/$defs/{n + 1}"}}] * 5} for n in range(20)}
 IMAGE = {"type": "image_url", "image_url": {"url": "https://example.org/a.png"}}
 REFUSED = {
     "a preference beyond 1": ({"preference": [0.6, 0.6]}, "sum to 1"),
@@ -124,6 +128,20 @@ REFUSED = {
         {"response_format": formatted(enum=["a" * MAX_SCHEMA])},
         f"a JSON schema of at most {MAX_SCHEMA} characters",
     ),
+    "a schema within itself": (
+        {"response_format": formatted(**{"$ref": "#/$defs/a", "$defs": {"a": CYCLE}})},
+        f"at most {MAX_SCHEMA} characters, with its references written out",
+    ),
+    "a bomb of references": (
+        {"response_format": formatted(**{"$ref": "#/$defs/0", "$defs": BOMB})},
+        f"at most {MAX_SCHEMA} characters, with its references written out",
+    ),
+    "long tools": (
+        {"tools": [tool(f"add{index}", enum=["a" * 8000]) for index in range(5)]},
+        f"JSON schemas of at most {4 * MAX_SCHEMA} characters",
+    ),
+    "long requirements": ({"require": "kl<=1," * 1000}, "require must have at most 1000 char"),
+    "long requirements in the name": ({"model": "tiny@require:" + "kl<=1," * 1000}, "at most 1000"),
     "options in words": ({"chat_template_kwargs": "thinking"}, "chat_template_kwargs must be"),
     "audio": ({"modalities": ["text", "audio"]}, "modalities.1 must be 'text'"),
 }
@@ -211,6 +229,32 @@ def test_seeds_are_reproducible_even_if_llama_cpp_draws_one_for_them(served):
     seeds = [-1, 0, 1, 2**32 - 1, 2**63 - 1]
     bodies = [translated({"messages": MESSAGES, "seed": s}, served, "tiny").body for s in seeds]
     assert all(0 <= body["seed"] < 2**32 - 1 for body in bodies)
+
+
+ODD = (
+    *(None, True, 0, -1, 10**30, 1e308, float("inf"), "", "\0", "@", "a=b=c", [], [None], [[[]]]),
+    *({}, {"": ""}, {"helpful": None}, {"helpful": {}}, {"helpful": 1e308, "harmless": 1e308}),
+    *([0, 0], [1e308, 1e308], [-1, 2], ["a", "b"], "kl<=", "kl<=1e999", "helpful>=harmless"),
+)
+KEYS = [*ChatRequest.model_fields, "model", "confidence", "preference", "target", "require"]
+
+
+@pytest.mark.every_case
+@pytest.mark.parametrize("key", KEYS)
+def test_an_odd_value_is_taken_or_refused(served, key):
+    for value in ODD:
+        for given in (value, [value], {"type": value}, {"role": value, "content": value}):
+            with suppress(Refused):
+                translated({"messages": MESSAGES, key: given}, served, "tiny")
+
+
+def test_references_of_a_schema_are_followed_as_far_as_they_are_needed(served):
+    number = {"type": "number"}
+    own = {"properties": {"a": {"$ref": "#/$defs/n"}}, "$defs": {"n": number, "a/b": number}}
+    for schema in (own, {**own, "items": {"$ref": "#/$defs/a~1b"}}, {"$ref": "#/nowhere"}):
+        request = {"messages": MESSAGES, "response_format": formatted(**schema)}
+        body = translated(request, served, "tiny").body
+        assert body["response_format"]["json_schema"]["schema"] == schema
 
 
 def test_fields_for_openai_s_accounts_are_accepted_and_dropped(served):
