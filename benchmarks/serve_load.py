@@ -48,7 +48,7 @@ def message(tokens: int, **fields: Any) -> bytes:
 
 
 def post(content: Any) -> bytes:
-    body = json.dumps(content).encode()
+    body = json.dumps(content, separators=(",", ":")).encode()
     head = (
         "POST /v1/chat/completions HTTP/1.1\r\nHost: 127.0.0.1\r\nConnection: close\r\n"
         f"Content-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
@@ -108,7 +108,13 @@ async def in_a_row(port: int, num: int, tokens: int) -> list[Answer]:
 
 async def large(port: int) -> list[Answer]:
     """Returns the answer to 8 MB of a quarter of a million messages."""
-    return [await ask(port, post({"messages": [{"role": "user"}] * 250_000, "x": "x" * 2**20}))]
+    return [await ask(port, post({"messages": [{"role": "user"}] * 250_000, "x": "x" * 2**22}))]
+
+
+async def many_large(port: int) -> list[Answer]:
+    """Returns the answers to bodies of 1 MB, whose 250,000 lists take more when read."""
+    text = post({"messages": [[]] * 250_000})
+    return await asyncio.gather(*(ask(port, text) for _ in range(CROWDS[0])))
 
 
 def resident_mb(process: int) -> float:
@@ -158,6 +164,7 @@ def main() -> None:
     parser.add_argument("--requests", type=int, default=10_000, help="in a row")
     args, more = parser.parse_known_args()
     rows = []
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # which ends the server too
     with serving(args.export, more) as (port, process):
 
         def measure(name: str, work: Coroutine[Any, Any, list[Answer]]) -> None:
@@ -170,6 +177,7 @@ def main() -> None:
         measure("after clients that leave", after_leavers(port, args.tokens))
         measure("after streams that leave", after_leavers(port, args.tokens, stream=True))
         measure("250,000 messages, 8 MB", large(port))
+        measure(f"{CROWDS[0]} times 250,000 lists, 1 MB", many_large(port))
         measure(f"{args.requests} in a row", in_a_row(port, args.requests, args.tokens))
     print_table(
         f"Requests of {args.tokens} tokens",

@@ -7,6 +7,7 @@ others are refused at once. The engine stops when the client leaves.
 """
 
 import asyncio
+import gc
 import hmac
 import logging
 import socket
@@ -84,6 +85,7 @@ class Endpoint:
         if hasattr(socket, "TCP_USER_TIMEOUT"):  # of accepted connections too
             self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 1000 * SEND_S)
         self._pool = ThreadPoolExecutor(engine.num_slots, thread_name_prefix="firm-serve")
+        self._reader = ThreadPoolExecutor(1)  # a body of 1 MB may take 30 MB when it is read
         self._server = uvicorn.Server(
             uvicorn.Config(
                 self._answer,
@@ -109,6 +111,7 @@ class Endpoint:
     def __exit__(self, *_: object) -> None:
         self._socket.close()
         self._pool.shutdown()
+        self._reader.shutdown()
 
     @property
     def server_address(self) -> tuple[str, int]:
@@ -123,7 +126,11 @@ class Endpoint:
 
     def serve_forever(self) -> None:
         """Answers requests until interrupted, or until `shutdown` in another thread."""
-        self._server.run(sockets=[self._socket])
+        gc.freeze()  # otherwise a long body takes 0.4 s, to look through all that is loaded
+        try:
+            self._server.run(sockets=[self._socket])
+        finally:
+            gc.unfreeze()
 
     def shutdown(self) -> None:
         """Has `serve_forever` return."""
@@ -176,8 +183,9 @@ class Endpoint:
     async def _chat(self, own: Connection) -> None:
         text = await own.read()
         limits = {"num_slots": self.engine.num_slots, "context": self.engine.context}
-        request = await asyncio.to_thread(
-            lambda: translated(parsed(text), self.engine.served, self.name, **limits)
+        request = await asyncio.get_running_loop().run_in_executor(
+            self._reader,
+            lambda: translated(parsed(text), self.engine.served, self.name, **limits),
         )
         await own.while_connected(self._reply(own, request))
 

@@ -152,6 +152,12 @@ def _tools(value: list["_Tool"]) -> list["_Tool"]:
     return value
 
 
+def _options(value: dict[str, Any]) -> dict[str, Any]:
+    if len(json.dumps(value)) > MAX_SCHEMA:
+        raise PydanticCustomError("long", "of at most {limit} characters", {"limit": MAX_SCHEMA})
+    return value
+
+
 def _texts(value: Any) -> Any:
     return [value] if isinstance(value, str) else value
 
@@ -265,7 +271,7 @@ class ChatRequest(_Form):
     tool_choice: Literal["none", "auto", "required"] | _Choice | None = None
     parallel_tool_calls: bool | None = None
     response_format: _Format | None = None
-    chat_template_kwargs: Annotated[dict[str, Any], Len(0, 64)] | None = None
+    chat_template_kwargs: Annotated[dict[str, Any], AfterValidator(_options)] | None = None
     reasoning_effort: Annotated[str, Len(1, 16)] | None = None
     modalities: list[Literal["text"]] | None = None
     ignore_eos: bool | None = None

@@ -143,6 +143,7 @@ REFUSED = {
     "long requirements": ({"require": "kl<=1," * 1000}, "require must have at most 1000 char"),
     "long requirements in the name": ({"model": "tiny@require:" + "kl<=1," * 1000}, "at most 1000"),
     "options in words": ({"chat_template_kwargs": "thinking"}, "chat_template_kwargs must be"),
+    "many options": ({"chat_template_kwargs": {"a": [[]] * 9999}}, "must be of at most 8192 char"),
     "audio": ({"modalities": ["text", "audio"]}, "modalities.1 must be 'text'"),
 }
 
