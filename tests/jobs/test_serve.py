@@ -9,12 +9,14 @@ from threading import Thread
 
 import openai
 import pytest
+from transformers import AutoTokenizer
 
 from firm.cli.main import COMMANDS
 from firm.jobs.export import export
 from firm.jobs.serve import endpoint
 from firm.run import UserError
 from firm.serving.llama import LlamaEngine
+from tests import smoke
 
 MESSAGES = [{"role": "user", "content": "Where is my ladder?"}]
 CONTEXT = 256
@@ -229,6 +231,18 @@ def test_the_preference_selects_the_model(ask):
     assert names[:2] == ["tiny", "tiny@base"]
     others = {text_of(ask(model=name, temperature=0)) for name in names}
     assert len(others) > 1
+
+
+def test_a_character_of_several_tokens_has_the_logprob_of_its_last_one(folder):
+    engine = LlamaEngine(folder, num_slots=1, context=CONTEXT, num_threads=1)
+    body = {"messages": MESSAGES, "temperature": 0, "max_tokens": 5, "logprobs": True}
+    body |= {"top_logprobs": 1, "grammar": 'root ::= "漢é"'}
+    reply = engine.reply(body, engine.served.scales())
+    han, accented = reply["choices"][0]["logprobs"]["content"]
+    assert reply["usage"]["completion_tokens"] == 5
+    *_, last = AutoTokenizer.from_pretrained(smoke.POLICY)("漢").input_ids
+    assert (han["token"], han["id"], bytes(han["bytes"]).decode()) == ("漢", last, "漢")
+    assert accented["token"] == "é"
 
 
 @pytest.mark.every_case

@@ -10,6 +10,9 @@ from firm.serving.endpoint import Endpoint
 MESSAGES = [{"role": "user", "content": "Hi"}]
 
 
+HEAD = {"id": "chat-1", "object": "chat.completion.chunk", "created": 1, "model": "file.gguf"}
+
+
 class Echo:
     """An engine whose reply is the request, in three parts; the word "bad" is refused."""
 
@@ -30,12 +33,12 @@ class Echo:
                     return
             on_chunk(chunk(index, {}, "stop"))
             usage = {"prompt_tokens": 5, "completion_tokens": 3, "total_tokens": 8}
-            on_chunk({"model": "file.gguf", "choices": [], "usage": usage})
+            on_chunk({**HEAD, "choices": [], "usage": usage})
 
 
 def chunk(index, delta, reason=None, **more):
     choice = {"index": index, "delta": delta, "finish_reason": reason, **more}
-    return {"model": "file.gguf", "id": "chat-1", "created": 1, "choices": [choice]}
+    return {**HEAD, "choices": [choice]}
 
 
 @contextmanager

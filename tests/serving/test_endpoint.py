@@ -2,12 +2,13 @@
 
 import json
 
+import openai
 import pytest
 
 from firm.serving.endpoint import Endpoint
 from firm.serving.local import is_local
 from firm.serving.requests import MAX_BODY, models, translated
-from tests.serving.served import MESSAGES, Echo, ask, serving
+from tests.serving.served import HEAD, MESSAGES, Echo, ask, chunk, serving
 
 
 @pytest.fixture(scope="module")
@@ -54,6 +55,46 @@ def test_what_the_engine_refuses_is_a_bad_request(server, stream):
         400,
         "llama.cpp refuses the request: bad words.",
     )
+
+
+CALLS = (
+    {"reasoning_content": "The sum "},
+    {"reasoning_content": "of both."},
+    {"tool_calls": [{"index": 0, "id": "a", "type": "function", "function": {"name": "add"}}]},
+    {"tool_calls": [{"index": 0, "function": {"arguments": '{"x": '}}]},
+    {"tool_calls": [{"index": 0, "function": {"arguments": "1}"}}]},
+    {"tool_calls": [{"index": 1, "id": "b", "function": {"name": "sub", "arguments": "{}"}}]},
+)
+
+
+class Caller(Echo):
+    """An engine that calls two tools."""
+
+    def reply(self, body, scales, on_chunk):
+        for delta in CALLS:
+            on_chunk(chunk(0, delta))
+        on_chunk(chunk(0, {}, "tool_calls"))
+        usage = {"prompt_tokens": 5, "completion_tokens": 9, "total_tokens": 14}
+        on_chunk({**HEAD, "choices": [], "usage": usage})
+
+
+def test_calls_of_tools_are_assembled_as_openai_s_client_does(served):
+    with (
+        serving(served, Caller(served)) as server,
+        openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client,
+    ):
+        given = {"model": "tiny", "messages": MESSAGES}
+        reply = client.chat.completions.create(**given).choices[0]
+        with client.chat.completions.stream(**given) as stream:
+            streamed = stream.get_final_completion().choices[0]
+    for choice in (reply, streamed):
+        assert choice.finish_reason == "tool_calls"
+        calls = [
+            (call.id, call.function.name, call.function.arguments)
+            for call in choice.message.tool_calls
+        ]
+        assert calls == [("a", "add", '{"x": 1}'), ("b", "sub", "{}")]
+    assert reply.message.reasoning_content == "The sum of both."
 
 
 def test_the_models_are_the_measured_points(server, served):
