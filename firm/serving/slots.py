@@ -41,7 +41,7 @@ class Slots:
             self._num_admitted -= 1
 
     async def take(self, num: int) -> None:
-        """Waits for slots; nobody overtakes a request for several."""
+        """Waits for slots; requests for several take theirs one after the other."""
         num_taken = 0
         try:
             async with self._turn:

@@ -136,6 +136,31 @@ def test_several_replies_take_several_slots_and_are_not_overtaken(served, pool):
     assert engine.asked == ["one", "two", "three"]
 
 
+def test_requests_for_several_slots_do_not_wait_for_each_other(served, pool):
+    engine = Gated(served, num_slots=2)
+    with serving(served, engine) as server:
+        asked = [pool.submit(ask, server, body=body("one")) for _ in range(2)]
+        until(lambda: len(engine.asked) == 2)
+        asked += [pool.submit(ask, server, body=body("two", n=2)) for _ in range(2)]
+        until(lambda: server._slots._num_admitted == 4)
+        engine.gate.set()
+        assert [each.result(PATIENCE_S)[0] for each in asked] == [200] * 4
+
+
+def test_who_leaves_while_waiting_for_several_slots_keeps_none(served, pool):
+    engine = Gated(served, num_slots=2)
+    with serving(served, engine) as server:
+        first = pool.submit(ask, server, body=body("one"))
+        assert engine.started.acquire(timeout=PATIENCE_S)
+        own = connect(server, body("left", n=2))
+        until(lambda: server._slots._free._value == 0)
+        own.close()
+        until(lambda: server._slots._free._value == 1)
+        engine.gate.set()
+        assert first.result(PATIENCE_S)[0] == 200
+    assert engine.asked == ["one"]
+
+
 def test_every_one_of_a_crowd_is_answered(served):
     async def come(place):
         reader, writer = await asyncio.open_connection(*place)
