@@ -158,6 +158,7 @@ def answer_requests() -> None:
     from transformers.utils.chat_template_utils import render_jinja_template
 
     from firm.federation.outside import first_line
+    from firm.json_text import json_text
 
     def answer(template: str, messages: Any, options: dict[str, Any]) -> dict[str, str]:
         try:
@@ -183,7 +184,7 @@ def answer_requests() -> None:
         answers.flush()
         for line in sys.stdin.buffer:
             request = json.loads(line)
-            answers.write(json.dumps(answer(**request)).encode() + b"\n")
+            answers.write(json_text(answer(**request)).encode() + b"\n")
             answers.flush()
 
 
