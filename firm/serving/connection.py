@@ -11,7 +11,7 @@ from starlette.types import Message, Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from firm.json_text import json_text
-from firm.serving.requests import MAX_BODY, Refused
+from firm.serving.requests import MAX_BODY, RequestRefused
 
 IDLE_S = 15
 """Time limit for the head of a request, and between requests, in seconds."""
@@ -73,13 +73,13 @@ class Connection:
         """Returns the body.
 
         Raises:
-            Refused: When it is no JSON, too long or too slow.
+            RequestRefused: When it is no JSON, too long or too slow.
             LeftError: When the client leaves.
         """
         headers = self.request.headers
         kind = headers.get("content-type", "").partition(";")[0].strip().lower()
         if kind != "application/json":  # a page can send other types
-            raise Refused("the content type must be application/json.", 415)
+            raise RequestRefused("the content type must be application/json.", 415)
         text = bytearray()
         try:
             async with asyncio.timeout(BODY_S):
@@ -87,9 +87,9 @@ class Connection:
                     text += await self._next()
         except TimeoutError:
             self._is_slow = True
-            raise Refused(f"the body must arrive within {BODY_S} s.", 408) from None
+            raise RequestRefused(f"the body must arrive within {BODY_S} s.", 408) from None
         if len(text) > MAX_BODY:
-            raise Refused(f"a request may have {MAX_BODY} bytes, got more.", 413)
+            raise RequestRefused(f"a request may have {MAX_BODY} bytes, got more.", 413)
         return bytes(text)
 
     async def _next(self) -> bytes:
@@ -143,7 +143,7 @@ class Connection:
         part = {"type": "http.response.body", "body": text.encode(), "more_body": has_more}
         await self._timed_send(part)
 
-    async def refuse(self, error: Refused) -> None:
+    async def refuse(self, error: RequestRefused) -> None:
         """Sends an error as the response or, within events, as the last one."""
         with suppress(LeftError):
             if self._has_begun:

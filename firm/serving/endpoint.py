@@ -26,7 +26,7 @@ from firm.serving.connection import IDLE_S, SEND_S, Connection, LeftError, Timed
 from firm.serving.front import ServedFront
 from firm.serving.local import check_host, family_of, foreign, is_local
 from firm.serving.replies import assembled, refusal, total_usage
-from firm.serving.requests import Refused, Translated, defaults, models, parsed, translated
+from firm.serving.requests import RequestRefused, Translated, defaults, models, parsed, translated
 from firm.serving.slots import Slots
 
 logger = logging.getLogger(__name__)
@@ -143,15 +143,19 @@ class Endpoint:
             await self._route(own)
         except LeftError:
             pass
-        except Refused as error:
+        except RequestRefused as error:
             await own.refuse(error)
         except asyncio.CancelledError:  # by uvicorn, a second after Ctrl-C
-            await own.refuse(Refused("the server has stopped; the request was not answered.", 503))
+            await own.refuse(
+                RequestRefused("the server has stopped; the request was not answered.", 503)
+            )
         except Exception as error:
             place = extract_tb(error.__traceback__)[-1]
             words = f"{type(error).__name__} at {place.filename}:{place.lineno}"
             logger.error("a request ended with %s", words)
-            await own.refuse(Refused("the server has a defect; the request was not answered.", 500))
+            await own.refuse(
+                RequestRefused("the server has a defect; the request was not answered.", 500)
+            )
 
     async def _route(self, own: Connection) -> None:
         self._check_allowed(own.request)
@@ -164,7 +168,7 @@ class Endpoint:
                 with self._slots.admitted():
                     await self._chat(own)
             case method, path:
-                raise Refused(
+                raise RequestRefused(
                     f"there is no {method} {path[:80]!r}: use POST /v1/chat/completions.", 404
                 )
 
@@ -173,12 +177,12 @@ class Endpoint:
         if self._is_local:
             problem = foreign(headers.get("host", ""), headers.get("origin"))
             if problem is not None:
-                raise Refused(problem, 403)
+                raise RequestRefused(problem, 403)
         if key is not None and request.scope["path"] != "/health":
             given = headers.get("authorization", "").removeprefix("Bearer ")
             if not hmac.compare_digest(given.encode(), key.encode()):
                 message = "the API key is missing or wrong: pass it as bearer token."
-                raise Refused(message, 401, code="invalid_api_key")
+                raise RequestRefused(message, 401, code="invalid_api_key")
 
     async def _chat(self, own: Connection) -> None:
         text = await own.read()
@@ -206,7 +210,7 @@ class Endpoint:
         """Yields the parts of a reply, the last one with its usage.
 
         Raises:
-            Refused: When the engine refuses the request.
+            RequestRefused: When the engine refuses the request.
         """
         usages = []
         async with aclosing(self._chunks(request)) as chunks:
@@ -222,7 +226,7 @@ class Endpoint:
                     chunk["usage"] = total_usage(usages)
                 yield {**chunk, "model": request.model}
         if len(usages) < request.num_replies:
-            raise Refused("llama.cpp has ended the reply early.", 500)
+            raise RequestRefused("llama.cpp has ended the reply early.", 500)
 
     async def _chunks(self, request: Translated) -> AsyncGenerator[dict[str, Any]]:
         """Yields the chunks of the engine, which stops at the next one if this is closed."""

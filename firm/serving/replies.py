@@ -3,29 +3,29 @@
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from firm.serving.requests import Refused
+from firm.serving.requests import RequestRefused
 
 _MOST = 300
 """Characters of the engine's error message that a response repeats."""
 
 
-def refusal(error: Mapping[str, Any] | Exception) -> Refused:
+def refusal(error: Mapping[str, Any] | Exception) -> RequestRefused:
     """Returns the answer to a request that llama.cpp refused.
 
     Args:
         error: Its object `error`, or the exception that it raised.
     """
     if isinstance(error, Exception):
-        return Refused(_sentence(str(error)))
+        return RequestRefused(_sentence(str(error)))
     if error.get("type") == "exceed_context_size_error":
-        return Refused(
+        return RequestRefused(
             f"the prompt has {error.get('n_prompt_tokens')} tokens, and the context is "
             f"{error.get('n_ctx')}: shorten the messages, or serve with a larger --context.",
             param="messages",
             code="context_length_exceeded",
         )
     status = error.get("code", 500)
-    return Refused(
+    return RequestRefused(
         _sentence(str(error.get("message"))), status if status in range(400, 600) else 500
     )
 

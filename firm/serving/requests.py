@@ -45,7 +45,7 @@ _LONGEST = 200
 """Characters of a value that an error message repeats."""
 
 
-class Refused(ValueError):
+class RequestRefused(ValueError):
     """Raised for a request that is answered with an error.
 
     Args:
@@ -297,7 +297,7 @@ def checked(request: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the fields of a request that are not null.
 
     Raises:
-        Refused: When a field is unknown, missing, or has another type or range.
+        RequestRefused: When a field is unknown, missing, or has another type or range.
     """
     given = {key: value for key, value in request.items() if key not in _UNUSED}
     try:
@@ -309,13 +309,13 @@ def checked(request: Mapping[str, Any]) -> dict[str, Any]:
         hint = did_you_mean(name, ChatRequest.model_fields)
         if name == "grammar":  # one of 16,000 characters stops llama.cpp, or ends it
             hint = ": use response_format with a JSON schema."
-        raise Refused(f"there is no field {name!r} in chat requests{hint}", param=name)
+        raise RequestRefused(f"there is no field {name!r} in chat requests{hint}", param=name)
     steps = [str(step) for step in first["loc"] if "[" not in str(step)]  # no member of a union
     place = ".".join(steps)[:_LONGEST]
     if first["type"] == "missing":
-        raise Refused(f"{place} is missing.", param=name)
+        raise RequestRefused(f"{place} is missing.", param=name)
     message = f"{place} must be {in_words(first)}, got {_short(first['input'])}."
-    raise Refused(message, param=name)
+    raise RequestRefused(message, param=name)
 
 
 def _short(value: Any) -> str:
@@ -329,14 +329,14 @@ def parsed(text: bytes) -> dict[str, Any]:
     """Returns the request in a body.
 
     Raises:
-        Refused: When it is not strict JSON with valid Unicode, or not an object.
+        RequestRefused: When it is not strict JSON with valid Unicode, or not an object.
     """
     try:
         request = from_json(text, allow_inf_nan=False)  # refuses lone surrogates and deep nesting
     except ValueError as error:
-        raise Refused(f"the body must be valid JSON ({str(error)[:_LONGEST]}).") from None
+        raise RequestRefused(f"the body must be valid JSON ({str(error)[:_LONGEST]}).") from None
     if not isinstance(request, dict):
-        raise Refused(f"the body must be a JSON object, got {type(request).__name__}.")
+        raise RequestRefused(f"the body must be a JSON object, got {type(request).__name__}.")
     return request
 
 
@@ -361,20 +361,20 @@ def translated(
         context: Largest number of tokens of a reply.
 
     Raises:
-        Refused: When a field is wrong, or the model or the trade-off does not exist, or is stated
-            twice.
+        RequestRefused: When a field is wrong, or the model or the trade-off does not exist, or is
+            stated twice.
     """
     given = {key: value for key, value in request.items() if value is not None}
     stated = {key: given.pop(key) for key in TRADE_OFFS if key in given}
     confidence, model = given.pop("confidence", 0.95), given.pop("model", name)
     if "lora" in given:
-        raise Refused("lora is set from the preference: pass preference, target or require.")
+        raise RequestRefused("lora is set from the preference: pass preference, target or require.")
     known, at, words = model.partition("@") if isinstance(model, str) else ("", "", "")
     if known != name:
         message = f"there is no model {_short(model)}: use {name} or {name}@TRADE-OFF."
-        raise Refused(message, 404, param="model", code="model_not_found")
+        raise RequestRefused(message, 404, param="model", code="model_not_found")
     if at and stated:
-        raise Refused(
+        raise RequestRefused(
             f"state the trade-off once, got {next(iter(stated))} in the body and {words[:80]} in "
             "the model's name."
         )
@@ -391,14 +391,14 @@ def translated(
     for key, value in stated.items():
         if len(json.dumps(value)) > MAX_TRADE_OFF:
             message = f"{key} must have at most {MAX_TRADE_OFF} characters, got {_short(value)}."
-            raise Refused(message, param=key)
+            raise RequestRefused(message, param=key)
     if not isinstance(confidence, int | float) or not 0.5 < confidence < 1:
         message = f"confidence must be between 0.5 and 1, got {_short(confidence)}."
-        raise Refused(message, param="confidence")
+        raise RequestRefused(message, param="confidence")
     try:
         scales = served.scales(confidence=float(confidence), **stated)
     except ValueError as error:
-        raise Refused(str(error)) from error
+        raise RequestRefused(str(error)) from error
     return Translated(body, scales, model_at(name, scales), has_usage)
 
 
@@ -406,7 +406,7 @@ def defaults(served: ServedFront) -> dict[str, Any]:
     """Returns the front's defaults of requests.
 
     Raises:
-        Refused: When they are no fields of requests.
+        RequestRefused: When they are no fields of requests.
     """
     own = checked({**served.request, "messages": [{"role": "user", "content": ""}]})
     return {key: value for key, value in own.items() if key != "messages"}
@@ -430,7 +430,7 @@ def _merged(
         body["max_tokens"] = body.pop("max_completion_tokens")
     for key, limit, option in (("n", num_slots, "num_slots"), ("max_tokens", context, "context")):
         if body.get(key, 1) > limit:
-            raise Refused(
+            raise RequestRefused(
                 f"{key} must be at most {limit}, got {body[key]}; `firm serve --{option}` sets the "
                 "limit.",
                 param=key,
@@ -443,7 +443,7 @@ def _merged(
             tool for tool in body.get("tools", ()) if tool["function"]["name"] == wanted
         ]
         if not body["tools"]:
-            raise Refused(
+            raise RequestRefused(
                 f"tool_choice must be one of tools, got {_short(wanted)}.", param="tool_choice"
             )
         body["tool_choice"] = "required"

@@ -4,7 +4,7 @@ import asyncio
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from firm.serving.requests import Refused
+from firm.serving.requests import RequestRefused
 
 
 class Slots:
@@ -25,10 +25,10 @@ class Slots:
         """Counts a request from before its body is read to the end of its answer.
 
         Raises:
-            Refused: When as many as may run and wait are here already.
+            RequestRefused: When as many as may run and wait are here already.
         """
         if self._num_admitted >= self.num_slots + self.max_waiting:
-            raise Refused(
+            raise RequestRefused(
                 f"{self.max_waiting} requests are waiting already: try again later.",
                 429,
                 code="rate_limit_exceeded",

@@ -10,7 +10,7 @@ from firm.serving.requests import (
     MAX_MESSAGES,
     MAX_SCHEMA,
     ChatRequest,
-    Refused,
+    RequestRefused,
     checked,
     defaults,
     parsed,
@@ -152,7 +152,7 @@ REFUSED = {
 @pytest.mark.parametrize("name", REFUSED)
 def test_a_field_that_is_wrong_is_refused_with_its_name(served, name):
     request, words = REFUSED[name]
-    with pytest.raises(Refused, match=words) as refusal:
+    with pytest.raises(RequestRefused, match=words) as refusal:
         translated({"messages": MESSAGES, **request}, served, "tiny", num_slots=3, context=256)
     assert refusal.value.status == (404 if "model" in words else 400)
     assert len(str(refusal.value)) < 600
@@ -172,7 +172,7 @@ def test_a_field_that_is_wrong_is_refused_with_its_name(served, name):
     ],
 )
 def test_a_body_is_strict_json(text, words):
-    with pytest.raises(Refused, match=words):
+    with pytest.raises(RequestRefused, match=words):
         parsed(text)
 
 
@@ -245,7 +245,7 @@ KEYS = [*ChatRequest.model_fields, "model", "confidence", "preference", "target"
 def test_an_odd_value_is_taken_or_refused(served, key):
     for value in ODD:
         for given in (value, [value], {"type": value}, {"role": value, "content": value}):
-            with suppress(Refused):
+            with suppress(RequestRefused):
                 translated({"messages": MESSAGES, key: given}, served, "tiny")
 
 
@@ -265,5 +265,5 @@ def test_fields_for_openai_s_accounts_are_accepted_and_dropped(served):
 
 def test_defaults_that_are_no_fields_are_refused_before_serving(served):
     assert defaults(served) == {"temperature": 0.7}
-    with pytest.raises(Refused, match="no field 'temperatur'"):
+    with pytest.raises(RequestRefused, match="no field 'temperatur'"):
         defaults(replace(served, request={"temperatur": 1}))
