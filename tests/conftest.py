@@ -38,28 +38,35 @@ torch.set_num_threads(1)  # bit-for-bit promises hold at one thread count
 gc.disable()  # imports leave no garbage, and looking for it takes 4 of their 14 seconds
 
 LONGEST = (
+    "jobs/test_network.py",
+    "alignment/test_gpu.py",
+    "benchmarks/test_device_mutations.py",
+    "zoo/test_zoo.py",
     "docs/test_pages.py",
-    "jobs/test_processes.py",
-    "alignment/test_plan.py",
-    "jobs/test_alignment.py",
-    "report/test_browser.py",
-    "alignment/test_client.py",
-    "alignment/test_stacked.py",
-    "alignment/test_sharding.py",
-    "jobs/test_fmoo.py",
-    "jobs/test_explore.py",
-    "docs/test_notebook.py",
-    "jobs/test_front.py",
-    "alignment/test_trainer.py",
-    "federation/engines/test_time_limit.py",
-    "report/test_poisoned_runs.py",
-    "jobs/test_workspace.py",
+    "network/test_faults.py",
+    "jobs/test_sweep.py",
     "federation/engines/test_hostile.py",
+    "accelerator/test_memory.py",
+    "jobs/test_processes.py",
+    "jobs/test_plan_time.py",
+    "jobs/test_fmoo.py",
+    "jobs/test_alignment.py",
+    "alignment/test_client.py",
+    "jobs/test_front.py",
+    "alignment/test_rendering.py",
+    "jobs/test_guard.py",
     "extensions/test_extensions.py",
-    "alignment/test_trl_ppo.py",
+    "cli/test_main.py",
+    "alignment/adapters/test_conditioned.py",
+    "jobs/test_pairs.py",
+    "alignment/test_plan.py",
+    "alignment/test_rollout.py",
+    "alignment/test_stacked.py",
+    "alignment/test_prompts.py",
+    "cli/test_resume.py",
 )
-"""Files that take ten seconds and more. They come first: with `--dist loadfile` a long one that
-came last would leave the other workers without work."""
+"""Files that take longest, those of the second tier first. They come first: with `--dist loadfile`
+a long one that came last would leave the other workers without work."""
 
 
 def pytest_collection_finish() -> None:
@@ -77,11 +84,14 @@ SECOND_TIER = (
     "accelerator",
     "benchmarks",
     "docs",
+    "fmoo/test_data.py",
     "jobs/test_explore.py",
     "jobs/test_hub.py",
+    "jobs/test_links.py",
     "jobs/test_network.py",
     "jobs/test_paper_configs.py",
     "jobs/test_plan_time.py",
+    "jobs/test_serve.py",
     "jobs/test_workspace.py",
     "miniature",
     "recipes/miniature",
@@ -92,6 +102,7 @@ SECOND_TIER = (
     "report/test_own_quantity.py",
     "report/test_poisoned_runs.py",
     "report/test_settings_",
+    "serving/test_load.py",
 )
 """Tests that run where their code changes: browsers, networks, figures, pages of studies."""
 

@@ -148,7 +148,6 @@ REFUSED = {
 }
 
 
-@pytest.mark.every_case
 @pytest.mark.parametrize("name", REFUSED)
 def test_a_field_that_is_wrong_is_refused_with_its_name(served, name):
     request, words = REFUSED[name]
@@ -240,7 +239,6 @@ ODD = (
 KEYS = [*ChatRequest.model_fields, "model", "confidence", "preference", "target", "require"]
 
 
-@pytest.mark.every_case
 @pytest.mark.parametrize("key", KEYS)
 def test_an_odd_value_is_taken_or_refused(served, key):
     for value in ODD:
