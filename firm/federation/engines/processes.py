@@ -14,7 +14,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from types import FrameType
-from typing import Any, NoReturn, TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -69,6 +69,7 @@ class Processes:
         self.rank, self.size, self.per_client = rank, size, per_client
         self.clients: Sequence[str] = ()
         self.accompany: Callable[[], None] = lambda: None
+        self._is_ending = False
 
     @classmethod
     def join(cls, *, per_client: int = 1) -> "Processes":
@@ -153,6 +154,7 @@ class Processes:
         return expected
 
     def _lost(self, rank: int) -> ProcessLost:
+        self._is_ending = True
         hosted = self.hosted(self.clients, rank)
         work = f", which worked on {', '.join(hosted)}," if hosted else ""
         return ProcessLost(
@@ -160,8 +162,14 @@ class Processes:
             "own message above; repair the cause, then resume from the last checkpoint."
         )
 
-    def _stopped(self, signum: int, frame: FrameType | None) -> NoReturn:
-        """Ends this process: the launcher then ends all of them, and the server reports it."""
+    def _stopped(self, signum: int, frame: FrameType | None) -> None:
+        """Ends this process: the launcher then ends all of them, and the server reports it.
+
+        A process that ends already, with the message of a lost connection, is not interrupted.
+        """
+        if self._is_ending:
+            return
+        self._is_ending = True
         if self.is_server:
             others = [self.expect(rank) for rank in range(1, self.size)]
             for other in wait(others, timeout=_MOMENT, return_when=FIRST_EXCEPTION).done:

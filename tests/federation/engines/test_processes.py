@@ -1,6 +1,7 @@
 """How clients and rows are divided, and what members of a team tell each other."""
 
 import inspect
+import signal
 import threading
 from concurrent.futures import Future
 
@@ -102,3 +103,17 @@ def test_two_members_sum_gather_and_fail_together(two_processes):
     assert first[3] == second[3] == "again fine"
     assert second[4] == "broadcast {'half': tensor(0.5000)}"
     assert first[-1].startswith("lost process 1 of the run's 2 is gone")
+
+
+def test_the_end_of_a_process_is_not_interrupted_by_its_launcher(monkeypatch):
+    """The launcher stops all processes once one is gone, also those that are saying so."""
+    process = Processes(rank=1, size=2)
+    with pytest.raises(engine.ProcessLost, match="the launcher stopped this process"):
+        process._stopped(signal.SIGTERM, None)
+    process._stopped(signal.SIGTERM, None)  # a second time: nothing
+    other = Processes(rank=0, size=2)
+    monkeypatch.setattr(engine, "_received", lambda rank: (_ for _ in ()).throw(RuntimeError()))
+    lost = other.expect(1)
+    with pytest.raises(engine.ProcessLost, match="process 1 of the run's 2 is gone"):
+        lost.result(10)
+    other._stopped(signal.SIGTERM, None)
