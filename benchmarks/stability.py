@@ -165,7 +165,7 @@ def write_rows(path: Path, rows: Sequence[Row]) -> None:
     known = read_rows(path) if path.exists() else []
     by_run = {(row["setting"], int(row["seed"])): row for row in [*known, *rows]}
     with path.open("w", encoding="utf-8", newline="") as file:
-        writer = csv.DictWriter(file, list(rows[0]))
+        writer = csv.DictWriter(file, list(rows[0]), lineterminator="\n")
         writer.writeheader()
         for _, row in sorted(by_run.items()):
             writer.writerow({k: f"{v:.4g}" if k != "setting" else v for k, v in row.items()})
