@@ -133,10 +133,12 @@ def _stops_in_round_3(strategy):
 
 
 def test_finished_runs_are_kept_and_others_join(study, tmp_path, monkeypatch):
-    before = {path: path.read_bytes() for path in study.glob("firm/*/metrics.jsonl")}
+    own = tmp_path / "study"
+    shutil.copytree(study, own)
+    before = {path: path.read_bytes() for path in own.glob("firm/*/metrics.jsonl")}
     main(
         _config(
-            study,
+            own,
             "--resume",
             "true",
             firm=SMALL["firm"],
@@ -144,7 +146,7 @@ def test_finished_runs_are_kept_and_others_join(study, tmp_path, monkeypatch):
         )
     )
     assert {path: path.read_bytes() for path in before} == before
-    assert len(read_rows(study / "scalarized/seed_1", "evaluation")) == 3
+    assert len(read_rows(own / "scalarized/seed_1", "evaluation")) == 3
 
 
 @pytest.mark.parametrize("kind", ["iid", "dirichlet", "balanced", "shards"])
