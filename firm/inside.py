@@ -150,14 +150,15 @@ def make_folder(path: Path, mode: int | None = None) -> None:
         LinkFound: It is a link, or a folder below a given one leads through a link.
         OSError: It cannot be created, or is a file.
     """
+    path = Path(path).absolute()  # the current folder has no name otherwise
     if not path.parent.exists():
         make_folder(path.parent)
     with _folder_of(path) as folder:
         try:
             os.mkdir(path.name, 0o777 if mode is None else mode, dir_fd=folder)
         except FileExistsError:
-            is_given = path.absolute() in _GIVEN
-            flags = os.O_RDONLY | os.O_DIRECTORY if is_given else _BELOW
+            is_below = path not in _GIVEN and any(place in _GIVEN for place in path.parents)
+            flags = _BELOW if is_below else os.O_RDONLY | os.O_DIRECTORY
             os.close(_open_part(path, flags, folder))
             return
         if mode is not None:  # the umask may have removed permissions of the owner

@@ -238,3 +238,15 @@ def test_a_new_folder_has_the_permissions_asked_for(given, umask):
     finally:
         os.umask(before)
     assert (given / "a").stat().st_mode & 0o777 == 0o700
+
+
+def test_a_folder_is_written_in_the_current_one_and_behind_a_link_to_another_disk(
+    tmp_path, monkeypatch
+):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "disk").mkdir()
+    (tmp_path / "runs").symlink_to("disk")
+    for place in (Path("evaluation"), Path("runs/evaluation")):
+        with whole_folder(place) as draft:
+            replace_text(draft / "a.txt", "a")
+        assert (place / "a.txt").read_text() == "a"
