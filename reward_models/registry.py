@@ -356,13 +356,21 @@ def load_reward_models(configs: Mapping[str, RewardModelConfig]) -> dict[str, An
         ValueError: As `load_reward_model`.
     """
     loaded: dict[str, Any] = {}
-    for key, config in configs.items():
-        same = (loaded[k] for k in loaded if source_of(configs[k]) == source_of(config))
-        loaded[key] = load_reward_model(config, key, like=next(same, None))
+    for key, owner in owners(configs).items():
+        loaded[key] = load_reward_model(configs[key], key, like=loaded.get(owner))
     return loaded
 
 
-def source_of(config: RewardModelConfig) -> RewardModelConfig:
+def owners(configs: Mapping[str, RewardModelConfig]) -> dict[str, str]:
+    """Returns the first reward model that has the function or weights of each, often itself."""
+    found: dict[str, str] = {}
+    for key, config in configs.items():
+        same = (other for other in found if _source(configs[other]) == _source(config))
+        found[key] = next(same, key)
+    return found
+
+
+def _source(config: RewardModelConfig) -> RewardModelConfig:
     """Returns the settings that determine a function, or a classifier and its inputs."""
     needs_label = config.name == "sequence_classifier" and config.output is not None
     return replace(config, output=0 if needs_label else None, golden=[], normalization="sigmoid")
@@ -374,7 +382,7 @@ def load_reward_model(config: RewardModelConfig, objective: str, *, like: Any = 
     Args:
         config: Its settings.
         objective: The objective's name.
-        like: Loaded reward model of a config with the same `source_of`, to share its weights.
+        like: Loaded reward model of a config with the same `_source`, to share its weights.
 
     Raises:
         ValueError: No such name, file or checkpoint, one that does not fit its settings, or one

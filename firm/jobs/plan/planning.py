@@ -21,6 +21,7 @@ from firm.jobs.alignment_config import (
     AlignmentConfig,
     is_front_due,
     measured_preferences,
+    reward_configs,
 )
 from firm.jobs.alignment_data import data_of
 from firm.jobs.inspection import inspect_policy
@@ -37,7 +38,7 @@ from firm.jobs.plan.record import (
 from firm.jobs.plan.rehearsal import policy_without_storage, rehearsed
 from firm.jobs.plan.seconds import estimated_seconds
 from firm.jobs.plan.traffic import Traffic, num_passes, round_traffic
-from reward_models.registry import RewardModelConfig, source_of
+from reward_models.registry import RewardModelConfig, owners
 from reward_models.sequence_classifier import adapter_base, adapter_sizes
 
 LEFT_OUT = (
@@ -298,19 +299,12 @@ def _rewards(cfg: AlignmentConfig, notes: list[str]) -> dict[str, RewardFigures]
 
     Metrics share none with rewards; see `reward_models.registry.load_reward_models`.
     """
-    models = _reward_models(cfg)
+    found = {**owners(reward_configs(cfg)), **owners(cfg.evaluation.metrics)}
     figures: dict[str, RewardFigures] = {}
-    for place, (key, name, reward) in enumerate(models):
+    for key, name, reward in _reward_models(cfg):
         own = _reward_figures(reward, f"--{key}.path", notes)
-        same = (
-            other
-            for earlier, other, config in models[:place]
-            if source_of(config) == source_of(reward)
-            and earlier.startswith("evaluation.") == key.startswith("evaluation.")
-        )
-        owner = next(same, None)
-        if owner is not None and own.num_bytes:
-            own = replace(own, source=f"{own.source}, shared with {owner}", num_bytes=0)
+        if found[name] != name and own.num_bytes:
+            own = replace(own, source=f"{own.source}, shared with {found[name]}", num_bytes=0)
         figures[name] = own
     return figures
 
