@@ -833,7 +833,7 @@ def test_sites_with_another_configuration_or_version_are_named_at_both_ends(runn
         assert submit.process.wait(300) == 2
         told = {
             "bank": "key strategy.beta is 0.5, the server's 0.01",
-            "university": f"version is 0.0.1, the server's {version('firm-align')}",
+            "university": f"version is '0.0.1', the server's '{version('firm-align')}'",
         }
         for site, difference in told.items():
             assert difference in submit.printed.read_text()
