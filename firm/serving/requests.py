@@ -306,7 +306,7 @@ def checked(request: Mapping[str, Any]) -> dict[str, Any]:
         first = error.errors(include_url=False)[0]
     name = str(first["loc"][0])[:_LONGEST]
     if first["type"] == "extra_forbidden":
-        hint = did_you_mean(name, ChatRequest.model_fields)
+        hint = did_you_mean(name, [*ChatRequest.model_fields, *TRADE_OFFS, "confidence", "model"])
         if name == "grammar":  # one of 16,000 characters stops llama.cpp, or ends it
             hint = ": use response_format with a JSON schema."
         raise RequestRefused(f"there is no field {name!r} in chat requests{hint}", param=name)

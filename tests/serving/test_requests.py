@@ -144,6 +144,7 @@ REFUSED = {
     "long requirements in the name": ({"model": "tiny@require:" + "kl<=1," * 1000}, "at most 1000"),
     "options in words": ({"chat_template_kwargs": "thinking"}, "chat_template_kwargs must be"),
     "many options": ({"chat_template_kwargs": {"a": [[]] * 9999}}, "must be of at most 8192 char"),
+    "a near trade-off": ({"preferences": {"helpful": 1}}, "did you mean 'preference'"),
     "audio": ({"modalities": ["text", "audio"]}, "modalities.1 must be 'text'"),
 }
 
