@@ -20,7 +20,7 @@ from typing import Any
 from benchmarks.measure import quiet
 from benchmarks.privacy_budget import noise_for
 from benchmarks.protocol_runs import COMMON, MINIATURE, Lab, World
-from firm.inside import replace_text
+from firm.base.inside import replace_text
 
 CLIENTS = 8
 """Clients of each run; under privacy they represent more."""

@@ -1,4 +1,4 @@
-"""Seconds of a round of the classic wing beside a plain PyTorch loop, and memory by clients.
+"""Seconds of a round of the classic package beside a plain PyTorch loop, and memory by clients.
 
     python benchmarks/fmoo_round.py                      # two-digit images, what the clone has
     python benchmarks/fmoo_round.py --data MNIST_FOLDER  # MultiMNIST

@@ -57,8 +57,7 @@ from benchmarks.gpu_page import STAGES, STATIC, Case, Row, Setting, page_of
 from benchmarks.measure import one_round, peak_resident
 from benchmarks.random_models import SHAPES, prompts, save_models
 from firm.alignment import MultiObjectiveTrainer
-from firm.federation import Processes, lockstep
-from firm.federation.devices import (
+from firm.base.devices import (
     accelerate_on,
     named_device,
     peak_bytes,
@@ -67,7 +66,8 @@ from firm.federation.devices import (
     synchronize,
     total_bytes,
 )
-from firm.federation.outside import first_line, printable
+from firm.base.sanitize import first_line, printable
+from firm.federation import Processes, lockstep
 from firm.jobs.alignment_config import AlignmentConfig, client_names
 from firm.jobs.alignment_loading import LoadedRun, load
 from firm.jobs.plan import make_plan

@@ -10,7 +10,7 @@ import transformers
 import trl
 
 from benchmarks.random_models import SHAPES, Shape
-from firm.federation.devices import device_title
+from firm.base.devices import device_title
 
 STAGES = {
     "rollout": ("rollout",),

@@ -24,7 +24,7 @@ from typing import Any, Literal
 import torch
 
 import firm.alignment.client  # registers the metrics of language models
-import firm.fmoo.client  # noqa: F401  # and those of the classic wing
+import firm.fmoo.client  # noqa: F401  # and those of the classic package
 from benchmarks.loopback import run_job
 from benchmarks.mutations import example, mutated_messages, mutations
 from benchmarks.quadratic import OBJECTIVES, SECRET, START, Quadratic

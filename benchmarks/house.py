@@ -125,7 +125,7 @@ ENVIRONMENT = {**os.environ, "PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1"}
 TRACER = """
 import sys
 from firm.federation import strategies
-from firm.federation.tasks import TASKS, Task
+from firm.federation.tasks import TASKS, ClientTask
 from firm.jobs.alignment import main
 from firm.jobs.alignment_config import AlignmentConfig
 from firm.run import parse
@@ -168,7 +168,7 @@ step = TASKS["local_training"]
 if estimator.endswith("round"):
     strategies.STRATEGIES["firm"] = traced(strategies.STRATEGIES["firm"], "round")
 else:
-    TASKS["local_training"] = Task(traced(step.function, "local step"), step.request)
+    TASKS["local_training"] = ClientTask(traced(step.function, "local step"), step.request)
 main(parse(AlignmentConfig, [
     "--config", "smoke", "--out", out, "--estimator.name", estimator.split()[0],
     "--strategy.num_local_steps", "1", "--estimator.num_epochs", "1",

@@ -20,7 +20,7 @@ from benchmarks.measure import quiet
 from firm.alignment.kl_guard import KLGuard
 from firm.jobs import alignment
 from firm.jobs.alignment_config import AlignmentConfig
-from firm.jobs.loop import Logbook, Wing
+from firm.jobs.loop import Logbook, Task
 from firm.report import run_page
 from firm.run import compose, print_table, run_cli
 from firm.run.directory import Run
@@ -29,7 +29,7 @@ PARTS: dict[str, tuple[Any, str]] = {
     "page": (run_page, "write_report"),
     "alarms": (alignment, "alarms_of_rounds"),
     "guard": (KLGuard, "judge"),
-    "best": (alignment._LanguageWing, "_noted"),
+    "best": (alignment._LanguageTask, "_noted"),
     "log": (Logbook, "log"),
     "checkpoint": (Run, "save_checkpoint"),
 }
@@ -102,8 +102,8 @@ def main(cfg: Config) -> None:
         for part, (owner, name) in PARTS.items():
             function = clock.timed(part, getattr(owner, name))
             patches.enter_context(mock.patch.object(owner, name, function))
-        ending = clock.ending(Wing.end_round)
-        patches.enter_context(mock.patch.object(Wing, "end_round", ending))
+        ending = clock.ending(Task.end_round)
+        patches.enter_context(mock.patch.object(Task, "end_round", ending))
         alignment.align(run)
     rows = []
     last = range(cfg.rounds - 100, cfg.rounds)

@@ -6,11 +6,11 @@ from typing import Annotated, Any, Literal, get_args, get_origin
 
 import torch
 
+from firm.base.quantities import of_clients
+from firm.base.registry import OneOf
+from firm.base.schema import MAX_ITEMS, MAX_NAMES, Finite, Gram, PerEach
 from firm.federation.objective_training import OwnMetrics
 from firm.federation.schema import Metrics, Reading, fields_of, shown
-from firm.quantities import of_clients
-from firm.registry import OneOf
-from firm.schema import MAX_ITEMS, MAX_NAMES, Finite, Gram, PerEach
 
 JUNK: tuple[Any, ...] = (
     math.nan,

@@ -29,8 +29,8 @@ from benchmarks.random_models import dialogues, save_model
 from firm.alignment.rollout import Sampler
 from firm.alignment.stacked.model import StackedModel
 from firm.alignment.trainer import MultiObjectiveTrainer
+from firm.base.devices import named_device, peak_bytes, reset_peak_bytes
 from firm.federation import Processes
-from firm.federation.devices import named_device, peak_bytes, reset_peak_bytes
 from firm.jobs.alignment import main as align
 from firm.jobs.alignment_config import AlignmentConfig, client_names
 from firm.jobs.plan import make_plan

@@ -30,12 +30,12 @@ from benchmarks.measure import quiet
 from firm.alignment import Calibration, Evaluation, RewardFn, evaluate, load_prompts
 from firm.alignment.adapter_files import read_adapter
 from firm.alignment.evaluation import summaries
+from firm.base.inside import replace_text
 from firm.federation import RandomStream
 from firm.federation.aggregation import weighted_mean
 from firm.fronts import Front, Point, preference_folder
 from firm.fronts.reach import mean_preference
 from firm.fronts.requirements import Requirement, best_meeting
-from firm.inside import replace_text
 from firm.jobs.alignment import align
 from firm.jobs.alignment_config import AlignmentConfig
 from firm.jobs.speakers import Speakers, SpeakersConfig

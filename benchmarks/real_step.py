@@ -63,8 +63,8 @@ from firm.alignment.adapters.conditioned import ConditioningConfig
 from firm.alignment.estimators.critic_free import CriticFreeConfig
 from firm.alignment.policy import move_, without_needless_warnings
 from firm.alignment.stacked.trainer import stacked_trainers
+from firm.base.devices import accelerate_on, peak_bytes, reset_peak_bytes, synchronize
 from firm.federation import RandomStream, ServerState, local_training
-from firm.federation.devices import accelerate_on, peak_bytes, reset_peak_bytes, synchronize
 from firm.federation.engines.stacked import StackedEngine
 from firm.federation.strategies.firm import FirmConfig, firm_round
 from firm.federation.training import LocalTraining

@@ -34,8 +34,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from benchmarks.measure import peak_resident
 from firm.alignment.adapter_files import load_adapters, read_settings, refold_adapter_
 from firm.alignment.policy import PolicyConfig
+from firm.base.extras import install_command
 from firm.cli.main import COMMANDS
-from firm.extras import install_command
 from firm.fronts.front import FRONT_NAME, Front
 from firm.fronts.preferences import preference_folder
 from firm.jobs.export import export

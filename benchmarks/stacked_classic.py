@@ -1,4 +1,4 @@
-"""CPU seconds of a round of the classic wing, with the gradients of all clients in one pass.
+"""CPU seconds of a round of the classic task, with the gradients of all clients in one pass.
 
     python benchmarks/stacked_classic.py   # six minutes
 

@@ -10,7 +10,7 @@ embedded world), ``run`` (configuration, directories, checkpoints) and ``report`
 
 from typing import TYPE_CHECKING
 
-from firm.lazy import lazy
+from firm.base.lazy import lazy
 
 if TYPE_CHECKING:
     from firm.jobs.interface import align

@@ -14,7 +14,7 @@ command `firm align` does the same.
 from firm.federation import Processes
 from firm.federation.strategies import STRATEGIES
 from firm.jobs import alignment_loading as loading
-from firm.jobs.alignment import claim_folder, open_wing, print_result, progress_of, write_result
+from firm.jobs.alignment import claim_folder, open_task, print_result, progress_of, write_result
 from firm.jobs.alignment_config import KEYS, AlignmentConfig, client_names
 from firm.jobs.plan import print_plan
 from firm.jobs.sources import check_sources
@@ -48,19 +48,19 @@ def main(cfg: AlignmentConfig) -> None:
 
     with (
         continued_later(out),
-        open_wing(loaded, cfg, calibrations, engine, progress, out) as wing,
+        open_task(loaded, cfg, calibrations, engine, progress, out) as task,
     ):
         # A round of Algorithm 1 is firm/federation/strategies/firm.py: each client takes K local
         # steps along the direction that its weights λ give, and the server averages the adapters.
         play_round = STRATEGIES[cfg.strategy.name]
-        state = wing.begin(engine)  # a fresh adapter, or the last checkpoint's
+        state = task.begin(engine)  # a fresh adapter, or the last checkpoint's
         while state.round < cfg.rounds:
             before = state
             state, metrics = play_round(before, names, engine, cfg.strategy)
-            wing.end_round(engine, before, state, metrics)  # validates, logs, saves and draws
+            task.end_round(engine, before, state, metrics)  # validates, logs, saves and draws
 
         # Base and aligned model reply to prompts that no client trains on.
-        base, final = wing.finish(state)
+        base, final = task.finish(state)
     print_result(cfg, write_result(cfg, out, base, final))
 
 

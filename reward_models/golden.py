@@ -8,7 +8,7 @@ was intended.
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, get_args
 
-from firm.fields import FiniteFloat, Hint, NonNegativeFloat, configuration
+from firm.base.fields import FiniteFloat, Hint, NonNegativeFloat, configuration
 from reward_models.formats import CallFormat
 from reward_models.sequence_classifier import SequenceClassifierReward
 

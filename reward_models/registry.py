@@ -12,10 +12,10 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
 
-from firm.extras import install_command
-from firm.federation.user_code import ENDS, user_code
-from firm.fields import NOT_IN_PAPER, Paper, PositiveInt, configuration
-from firm.registry import Registry
+from firm.base.extras import install_command
+from firm.base.fields import NOT_IN_PAPER, Paper, PositiveInt, configuration
+from firm.base.registry import Registry
+from firm.base.user_code import ENDS, user_code
 from firm.run.plugins import import_file
 from reward_models.formats import CallFormat
 from reward_models.golden import GoldenScore, check_golden_scores

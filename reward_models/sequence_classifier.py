@@ -29,8 +29,8 @@ from transformers import (
 )
 from transformers.utils import logging
 
-from firm.federation.devices import named_device
-from firm.federation.outside import first_line
+from firm.base.devices import named_device
+from firm.base.sanitize import first_line
 from reward_models.formats import CallFormat, check_format, present
 
 _LOADING_ERRORS = (

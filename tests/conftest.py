@@ -144,6 +144,22 @@ def exact_config() -> Callable[..., Any]:
     return build
 
 
+def _same(first, second) -> bool:
+    if isinstance(first, torch.Tensor):
+        return isinstance(second, torch.Tensor) and torch.equal(first, second)
+    if isinstance(first, dict):
+        return list(first) == list(second) and all(_same(first[key], second[key]) for key in first)
+    if isinstance(first, list | tuple):
+        return len(first) == len(second) and all(map(_same, first, second))
+    return first == second
+
+
+@pytest.fixture(scope="session")
+def same():
+    """Whether two nested structures of tensors and plain values are equal, bit for bit."""
+    return _same
+
+
 @pytest.fixture
 def new_plugins() -> Iterator[None]:
     """Lets a test register what it likes; it is forgotten at the end."""

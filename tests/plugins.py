@@ -4,8 +4,8 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from firm.base.registry import Registry
 from firm.cli.main import COMMANDS, load
-from firm.registry import Registry
 
 
 def registries() -> list[Registry]:

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from firm.cache import cache_folder
+from firm.base.cache import cache_folder
 
 
 def real_model() -> str:

@@ -8,7 +8,7 @@ prompts.
 
 from typing import TYPE_CHECKING
 
-from firm.lazy import lazy
+from firm.base.lazy import lazy
 
 if TYPE_CHECKING:
     from firm.alignment.adapter_files import (

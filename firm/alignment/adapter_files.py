@@ -30,8 +30,8 @@ from firm.alignment.policy import (
     without_needless_warnings,
 )
 from firm.alignment.self_check import check_passes
+from firm.base.json_text import json_text
 from firm.federation.client import Adapter
-from firm.json_text import json_text
 
 _WEIGHTS = "adapter_model.safetensors"
 _CONDITIONED = "conditioned.safetensors"

@@ -10,8 +10,8 @@ from typing import Annotated, Any, Literal
 import torch
 
 from firm.alignment.sequences import Rollouts
-from firm.fields import NOT_IN_PAPER, NonNegativeFloat, Paper, PositiveFloat, configuration
-from firm.quantities import Quantity, register
+from firm.base.fields import NOT_IN_PAPER, NonNegativeFloat, Paper, PositiveFloat, configuration
+from firm.base.quantities import Quantity, register
 
 register(
     Quantity(

@@ -14,9 +14,9 @@ from transformers import TrainerState
 from firm.alignment.pairs import Pair
 from firm.alignment.prompts import Prompt
 from firm.alignment.rewards import Calibration, Judges, RewardFn, score, values_or_none
+from firm.base.fields import NOT_IN_PAPER, FiniteFloat, PositiveFloat, configuration
 from firm.federation.attackers import Attacker, UpdateAttack
 from firm.federation.client import Client
-from firm.fields import NOT_IN_PAPER, FiniteFloat, PositiveFloat, configuration
 
 RewardAttack = Literal["reward_bias", "reward_scaling", "label_flip"]
 

@@ -19,9 +19,9 @@ from firm.alignment.prompts import Prompt
 from firm.alignment.rewards import Judges, reward_diagnostics
 from firm.alignment.sequences import Rollouts
 from firm.alignment.trainer import MultiObjectiveTrainer
-from firm.federation.randomness import RandomStream, ShuffledPasses
-from firm.quantities import CENTERED, PERCENT, Quantity, register
-from firm.schema import ByObjective, ByPair, Correlation, Finite, Named, NonNegative, Share
+from firm.base.quantities import CENTERED, PERCENT, Quantity, register
+from firm.base.randomness import RandomStream, ShuffledPasses
+from firm.base.schema import ByObjective, ByPair, Correlation, Finite, Named, NonNegative, Share
 
 _diagnostic = partial(Quantity, section="diagnostics", lines="means")
 register(

@@ -8,7 +8,7 @@ from firm.alignment.estimators.ppo import PPOConfig
 from firm.alignment.placement import is_placed
 from firm.alignment.sharding import ShardedTeam
 from firm.alignment.trainer import MultiObjectiveTrainer
-from firm.federation.randomness import kept_generators
+from firm.base.randomness import kept_generators
 
 
 def has_trl_ppo() -> bool:

@@ -18,11 +18,11 @@ from firm.alignment.policy import copy_adapter, load_adapter_
 from firm.alignment.rewards import Judges
 from firm.alignment.sequences import Examples
 from firm.alignment.trainer import Learner, MultiObjectiveTrainer
+from firm.base.quantities import QUANTITIES, Quantity, register
+from firm.base.randomness import RandomStream
+from firm.base.schema import ByObjective, Finite
 from firm.federation.client import Adapter, Client, Gradients
-from firm.federation.randomness import RandomStream
 from firm.federation.serialization import pack
-from firm.quantities import QUANTITIES, Quantity, register
-from firm.schema import ByObjective, Finite
 
 register(Quantity("policy_loss", type=ByObjective[Finite | None]))
 

@@ -25,9 +25,9 @@ from firm.alignment.prompts import Prompt, PromptFormat
 from firm.alignment.rewards import Calibration, RewardFn, score, values_or_none
 from firm.alignment.rollout import Sampler, encode_prompts, rollout
 from firm.alignment.rollout_engines import RolloutEngine
-from firm.federation.randomness import RandomStream
-from firm.quantities import Quantity, register
-from firm.schema import Count, Finite, NonNegative, Share
+from firm.base.quantities import Quantity, register
+from firm.base.randomness import RandomStream
+from firm.base.schema import Count, Finite, NonNegative, Share
 
 
 class MetricRecord(TypedDict):

@@ -10,7 +10,14 @@ from transformers import GenerationConfig, PreTrainedTokenizerBase
 
 from firm.alignment.prompts import PromptFormat
 from firm.alignment.rollout_engines import RolloutEngineConfig, TransformersConfig
-from firm.fields import NOT_IN_PAPER, Hint, NumTokens, PositiveFloat, PositiveInt, configuration
+from firm.base.fields import (
+    NOT_IN_PAPER,
+    Hint,
+    NumTokens,
+    PositiveFloat,
+    PositiveInt,
+    configuration,
+)
 
 
 @configuration

@@ -5,7 +5,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from firm.fields import NotInPaper, Paper, sources
+from firm.base.fields import NotInPaper, Paper, sources
 
 
 @dataclass(frozen=True)

@@ -14,9 +14,7 @@ from typing import Annotated, Any
 from annotated_types import Ge
 
 from firm.alignment.stop_rules import StopRule
-from firm.federation.client import State
-from firm.federation.server import ServerState
-from firm.fields import (
+from firm.base.fields import (
     NOT_IN_PAPER,
     Hint,
     NonNegativeFloat,
@@ -24,6 +22,8 @@ from firm.fields import (
     PositiveFloat,
     configuration,
 )
+from firm.base.state import State
+from firm.federation.server import ServerState
 
 NUM_RECENT = 5
 """Rounds whose KL defines the trust region."""

@@ -21,7 +21,7 @@ from firm.alignment.evaluation import (
     summaries,
 )
 from firm.alignment.pair_tokens import EncodedPair
-from firm.quantities import Quantity, register
+from firm.base.quantities import Quantity, register
 
 register(Quantity("accuracy_change", kind="evaluation", section="", type=dict[str, MetricRecord]))
 

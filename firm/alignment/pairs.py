@@ -15,7 +15,7 @@ from firm.alignment.prompts import (
     checked_message,
     is_hh,
 )
-from firm.fields import NOT_IN_PAPER, configuration
+from firm.base.fields import NOT_IN_PAPER, configuration
 
 REPLY_FIELDS = ("tool_calls", "function_call", "reasoning_content", "reasoning", "thinking")
 """Fields of a message that are part of a reply, beside its text."""

@@ -14,7 +14,7 @@ from accelerate.utils import send_to_device
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from firm.alignment.policy import PolicyConfig, move_
-from firm.federation.devices import accelerator_type, named_device, num_accelerators
+from firm.base.devices import accelerator_type, named_device, num_accelerators
 
 
 def place_(policy: Any, config: PolicyConfig, device: torch.device) -> None:

@@ -40,13 +40,13 @@ from firm.alignment.adapters.target_modules import (
     usual_names,
 )
 from firm.alignment.prompts import PromptFormat, check_template
-from firm.extras import install_command
+from firm.base.devices import named_device
+from firm.base.extras import install_command
+from firm.base.fields import NOT_IN_PAPER, Paper, configuration
+from firm.base.randomness import RandomStream
+from firm.base.registry import OneOf
+from firm.base.sanitize import first_line
 from firm.federation.client import Adapter
-from firm.federation.devices import named_device
-from firm.federation.outside import first_line
-from firm.federation.randomness import RandomStream
-from firm.fields import NOT_IN_PAPER, Paper, configuration
-from firm.registry import OneOf
 
 CHECKPOINT_ERRORS = (
     OSError,

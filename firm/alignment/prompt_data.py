@@ -23,8 +23,8 @@ from firm.alignment.prompts import (
     reader_of,
     token_ids,
 )
-from firm.federation.outside import first_line
-from firm.fields import NOT_IN_PAPER, NonNegativeInt, Paper, configuration
+from firm.base.fields import NOT_IN_PAPER, NonNegativeInt, Paper, configuration
+from firm.base.sanitize import first_line
 
 MAX_PACKING, FREE_BYTES = 100, 16 * 2**20
 """Largest ratio of a text's size to that of its gzip file, which is 3 to 20 for data sets, and the

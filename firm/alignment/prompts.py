@@ -17,7 +17,7 @@ from typing import Any, Literal
 from transformers import PreTrainedTokenizerBase
 
 from firm.alignment.rendering import TemplateBroken, TemplateRejects, render
-from firm.fields import NOT_IN_PAPER, configuration
+from firm.base.fields import NOT_IN_PAPER, configuration
 
 HUMAN, ASSISTANT = "\n\nHuman:", "\n\nAssistant:"
 _TAGS = {"user": HUMAN, "assistant": ASSISTANT}

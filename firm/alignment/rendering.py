@@ -157,8 +157,8 @@ def answer_requests() -> None:
     from jinja2 import TemplateSyntaxError
     from transformers.utils.chat_template_utils import render_jinja_template
 
-    from firm.federation.outside import first_line
-    from firm.json_text import json_text
+    from firm.base.json_text import json_text
+    from firm.base.sanitize import first_line
 
     def answer(template: str, messages: Any, options: dict[str, Any]) -> dict[str, str]:
         try:

@@ -22,9 +22,9 @@ from transformers import TrainerState
 
 from firm.alignment.event_loop import started
 from firm.alignment.prompts import ChatMessage, Prompt, prompt_of
-from firm.federation.outside import printable
-from firm.federation.user_code import user_code
-from firm.fields import NOT_IN_PAPER, configuration
+from firm.base.fields import NOT_IN_PAPER, configuration
+from firm.base.sanitize import printable
+from firm.base.user_code import user_code
 
 Values = Sequence[float | None] | Mapping[str, Sequence[float | None]]
 RewardFn = Callable[..., Values | Awaitable[Values]]

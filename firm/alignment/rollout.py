@@ -29,13 +29,13 @@ from firm.alignment.rollout_engines import (
     TransformersEngine,
 )
 from firm.alignment.sequences import (
-    ALONE,
     INVALID_LOGPROB,
-    Alone,
+    SINGLE_PROCESS,
     Queries,
     Rollouts,
     SampledSequences,
     Sequences,
+    SingleProcess,
     by_chunks,
     left_padded,
     pad_right,
@@ -76,7 +76,7 @@ class Sampler:
     """Context manager inside which `model` is the reference policy (adapter disabled)."""
     prompt_format: PromptFormat = AUTO
     """Prompt format, which sets the stop strings if `config` does not."""
-    team: Team | Alone = ALONE
+    team: Team | SingleProcess = SINGLE_PROCESS
     """Processes that share the rows; all get the whole result."""
     engine: RolloutEngine | None = None
     """Engine that samples from `model`; its own passes by default."""

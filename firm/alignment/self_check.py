@@ -14,7 +14,7 @@ from firm.alignment.adapters.forward import forward_of
 from firm.alignment.head import head_of
 from firm.alignment.policy import adapter_parameters, set_mode
 from firm.alignment.sequences import forward
-from firm.federation.outside import first_line
+from firm.base.sanitize import first_line
 from firm.gradients.per_sequence import PerSequenceGradients
 
 LENGTH, SHORTER, NEW = 12, 7, 3

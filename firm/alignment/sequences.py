@@ -110,7 +110,7 @@ class Examples(Rows):
         return [part.trimmed() for part in self.rows(order).split(size)]
 
 
-class Alone:
+class SingleProcess:
     """The ``Team`` of a client with one process, which has all rows and tells nobody."""
 
     rank, size = 0, 1
@@ -136,11 +136,15 @@ class Alone:
         return nullcontext()
 
 
-ALONE = Alone()
+SINGLE_PROCESS = SingleProcess()
 
 
 def by_chunks(
-    function: Callable[[Any], torch.Tensor], rows: Rows, *, size: int, team: Team | Alone = ALONE
+    function: Callable[[Any], torch.Tensor],
+    rows: Rows,
+    *,
+    size: int,
+    team: Team | SingleProcess = SINGLE_PROCESS,
 ) -> torch.Tensor:
     """Applies a function to B rows, ``size`` at a time; returns its values [B, ...].
 

@@ -18,10 +18,10 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from firm.alignment.adapters.lora import adapted_modules
 from firm.alignment.sequences import set_preferences
-from firm.federation.devices import communicates
+from firm.base.devices import communicates
+from firm.base.errors import ProcessLost, TeamLost
+from firm.base.sanitize import first_line
 from firm.federation.engines.processes import ACCOMPANY, Processes, Team
-from firm.federation.errors import ProcessLost, TeamLost
-from firm.federation.outside import first_line
 
 
 class _Stopped(Exception):

@@ -8,9 +8,9 @@ from statistics import median
 from types import SimpleNamespace
 from typing import Any, Self, get_args, is_typeddict
 
-from firm.quantities import QUANTITIES
-from firm.registry import did_you_mean
-from firm.schema import adapter
+from firm.base.quantities import QUANTITIES
+from firm.base.registry import did_you_mean
+from firm.base.schema import adapter
 
 _OPERATORS = {"<": operator.lt, "<=": operator.le, ">": operator.gt, ">=": operator.ge}
 _FORM = re.compile(

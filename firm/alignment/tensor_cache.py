@@ -8,8 +8,8 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save
 
-from firm.cache import cache_folder
-from firm.inside import make_folder, replace_bytes
+from firm.base.cache import cache_folder
+from firm.base.inside import make_folder, replace_bytes
 
 logger = logging.getLogger(__name__)
 

@@ -39,16 +39,17 @@ from firm.alignment.rewards import Judges, RewardFn, Scored, ScoringRequest, fil
 from firm.alignment.rollout import Sampler, encode_prompts, sample, with_logprobs
 from firm.alignment.rollout_engines import RolloutEngine
 from firm.alignment.sequences import (
-    ALONE,
-    Alone,
+    SINGLE_PROCESS,
     Examples,
     Queries,
     Rollouts,
     SampledSequences,
+    SingleProcess,
     may_pass_prompts_once,
 )
-from firm.federation.client import Gradients, copy_of_state
-from firm.federation.devices import memory_advice
+from firm.base.devices import memory_advice
+from firm.base.state import copy_of_state
+from firm.federation.client import Gradients
 from firm.federation.engines.processes import Team
 from firm.gradients.jacobian import combine
 
@@ -137,7 +138,7 @@ class MultiObjectiveTrainer:
         num_rounds: int,
         objectives: Sequence[str] | None = None,
         value_model: torch.nn.Module | None = None,
-        team: Team | Alone = ALONE,
+        team: Team | SingleProcess = SINGLE_PROCESS,
         rollout_engine: RolloutEngine | None = None,
         adam: Callable[..., torch.optim.Optimizer] = ADAM,
     ) -> None:

@@ -37,7 +37,7 @@ from firm.alignment.policy import without_needless_warnings
 from firm.alignment.prompts import Prompt
 from firm.alignment.sequences import Queries
 from firm.alignment.trainer import MultiObjectiveTrainer
-from firm.federation.devices import accelerate_on
+from firm.base.devices import accelerate_on
 from firm.gradients.jacobian import gram_matrix
 from firm.solvers.regularised import firm_weights
 

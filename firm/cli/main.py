@@ -11,8 +11,8 @@ from shutil import get_terminal_size
 from textwrap import shorten
 from typing import Any, Literal, NoReturn
 
-from firm.console import accept_any_text
-from firm.extras import install_command
+from firm.base.console import accept_any_text
+from firm.base.extras import install_command
 
 PAGES = Path(__file__).parent / "pages"
 """Pregenerated `--help` pages, since importing a job and its configuration takes seconds."""
@@ -341,7 +341,7 @@ def _with_config(arguments: Sequence[str], models: Sequence[str]) -> list[str]:
             continue
         name = name or next(words, "")
         if name not in models:
-            from firm.registry import did_you_mean
+            from firm.base.registry import did_you_mean
             from firm.run.errors import UserError
 
             raise UserError(
@@ -423,7 +423,7 @@ def _print_usage(words: Sequence[str]) -> NoReturn:
     if asked.split()[len(group) > 0 :] in ([], ["-h"], ["--help"]):
         print(usage)
         raise SystemExit(0)
-    from firm.registry import did_you_mean  # imported late: a command's help does not need it
+    from firm.base.registry import did_you_mean  # imported late: a command's help does not need it
 
     first_words = dict.fromkeys(name.partition(" ")[0] for name in texts)
     line = f"unknown command {asked!r}{did_you_mean(asked, group or first_words)}"

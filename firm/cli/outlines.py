@@ -10,8 +10,8 @@ from typing import Annotated, Any, Literal
 from annotated_types import Ge, Gt, Interval, Le, Lt, MinLen
 from pydantic import AllowInfNan
 
-from firm.fields import Hint, configuration
-from firm.registry import OneOf
+from firm.base.fields import Hint, configuration
+from firm.base.registry import OneOf
 
 
 @configuration

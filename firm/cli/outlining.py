@@ -12,9 +12,9 @@ from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 
 from annotated_types import Interval
 
+from firm.base.fields import NotInPaper, Paper
+from firm.base.registry import OneOf
 from firm.cli.main import COMMANDS, load
-from firm.fields import NotInPaper, Paper
-from firm.registry import OneOf
 from firm.run.config import forms_of, init_fields, members_of
 
 FILE = Path(__file__).with_name("outlines.py")
@@ -31,8 +31,8 @@ from typing import Annotated, Any, Literal
 from annotated_types import Ge, Gt, Interval, Le, Lt, MinLen
 from pydantic import AllowInfNan
 
-from firm.fields import Hint, configuration
-from firm.registry import OneOf
+from firm.base.fields import Hint, configuration
+from firm.base.registry import OneOf
 '''
 
 

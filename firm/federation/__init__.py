@@ -6,16 +6,17 @@ clients; a client keeps its data and its state. All three are independent of the
 
 from typing import TYPE_CHECKING
 
-from firm.lazy import lazy
+from firm.base.lazy import lazy
 
 if TYPE_CHECKING:
-    from firm.federation.client import Adapter, Batch, Client, Failure, Gradients, Reply, State
+    from firm.base.errors import ProcessLost, RoundFailed
+    from firm.base.randomness import RandomStream, derive_seed
+    from firm.base.state import State
+    from firm.federation.client import Adapter, Batch, Client, Failure, Gradients, Reply
     from firm.federation.diagnostics import beta_alarm, failure_alarms
     from firm.federation.engines import Engine, LocalEngine, Processes, ProcessesEngine, Team
-    from firm.federation.errors import ProcessLost, RoundFailed
     from firm.federation.messages import Update
     from firm.federation.partition import dirichlet_partition, iid_partition
-    from firm.federation.randomness import RandomStream, derive_seed
     from firm.federation.server import ServerState
     from firm.federation.strategies import STRATEGIES
     from firm.federation.training import local_training

@@ -11,7 +11,8 @@ from typing import Any, Literal, Protocol
 
 import torch
 
-from firm.federation.client import Adapter, State
+from firm.base.state import State
+from firm.federation.client import Adapter
 from firm.federation.messages import Update
 
 Aggregation = Literal["uniform", "by_examples"]

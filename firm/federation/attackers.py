@@ -10,11 +10,11 @@ from typing import Any, Literal, get_args
 
 import torch
 
+from firm.base.randomness import derive_seed
+from firm.base.registry import did_you_mean
 from firm.federation.aggregation import moved, update_length
 from firm.federation.client import Adapter, Batch, Client
-from firm.federation.randomness import derive_seed
 from firm.federation.serialization import pack
-from firm.registry import did_you_mean
 
 UpdateAttack = Literal["sign_flip", "scaling", "collusion"]
 """sign_flip sends θ_t - s(θ_c - θ_t) instead of θ_c, scaling sends θ_t + s(θ_c - θ_t), and

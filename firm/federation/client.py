@@ -4,7 +4,6 @@ This module is independent of the data modality: every strategy and every engine
 model that computes one gradient per objective and takes optimizer steps.
 """
 
-import copy
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -12,26 +11,12 @@ from functools import cached_property
 from typing import Any, ClassVar, Literal, Protocol
 
 import torch
-from torch.utils._pytree import tree_map
 
+from firm.base.state import State
 from firm.gradients.jacobian import combine
 
 Adapter = dict[str, torch.Tensor]
 """The trained parameters by name: detached CPU float tensors, always in the same order."""
-
-State = dict[str, Any]
-"""Contents of a checkpoint: nested dicts and lists of tensors, numbers, strings, bools and None.
-"""
-
-
-def copy_of_state(state: State) -> State:
-    """Returns a deep copy of a state, whose tensors `copy.deepcopy` would copy slowly."""
-
-    def copied(leaf: Any) -> Any:
-        is_tensor = isinstance(leaf, torch.Tensor)
-        return leaf.detach().clone() if is_tensor else copy.deepcopy(leaf)
-
-    return tree_map(copied, state)
 
 
 @dataclass(frozen=True)
@@ -149,7 +134,7 @@ class Client(ABC):
     def metrics(self) -> dict[str, Any]:
         """Returns JSON-able metrics of the local training since ``load``.
 
-        Only registered metrics (`firm.quantities`) are sent to the server.
+        Only registered metrics (`firm.base.quantities`) are sent to the server.
         """
 
     @cached_property

@@ -9,9 +9,8 @@ from typing import Any
 
 import torch
 
-from firm.federation.client import Adapter
-from firm.quantities import CENTERED, PERCENT, Quantity, register
-from firm.schema import (
+from firm.base.quantities import CENTERED, PERCENT, Quantity, register
+from firm.base.schema import (
     ByObjective,
     Correlation,
     Finite,
@@ -23,6 +22,7 @@ from firm.schema import (
     Series,
     Share,
 )
+from firm.federation.client import Adapter
 from firm.solvers.regularised import firm_weights
 
 INERT_EFFECT = 0.05

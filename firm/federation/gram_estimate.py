@@ -10,13 +10,14 @@ from typing import Annotated, Any, ClassVar, Literal
 
 import torch
 
-from firm.federation.client import Reply, State
+from firm.base.fields import Hint, PositiveFloat, configuration
+from firm.base.state import State
+from firm.federation.client import Reply
 from firm.federation.messages import DECIDED_BY_SERVER, Request
 from firm.federation.rounds import Round, losses_problem, sample_clients
 from firm.federation.server import ServerState
 from firm.federation.sharing import CorrectionRequest, JacobianRequest, JacobianShare
 from firm.federation.strategy import StrategyConfig
-from firm.fields import Hint, PositiveFloat, configuration
 from firm.gradients.approx_gram import (
     TwoWayReply,
     broadcast,

@@ -16,7 +16,7 @@ import greenlet
 import numpy as np
 import torch
 
-from firm.federation.devices import generator_states, set_generator_states
+from firm.base.devices import generator_states, set_generator_states
 
 T = TypeVar("T")
 Work = Callable[[list[Any]], Sequence[Any]]

@@ -12,7 +12,8 @@ from typing import Annotated, Any, ClassVar, Self
 from annotated_types import Interval, Len
 from pydantic import PlainValidator, Strict, ValidationInfo
 
-from firm.federation.outside import printable
+from firm.base.registry import Registry
+from firm.base.sanitize import printable
 from firm.federation.schema import (
     Metrics,
     Model,
@@ -25,7 +26,6 @@ from firm.federation.schema import (
     read,
     read_fields,
 )
-from firm.registry import Registry
 
 MAX_ROUND = 10**9
 """Upper bound on the rounds of a run."""

@@ -8,14 +8,14 @@ from typing import Annotated, Any, ClassVar
 
 from pydantic import PlainValidator, ValidationInfo
 
+from firm.base.quantities import Quantity, register
+from firm.base.schema import ByObjective
 from firm.federation.client import Client
 from firm.federation.messages import Answer, Count, Examples, Request, Sizes, Steps
 from firm.federation.schema import Invalid, Metrics, Parameters, Reading, context, read
 from firm.federation.sharing import shared_columns
 from firm.federation.tasks import task
 from firm.federation.training import LocalTraining, served_objectives, train_on_sum
-from firm.quantities import Quantity, register
-from firm.schema import ByObjective
 
 
 @dataclass(frozen=True)

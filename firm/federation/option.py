@@ -13,11 +13,11 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Self, TypeVar
 import torch
 from pydantic import PlainValidator, ValidationInfo
 
+from firm.base.registry import Registry
 from firm.federation.aggregation import Transform
 from firm.federation.client import Adapter, Client, Failure, Reply
 from firm.federation.messages import Request, Update
 from firm.federation.schema import Invalid, context, invalid, read_record, shown
-from firm.registry import Registry
 
 if TYPE_CHECKING:
     from firm.federation.engines.engine import Engine

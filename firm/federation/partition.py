@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from firm.federation.randomness import derive_seed
+from firm.base.randomness import derive_seed
 
 Labels = Sequence[Hashable] | np.ndarray | torch.Tensor
 """One label per example."""

@@ -6,12 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 from annotated_types import Ge
 
-from firm.federation.aggregation import Aggregation, Count, Mean, ServerStep, Transform, chain
-from firm.federation.client import Capability, Client, Failure, missing
-from firm.federation.messages import Request
-from firm.federation.option import Option
-from firm.federation.training import LocalTraining
-from firm.fields import (
+from firm.base.fields import (
     NOT_IN_PAPER,
     BoundedInt,
     Hint,
@@ -21,6 +16,11 @@ from firm.fields import (
     PositiveInt,
     configuration,
 )
+from firm.federation.aggregation import Aggregation, Count, Mean, ServerStep, Transform, chain
+from firm.federation.client import Capability, Client, Failure, missing
+from firm.federation.messages import Request
+from firm.federation.option import Option
+from firm.federation.training import LocalTraining
 
 if TYPE_CHECKING:
     from firm.federation.engines.engine import Engine

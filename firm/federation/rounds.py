@@ -9,12 +9,14 @@ from typing import Any, TypeVar
 import numpy as np
 import torch
 
+from firm.base.errors import RoundFailed
+from firm.base.randomness import derive_seed
+from firm.base.registry import did_you_mean
+from firm.base.state import State
 from firm.federation.aggregation import ServerStep
-from firm.federation.client import Adapter, Failure, Reply, State
+from firm.federation.client import Adapter, Failure, Reply
 from firm.federation.engines.engine import Engine
-from firm.federation.errors import RoundFailed
 from firm.federation.messages import DECIDED_BY_SERVER, Request, Update
-from firm.federation.randomness import derive_seed
 from firm.federation.round_config import RoundConfig
 from firm.federation.server import (
     Check,
@@ -23,7 +25,6 @@ from firm.federation.server import (
     accept,
     round_metrics,
 )
-from firm.registry import did_you_mean
 from firm.solvers.fixed import fixed_weights
 
 logger = logging.getLogger(__name__)

@@ -1,9 +1,9 @@
 """Types and validation of the fields of messages.
 
 All data from other parties is validated by this module before use. Validation checks type, shape,
-range and finiteness with pydantic types (`firm.schema`, and the tensor types below), and returns
-plain values; errors name the path of the field. The conformance suite generates its mutated
-messages from the same types.
+range and finiteness with pydantic types (`firm.base.schema`, and the tensor types below), and
+returns plain values; errors name the path of the field. The conformance suite generates its
+mutated messages from the same types.
 """
 
 import reprlib
@@ -16,9 +16,9 @@ import torch
 from annotated_types import Len
 from pydantic import AfterValidator, PlainValidator, ValidationError, ValidationInfo
 
-from firm.federation.outside import printable
-from firm.quantities import of_clients
-from firm.schema import MAX_TEXT, adapter, in_words
+from firm.base.quantities import of_clients
+from firm.base.sanitize import printable
+from firm.base.schema import MAX_TEXT, adapter, in_words
 
 LARGEST_ENTRY = 1e18
 """Largest magnitude of a tensor's entry; its square is finite in float32."""

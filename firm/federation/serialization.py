@@ -12,7 +12,7 @@ import safetensors.torch
 import torch
 from safetensors import SafetensorError
 
-from firm.federation.outside import printable
+from firm.base.sanitize import printable
 
 _LENGTH_BYTES = 8
 MAX_TEXT_BYTES = 16 * 2**20

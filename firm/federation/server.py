@@ -9,8 +9,13 @@ from typing import Any, NamedTuple, Self
 
 import torch
 
+from firm.base.errors import RoundFailed
+from firm.base.quantities import Quantity, register
+from firm.base.sanitize import by_reason, printable
+from firm.base.schema import Count, Named, NonNegative
+from firm.base.state import State
 from firm.federation.aggregation import update_length
-from firm.federation.client import Adapter, Failure, Reply, State
+from firm.federation.client import Adapter, Failure, Reply
 from firm.federation.diagnostics import (
     disagreement_bound,
     drift,
@@ -18,13 +23,9 @@ from firm.federation.diagnostics import (
     stationarity,
     weights_spread,
 )
-from firm.federation.errors import RoundFailed
 from firm.federation.messages import Request, Update
-from firm.federation.outside import by_reason, printable
 from firm.federation.round_config import RoundConfig
 from firm.federation.schema import Invalid
-from firm.quantities import Quantity, register
-from firm.schema import Count, Named, NonNegative
 
 register(
     Quantity("seconds", kind="round", type=NonNegative),

@@ -12,9 +12,11 @@ import torch
 from annotated_types import Interval, Len
 from pydantic import PlainValidator, Strict, ValidationInfo
 
+from firm.base.randomness import derive_seed
+from firm.base.registry import OneOf
+from firm.base.schema import Finite, PerObjective
 from firm.federation.client import Adapter, Client
 from firm.federation.messages import Answer, Request, Sizes
-from firm.federation.randomness import derive_seed
 from firm.federation.schema import (
     Invalid,
     Jacobian,
@@ -35,8 +37,6 @@ from firm.federation.training import (
 from firm.gradients.approx_gram import two_way_reply
 from firm.gradients.compression import JacobianMessage
 from firm.gradients.messages import COMPRESSORS, message_from_dict, message_to_dict
-from firm.registry import OneOf
-from firm.schema import Finite, PerObjective
 
 Objective = Annotated[int, Interval(ge=0, le=99)]
 

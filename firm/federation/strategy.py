@@ -4,6 +4,8 @@ from collections.abc import Callable
 from dataclasses import field
 from typing import Annotated, Any, TypeVar, get_type_hints
 
+from firm.base.fields import NOT_IN_PAPER, PositiveInt, configuration
+from firm.base.registry import Registry
 from firm.federation.option import Option
 from firm.federation.options.lora_mean import LoraMean, LoraProducts
 from firm.federation.options.privacy import PrivacyConfig
@@ -13,8 +15,6 @@ from firm.federation.options.secure.messages import NUM_BYTES
 from firm.federation.options.secure.option import MasksConfig, Secure, SecureSums
 from firm.federation.options.uploads import UploadConfig
 from firm.federation.round_config import RoundConfig
-from firm.fields import NOT_IN_PAPER, PositiveInt, configuration
-from firm.registry import Registry
 
 
 @configuration

@@ -4,15 +4,15 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
+from firm.base.registry import Registry
 from firm.federation.client import Client
 from firm.federation.messages import Answer, Request
-from firm.registry import Registry
 
 Function = TypeVar("Function", bound=Callable[[Client, Any], Answer])
 
 
 @dataclass(frozen=True)
-class Task:
+class ClientTask:
     """A function that runs on a client, and the type of the request for it."""
 
     function: Callable[[Client, Any], Answer]
@@ -21,7 +21,7 @@ class Task:
     """Type of the request."""
 
 
-TASKS: Registry[str, Task] = Registry("task")
+TASKS: Registry[str, ClientTask] = Registry("task")
 
 
 def task(request: type[Request]) -> Callable[[Function], Function]:
@@ -30,4 +30,4 @@ def task(request: type[Request]) -> Callable[[Function], Function]:
     Raises:
         ValueError: The name is taken.
     """
-    return lambda function: TASKS.add(request.task, function, entry=Task(function, request))
+    return lambda function: TASKS.add(request.task, function, entry=ClientTask(function, request))

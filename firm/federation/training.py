@@ -15,6 +15,9 @@ import torch
 from annotated_types import Interval, Len
 from pydantic import PlainValidator, ValidationInfo
 
+from firm.base.quantities import Quantity, register
+from firm.base.registry import OneOf, Registry
+from firm.base.schema import Finite, Named, NonNegative, PerObjective
 from firm.federation.aggregation import flat
 from firm.federation.client import Batch, Client, Gradients
 from firm.federation.diagnostics import solve_figures
@@ -36,9 +39,6 @@ from firm.federation.schema import (
 )
 from firm.federation.tasks import task
 from firm.gradients.jacobian import gram_matrix
-from firm.quantities import Quantity, register
-from firm.registry import OneOf, Registry
-from firm.schema import Finite, Named, NonNegative, PerObjective
 from firm.solvers.fixed import fixed_weights
 
 SkippedBatches = Annotated[int, Interval(ge=0, le=100)]

@@ -47,7 +47,7 @@ fmoo` or `firm.jobs.fmoo.run_classic`.
 
 from typing import TYPE_CHECKING
 
-from firm.lazy import lazy
+from firm.base.lazy import lazy
 
 if TYPE_CHECKING:
     from firm.fmoo.attacks import LossAttackConfig

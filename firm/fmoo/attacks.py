@@ -11,8 +11,8 @@ from typing import Literal
 
 import torch
 
+from firm.base.fields import FiniteFloat, configuration
 from firm.federation.client import Gradients
-from firm.fields import FiniteFloat, configuration
 
 
 @configuration

@@ -6,13 +6,14 @@ from typing import Any
 
 import torch
 
-from firm.federation.client import Adapter, Client, Gradients, State
-from firm.federation.randomness import derive_seed
+from firm.base.quantities import Quantity, register
+from firm.base.randomness import derive_seed
+from firm.base.schema import ByObjective, Finite, Items
+from firm.base.state import State
+from firm.federation.client import Adapter, Client, Gradients
 from firm.fmoo import linear
 from firm.fmoo.attacks import LossAttackConfig, attacked_gradients, attacked_losses
 from firm.fmoo.workspace import Workspace, rotated
-from firm.quantities import Quantity, register
-from firm.schema import ByObjective, Finite, Items
 
 register(Quantity("losses", type=ByObjective[Items[Finite]]))
 

@@ -6,8 +6,8 @@ from typing import Annotated, Any, TypeVar
 
 from annotated_types import Interval
 
-from firm.fields import BoundedInt, PositiveInt, Seed, configuration
-from firm.registry import OneOf, Registry
+from firm.base.fields import BoundedInt, PositiveInt, Seed, configuration
+from firm.base.registry import OneOf, Registry
 
 CallableT = TypeVar("CallableT", bound=Callable[..., Any])
 

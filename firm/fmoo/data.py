@@ -5,7 +5,7 @@ from collections.abc import Callable
 import numpy as np
 import torch
 
-from firm.federation.user_code import user_code
+from firm.base.user_code import user_code
 from firm.fmoo.config import DATASETS, CallableT, DatasetConfig
 from firm.fmoo.loaders.faces import celeba, celeba5
 from firm.fmoo.loaders.images import (

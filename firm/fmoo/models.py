@@ -22,9 +22,10 @@ import torch
 from annotated_types import Interval, MinLen
 from torch import nn
 
-from firm.federation.randomness import RandomStream
-from firm.federation.user_code import user_code
-from firm.fields import BoundedInt, configuration
+from firm.base.fields import BoundedInt, configuration
+from firm.base.randomness import RandomStream
+from firm.base.registry import OneOf, Registry
+from firm.base.user_code import user_code
 from firm.fmoo.config import CallableT
 from firm.fmoo.modules import (
     CharacterEncoder,
@@ -34,7 +35,6 @@ from firm.fmoo.modules import (
     ResidualBlock,
 )
 from firm.fmoo.task_data import TaskData
-from firm.registry import OneOf, Registry
 
 MODELS: Registry[str, Callable[["ModelConfig", TaskData], nn.Module]] = Registry("model")
 """Models by the name that a configuration gives."""

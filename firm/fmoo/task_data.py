@@ -8,9 +8,9 @@ import torch
 from torch.nn import functional
 from torch.utils.data import default_collate
 
-from firm.federation.user_code import user_code
+from firm.base.registry import Registry, did_you_mean
+from firm.base.user_code import user_code
 from firm.fmoo.config import CallableT
-from firm.registry import Registry, did_you_mean
 
 Loss = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 """Maps an objective's outputs and targets, one row per sample, to the mean loss, a scalar."""

@@ -15,16 +15,16 @@ from annotated_types import Interval
 from torch import nn
 from torch.func import functional_call
 
+from firm.base.fields import NonNegativeFloat, PositiveFloat, PositiveInt, configuration
+from firm.base.quantities import Quantity, register
+from firm.base.schema import ByObjective, Finite, Share
+from firm.base.user_code import user_code
 from firm.federation.client import Adapter
 from firm.federation.lockstep import outcome_of, together
-from firm.federation.user_code import user_code
-from firm.fields import NonNegativeFloat, PositiveFloat, PositiveInt, configuration
 from firm.fmoo.modules import Dropout, MultiTaskModel
 from firm.fmoo.stacked import GradientRequest, gradients_together, is_stackable
 from firm.fmoo.task_data import CLASS_LOSSES, LOSSES, TaskData
 from firm.gradients.jacobian import jacobian
-from firm.quantities import Quantity, register
-from firm.schema import ByObjective, Finite, Share
 
 EVALUATION_BATCH = 2048
 """Samples per forward pass without gradients."""

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import ArrayLike
 
-from firm.extras import install_command
+from firm.base.extras import install_command
 from firm.fronts.dominance import as_points
 
 

@@ -8,8 +8,8 @@ from pathlib import Path
 from types import UnionType
 from typing import Any, TypeVar, get_args, get_origin, get_type_hints
 
-from firm.inside import open_inside, replace_text
-from firm.json_text import json_text
+from firm.base.inside import open_inside, replace_text
+from firm.base.json_text import json_text
 
 RecordT = TypeVar("RecordT")
 

@@ -4,7 +4,7 @@ import math
 from collections.abc import Sequence
 from itertools import product
 
-from firm.registry import did_you_mean
+from firm.base.registry import did_you_mean
 
 
 def grid(resolution: int, num_objectives: int) -> list[tuple[float, ...]]:

@@ -27,16 +27,17 @@ from firm.alignment.pair_evaluation import (
 from firm.alignment.pair_tokens import EncodedPair
 from firm.alignment.policy import load_adapter_
 from firm.alignment.rewards import Calibration
-from firm.federation.client import Adapter, State
+from firm.base.inside import remove, replace_bytes, whole_folder
+from firm.base.randomness import RandomStream
+from firm.base.sanitize import legible, printable
+from firm.base.state import State
+from firm.federation.client import Adapter
 from firm.federation.engines.engine import Engine
 from firm.federation.engines.processes import Processes
-from firm.federation.outside import legible, printable
-from firm.federation.randomness import RandomStream
 from firm.federation.server import ServerState
 from firm.fronts.front import FRONT_NAME
 from firm.fronts.preferences import preference_folder
 from firm.fronts.reach import widest_gap
-from firm.inside import remove, replace_bytes, whole_folder
 from firm.jobs.alarms import alarms_at_start, alarms_of_rounds
 from firm.jobs.alignment_config import (
     AlignmentConfig,
@@ -57,7 +58,7 @@ from firm.jobs.alignment_loading import (
 from firm.jobs.best_adapter import BestAdapter, utility
 from firm.jobs.fetch import about_policy, fetch_policy
 from firm.jobs.hub import push
-from firm.jobs.loop import Logbook, RoundResult, Wing, train
+from firm.jobs.loop import Logbook, RoundResult, Task, train
 from firm.jobs.model_card import markdown_table, model_card, model_name
 from firm.jobs.plan.printing import print_plan
 from firm.jobs.sources import check_sources
@@ -251,21 +252,21 @@ def run_rounds(
     out: Path,
 ) -> Result:
     """Trains and evaluates, and writes the results, wherever the engine's clients run."""
-    with open_wing(loaded, cfg, calibrations, engine, progress, out) as wing:
-        state = train(wing, engine, client_names(cfg), cfg.strategy)
-        base, aligned = wing.finish(state)
+    with open_task(loaded, cfg, calibrations, engine, progress, out) as task:
+        state = train(task, engine, client_names(cfg), cfg.strategy)
+        base, aligned = task.finish(state)
     return write_result(cfg, out, base, aligned)
 
 
 @contextmanager
-def open_wing(
+def open_task(
     loaded: LoadedRun,
     cfg: AlignmentConfig,
     calibrations: Mapping[str, Calibration],
     engine: Engine,
     progress: Progress,
     out: Path,
-) -> Iterator["_LanguageWing"]:
+) -> Iterator["_LanguageTask"]:
     """Opens the run's folder, tracker and progress display, and closes the engines on exit."""
     settings = to_dict(cfg)
     with (
@@ -283,7 +284,7 @@ def open_wing(
         closing(engine),
         closing(loaded.trainer.rollout_engine),
     ):
-        yield WINGS[cfg.estimator.learns_from](
+        yield LANGUAGE_TASKS[cfg.estimator.learns_from](
             Logbook(run, tracker), loaded, cfg, calibrations, progress, page
         )
 
@@ -324,7 +325,7 @@ def print_result(cfg: AlignmentConfig, result: Result) -> None:
     )
     record = read_record(result.path)
     if rows := front_rows(record):
-        names, shown = list(cfg.objectives), WINGS[cfg.estimator.learns_from].shown
+        names, shown = list(cfg.objectives), LANGUAGE_TASKS[cfg.estimator.learns_from].shown
         kl = ["kl"] if "kl" in rows[0] else []
         print_table(
             f"the same {cfg.estimator.learns_from} at each measured preference, mean ± standard "
@@ -401,7 +402,7 @@ def progress_of(cfg: AlignmentConfig, *, console: Console | None = None) -> Prog
     )
 
 
-class _LanguageWing(Wing):
+class _LanguageTask(Task):
     """Evaluates replies: after each round, and on held-out prompts before and after training."""
 
     evaluation: type[AnyEvaluation] = Evaluation
@@ -724,7 +725,7 @@ class _LanguageWing(Wing):
         self.book.log_samples(rows)
 
 
-class _PairsWing(_LanguageWing):
+class _PairsTask(_LanguageTask):
     """Evaluates the ranking of held-out pairs instead of replies."""
 
     evaluation = PairEvaluation
@@ -764,8 +765,8 @@ class _PairsWing(_LanguageWing):
         )
 
 
-WINGS = {"prompts": _LanguageWing, "pairs": _PairsWing}
-"""Wings by the value of `EstimatorConfig.learns_from`."""
+LANGUAGE_TASKS = {"prompts": _LanguageTask, "pairs": _PairsTask}
+"""Tasks by the value of `EstimatorConfig.learns_from`."""
 
 
 def _run_row(

@@ -17,11 +17,7 @@ from firm.alignment.pairs import RankedPairsConfig
 from firm.alignment.policy import PolicyConfig
 from firm.alignment.prompt_data import PromptsConfig
 from firm.alignment.rewards import Calibration
-from firm.federation.engines import ENGINES
-from firm.federation.outside import check_name
-from firm.federation.strategies import StrategyConfig
-from firm.federation.strategies.firm import FirmConfig
-from firm.fields import (
+from firm.base.fields import (
     NOT_IN_PAPER,
     BoundedInt,
     Hint,
@@ -36,9 +32,13 @@ from firm.fields import (
     Seed,
     configuration,
 )
+from firm.base.registry import OneOf, did_you_mean
+from firm.base.sanitize import check_name
+from firm.federation.engines import ENGINES
+from firm.federation.strategies import StrategyConfig
+from firm.federation.strategies.firm import FirmConfig
 from firm.fronts.preferences import grid
 from firm.jobs.hub import HubConfig
-from firm.registry import OneOf, did_you_mean
 from firm.run.directory import CheckpointConfig
 from firm.run.resuming import Resume, check_out
 from firm.run.tracking import TrackingConfig

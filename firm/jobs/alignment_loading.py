@@ -28,17 +28,17 @@ from firm.alignment.policy import (
 from firm.alignment.prompts import Prompt, check_prompts
 from firm.alignment.rewards import Calibration, Judges, RewardFn, calibrate, check_same, score
 from firm.alignment.self_check import check_passes, check_rows
-from firm.alignment.sequences import ALONE
+from firm.alignment.sequences import SINGLE_PROCESS
 from firm.alignment.sharding import shard_
 from firm.alignment.stacked.trainer import stacked_trainers
 from firm.alignment.trainer import MultiObjectiveTrainer
+from firm.base.devices import dtype_note, generator_note, prepare_attention
+from firm.base.randomness import RandomStream
 from firm.federation.aggregation import weighted_mean
 from firm.federation.client import Adapter, Client
-from firm.federation.devices import dtype_note, generator_note, prepare_attention
 from firm.federation.engines.engine import ENGINES, Engine
 from firm.federation.engines.local import LocalEngine
 from firm.federation.engines.processes import Processes, ProcessesEngine
-from firm.federation.randomness import RandomStream
 from firm.jobs.alignment_config import (
     AlignmentConfig,
     GroupConfig,
@@ -157,7 +157,7 @@ def load(
             reward_fns={name: reward_fns[name] for name in cfg.rewards},
             objectives=cfg.objectives,
             num_rounds=max(1, cfg.rounds),
-            team=team or ALONE,
+            team=team or SINGLE_PROCESS,
         )
     check_passes(policy, cfg.policy.path)
     if cfg.estimator.needs_independent_rows or cfg.engine == "stacked":

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 
 from firm.alignment.evaluation import mean_and_error
-from firm.federation.client import State
+from firm.base.state import State
 
 CLEAR = 2.0
 """Standard errors by which an earlier adapter must be better than the last one."""

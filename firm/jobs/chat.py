@@ -15,9 +15,9 @@ from rich.text import Text
 
 from firm.alignment.prompts import ChatMessage, Prompt, hh_text
 from firm.alignment.rewards import Calibration, score
-from firm.federation.outside import legible
-from firm.federation.randomness import RandomStream
-from firm.fields import configuration
+from firm.base.fields import configuration
+from firm.base.randomness import RandomStream
+from firm.base.sanitize import legible
 from firm.jobs.fetch import fetch_policy
 from firm.jobs.finished_runs import adapter_folder, check_code, checked_record, frozen_calibrations
 from firm.jobs.pick import conditioned_front

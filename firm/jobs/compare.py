@@ -13,10 +13,10 @@ from annotated_types import Ge
 from firm.alignment.evaluation import Evaluation, MetricComparison, comparison_table, evaluate
 from firm.alignment.prompt_data import PromptsConfig, load_prompts
 from firm.alignment.rewards import Calibration
-from firm.federation.outside import legible, printable
-from firm.federation.randomness import RandomStream
-from firm.fields import BoundedInt, Hint, NonNegativeInt, PositiveInt, configuration
-from firm.inside import replace_text, whole_folder
+from firm.base.fields import BoundedInt, Hint, NonNegativeInt, PositiveInt, configuration
+from firm.base.inside import replace_text, whole_folder
+from firm.base.randomness import RandomStream
+from firm.base.sanitize import legible, printable
 from firm.jobs.alignment_config import DEFAULT_SPLITS, GIVEN
 from firm.jobs.fetch import fetch_policy
 from firm.jobs.finished_runs import adapter_folder, check_code, checked_record, frozen_calibrations

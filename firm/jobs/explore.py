@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 from firm.alignment.prompts import ChatMessage
-from firm.fields import Hint, Port, configuration
+from firm.base.fields import Hint, Port, configuration
 from firm.fronts.nearest import Expectation, expected_rewards
 from firm.fronts.reach import mean_preference, reaching
 from firm.jobs.chat import ChatConfig, ChatReply, Conversation

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from typing import Any
 from urllib.parse import parse_qs
 
-from firm.extras import install_command
+from firm.base.extras import install_command
 from firm.jobs.chat import SIDES, ChatReply
 from firm.jobs.explore import ExploreConfig, Explorer, TargetPoint
 from firm.report.static import light_color

@@ -22,12 +22,12 @@ from firm.alignment.policy import (
     read_architecture,
     read_generation_config,
 )
-from firm.federation.outside import legible
-from firm.fields import configuration
+from firm.base.fields import configuration
+from firm.base.inside import whole_folder
+from firm.base.sanitize import legible
 from firm.fronts.certificate import CERTIFICATE_NAME, Certificate
 from firm.fronts.front import FRONT_NAME, Front
 from firm.fronts.preferences import in_words, preference_folder
-from firm.inside import whole_folder
 from firm.jobs.fetch import fetch_policy
 from firm.jobs.finished_runs import adapter_folder
 from firm.jobs.model_card import markdown_text, model_card

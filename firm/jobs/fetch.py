@@ -24,9 +24,9 @@ from firm.alignment.policy import (
     load_base_model,
     read_tokenizer,
 )
-from firm.federation.outside import first_line, printable
-from firm.fields import configuration
-from firm.json_text import json_text
+from firm.base.fields import configuration
+from firm.base.json_text import json_text
+from firm.base.sanitize import first_line, printable
 from firm.run.errors import UserError
 from firm.run.shipped import FETCHED, fetched_folder
 

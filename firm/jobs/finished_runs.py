@@ -9,9 +9,9 @@ from typing import Any, TypeVar
 
 from firm.alignment.prompts import Prompt
 from firm.alignment.rewards import Calibration
-from firm.inside import replace_text
+from firm.base.inside import replace_text
+from firm.base.json_text import json_text
 from firm.jobs.alignment_config import GIVEN
-from firm.json_text import json_text
 from firm.report.record import Record, read_record
 from firm.run.command_line import parse, read_arguments, switches_of
 from firm.run.config import lay_out, to_dict

@@ -14,19 +14,19 @@ import pandas as pd
 import torch
 from torch import nn
 
-from firm.console import accept_any_text
-from firm.federation.client import State
-from firm.federation.devices import generator_note, named_device
+from firm.base.console import accept_any_text
+from firm.base.devices import generator_note, named_device
+from firm.base.inside import replace_text
+from firm.base.sanitize import legible, printable
+from firm.base.state import State
 from firm.federation.diagnostics import failure_alarms
-from firm.federation.outside import legible, printable
 from firm.federation.server import ServerState
 from firm.fmoo.data import Splits, load_data
 from firm.fmoo.models import build_model, num_parameters
-from firm.inside import replace_text
 from firm.jobs.fmoo_config import FREE_KEYS, ClassicConfig
 from firm.jobs.fmoo_loading import SupervisedFederation, federate, partition
 from firm.jobs.fmoo_measures import evaluation, improved, progress
-from firm.jobs.loop import Logbook, RoundResult, Wing, train
+from firm.jobs.loop import Logbook, RoundResult, Task, train
 from firm.report.criteria import comparable, criteria_of
 from firm.report.page import write_page
 from firm.report.record import read_record
@@ -198,11 +198,11 @@ def run_seed(cfg: ClassicConfig, name: str, splits: Splits, path: Path, seed: in
         replace_text(study / STUDY_NAME, to_yaml(cfg))
         passes = "of all clients in one pass" if federation.has_joint_passes else "client by client"
         print(printable(f"{name}, seed {seed}: {cfg.model.name}, gradients {passes}"), flush=True)
-        wing = _ClassicWing(Logbook(run, tracker), cfg, name, splits, seed, federation)
-        train(wing, engine, federation.names, federation.cfg)
+        task = _ClassicTask(Logbook(run, tracker), cfg, name, splits, seed, federation)
+        train(task, engine, federation.names, federation.cfg)
 
 
-class _ClassicWing(Wing):
+class _ClassicTask(Task):
     """Evaluates losses and accuracies on samples, at intervals of rounds."""
 
     def __init__(

@@ -6,9 +6,7 @@ from typing import Annotated, Literal
 
 from annotated_types import Ge, Interval, Le
 
-from firm.federation.engines import ENGINES
-from firm.federation.strategies import StrategyConfig
-from firm.fields import (
+from firm.base.fields import (
     LARGEST,
     BoundedInt,
     Hint,
@@ -20,11 +18,13 @@ from firm.fields import (
     Seed,
     configuration,
 )
+from firm.base.registry import OneOf, did_you_mean
+from firm.federation.engines import ENGINES
+from firm.federation.strategies import StrategyConfig
 from firm.fmoo.attacks import LossAttackConfig
 from firm.fmoo.data import DatasetConfig
 from firm.fmoo.models import ModelConfig
 from firm.fmoo.workspace import LocalConfig
-from firm.registry import OneOf, did_you_mean
 from firm.run.names import check_folder_name
 from firm.run.resuming import Resume, check_out
 from firm.run.tracking import TrackingConfig

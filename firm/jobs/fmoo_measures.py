@@ -4,7 +4,9 @@ from typing import Any
 
 import torch
 
-from firm.federation.client import State
+from firm.base.quantities import Quantity, register
+from firm.base.schema import Finite, Share
+from firm.base.state import State
 from firm.federation.server import ServerState
 from firm.federation.strategies import STRATEGIES
 from firm.fmoo.data import Splits, TaskData
@@ -13,8 +15,6 @@ from firm.fmoo.workspace import ObjectiveMetrics
 from firm.fronts.measures import improved_share, local_progress
 from firm.jobs.fmoo_config import ClassicConfig
 from firm.jobs.fmoo_loading import SupervisedFederation
-from firm.quantities import Quantity, register
-from firm.schema import Finite, Share
 
 register(
     Quantity(

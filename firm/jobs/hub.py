@@ -9,8 +9,8 @@ from huggingface_hub import HfApi
 from huggingface_hub.errors import HFValidationError
 from huggingface_hub.utils import validate_repo_id
 
-from firm.federation.outside import first_line, printable
-from firm.fields import configuration
+from firm.base.fields import configuration
+from firm.base.sanitize import first_line, printable
 
 logger = logging.getLogger(__name__)
 

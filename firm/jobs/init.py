@@ -14,9 +14,9 @@ from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError
 
 from firm.alignment.policy import is_gguf, read_tokenizer
 from firm.alignment.prompt_data import read_prompts
-from firm.federation.outside import legible, printable
-from firm.fields import configuration, field_docstrings
-from firm.inside import replace_text
+from firm.base.fields import configuration, field_docstrings
+from firm.base.inside import replace_text
+from firm.base.sanitize import legible, printable
 from firm.jobs.alignment_config import AlignmentConfig
 from firm.jobs.inspection import Inspection, fast_dtype, inspect_policy
 from firm.jobs.sources import check_data, check_policy, check_reward, is_file

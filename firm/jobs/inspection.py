@@ -15,7 +15,7 @@ from firm.alignment.policy import (
     read_tokenizer,
 )
 from firm.alignment.prompts import PromptFormat
-from firm.federation.devices import product_seconds
+from firm.base.devices import product_seconds
 
 
 @dataclass(frozen=True)

@@ -5,12 +5,12 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from firm.federation.client import State
+from firm.base.state import State
+from firm.base.user_code import user_code
 from firm.federation.engines.engine import Engine
 from firm.federation.rounds import with_retries
 from firm.federation.server import ServerState
 from firm.federation.strategies import STRATEGIES, StrategyConfig
-from firm.federation.user_code import user_code
 from firm.run.directory import Run
 from firm.run.rows import Row, valid_rows
 from firm.run.trackers import AnyTracker
@@ -68,7 +68,7 @@ class RoundResult:
     """State to continue from; None: the state after the round."""
 
 
-class Wing(ABC):
+class Task(ABC):
     """Hooks of one kind of run in the training loop: start, evaluation, checkpoint and display.
 
     Args:
@@ -146,11 +146,11 @@ class Wing(ABC):
         """Displays a logged round or, without rows, that training starts or resumes."""
 
 
-def train(wing: Wing, engine: Engine, clients: Sequence[str], cfg: StrategyConfig) -> ServerState:
+def train(task: Task, engine: Engine, clients: Sequence[str], cfg: StrategyConfig) -> ServerState:
     """Runs rounds until the wing is done, starting at the run's last checkpoint if any.
 
     Args:
-        wing: Defines the model, its evaluation and its logs.
+        task: Defines the model, its evaluation and its logs.
         engine: Runs the clients.
         clients: Names of all clients, in the order in which their updates are summed.
         cfg: The strategy and its settings.
@@ -158,11 +158,11 @@ def train(wing: Wing, engine: Engine, clients: Sequence[str], cfg: StrategyConfi
     Returns:
         The final server state.
     """
-    state = wing.begin(engine)
-    while not wing.is_done(state):
+    state = task.begin(engine)
+    while not task.is_done(state):
         before = state
         # a plugin's strategy may call sys.exit, which would end the program without a message
         with user_code(f"strategy {cfg.name!r}", but=(Exception,)):
             state, metrics = with_retries(STRATEGIES[cfg.name], state, clients, engine, cfg)
-        state = wing.end_round(engine, before, state, metrics)
+        state = task.end_round(engine, before, state, metrics)
     return state

@@ -16,12 +16,12 @@ import torch
 from rich.console import Console
 from transformers import PreTrainedTokenizerBase
 
+from firm.base.inside import replace_text
+from firm.base.sanitize import check_name
 from firm.federation.engines.engine import Engine
 from firm.federation.engines.local import LocalEngine
 from firm.federation.engines.processes import Processes, ProcessesEngine
 from firm.federation.options.secure.engine import SecureEngine
-from firm.federation.outside import check_name
-from firm.inside import replace_text
 from firm.jobs.alignment import FREE_KEYS, notes_at_start, progress_of, run_rounds
 from firm.jobs.alignment_config import AlignmentConfig, PromptPartitionConfig, client_names
 from firm.jobs.alignment_data import data_of

@@ -6,9 +6,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from firm.federation.options.secure.protocol import KeyRing
-from firm.federation.outside import check_name
-from firm.fields import (
+from firm.base.fields import (
     BoundedInt,
     NonNegativeInt,
     NumWorkers,
@@ -17,6 +15,8 @@ from firm.fields import (
     PositiveInt,
     configuration,
 )
+from firm.base.sanitize import check_name
+from firm.federation.options.secure.protocol import KeyRing
 from firm.jobs.alignment_config import AlignmentConfig
 from firm.network import certificates, kits
 from firm.network.site import SitePolicy

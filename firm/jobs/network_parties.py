@@ -11,7 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from firm.federation.outside import printable
+from firm.base.sanitize import printable
 from firm.jobs.network import CONTROLLER, HOME_VARIABLE
 from firm.jobs.network_config import (
     OUTPUT,

@@ -14,7 +14,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from firm.alignment.policy import borrowed, is_stored_at, read_tokenizer
 from firm.alignment.prompt_data import loose_text, read_prompts
 from firm.alignment.prompts import Prompt
-from firm.inside import whole_folder
+from firm.base.inside import whole_folder
 from firm.jobs.alignment import Result, run_folder
 from firm.jobs.alignment import align as run_alignment
 from firm.jobs.alignment_config import DEFAULT_SPLITS, GIVEN, AlignmentConfig

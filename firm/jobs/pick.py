@@ -14,10 +14,11 @@ from huggingface_hub import ModelCard
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
+from firm.base.fields import configuration
+from firm.base.inside import whole_folder
+from firm.base.sanitize import legible
 from firm.federation.aggregation import weighted_mean
 from firm.federation.client import Adapter
-from firm.federation.outside import legible
-from firm.fields import configuration
 from firm.fronts.certificate import CERTIFICATE_NAME, Certificate
 from firm.fronts.front import FRONT_NAME, Front, Point
 from firm.fronts.nearest import Expectation, expected_rewards, nearest, neighbours, sound
@@ -30,7 +31,6 @@ from firm.fronts.requirements import (
     meeting,
     parse_requirements,
 )
-from firm.inside import whole_folder
 from firm.jobs.model_card import markdown_table, markdown_text, model_card
 from firm.run.errors import UserError
 from firm.run.files import file_errors, refuse_links

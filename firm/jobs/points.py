@@ -6,9 +6,9 @@ from dataclasses import field, replace
 from pathlib import Path
 from typing import Any
 
-from firm.federation.outside import by_reason, check_name, printable
-from firm.fields import NumWorkers, Seed, configuration
-from firm.inside import move, replace_text
+from firm.base.fields import NumWorkers, Seed, configuration
+from firm.base.inside import move, replace_text
+from firm.base.sanitize import by_reason, check_name, printable
 from firm.jobs.alignment import FREE_KEYS as RUN_FREE_KEYS
 from firm.jobs.alignment import RENEWED_KEYS, align
 from firm.jobs.alignment_config import AlignmentConfig

@@ -23,10 +23,8 @@ from trl.trainer.reward_trainer import RewardTrainer
 
 from firm.alignment.pairs import Pair, PairsConfig, load_pairs
 from firm.alignment.policy import checkpoint_errors, read_tokenizer, without_needless_warnings
-from firm.federation.devices import named_device, prepare_attention
-from firm.federation.outside import check_name, printable
-from firm.federation.randomness import RandomStream
-from firm.fields import (
+from firm.base.devices import named_device, prepare_attention
+from firm.base.fields import (
     BoundedInt,
     Hint,
     NumWorkers,
@@ -34,11 +32,13 @@ from firm.fields import (
     Seed,
     configuration,
 )
-from firm.inside import replace_text, whole_folder
+from firm.base.inside import replace_text, whole_folder
+from firm.base.json_text import json_text
+from firm.base.randomness import RandomStream
+from firm.base.sanitize import check_name, printable
 from firm.jobs.fetch import fetch_policy
 from firm.jobs.inspection import fast_dtype
 from firm.jobs.sources import check_data, check_folder, check_reward
-from firm.json_text import json_text
 from firm.report.reward_page import RewardReport, report_of, write_reward_page
 from firm.run.errors import UserError
 from firm.run.files import file_errors

@@ -13,8 +13,8 @@ from annotated_types import Interval
 
 from firm.alignment.generation import RolloutConfig
 from firm.alignment.policy import PolicyConfig
-from firm.federation.outside import legible
-from firm.fields import Hint, NumTokens, NumWorkers, Port, configuration
+from firm.base.fields import Hint, NumTokens, NumWorkers, Port, configuration
+from firm.base.sanitize import legible
 from firm.jobs.export import ExportConfig, export
 from firm.jobs.pick import conditioned_front
 from firm.run.errors import UserError

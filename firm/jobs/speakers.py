@@ -14,7 +14,7 @@ from firm.alignment.adapter_files import load_adapters, refold_adapter_, select_
 from firm.alignment.evaluation import Replies, sample_replies
 from firm.alignment.generation import RolloutConfig
 from firm.alignment.policy import PolicyConfig, check_vocabulary, load_tokenizer
-from firm.fields import Hint, NumWorkers, Seed, configuration
+from firm.base.fields import Hint, NumWorkers, Seed, configuration
 from reward_models.registry import RewardModelConfig, load_reward_models
 
 _TOKENIZER = "tokenizer_config.json"

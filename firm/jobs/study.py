@@ -6,8 +6,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from firm.federation.outside import legible
-from firm.fields import PositiveFloat, Seed, configuration
+from firm.base.fields import PositiveFloat, Seed, configuration
+from firm.base.sanitize import legible
 from firm.jobs.alignment_config import AlignmentConfig
 from firm.jobs.plan.printing import print_plans
 from firm.jobs.points import PointsConfig, point_config, run_points

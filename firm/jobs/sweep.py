@@ -13,9 +13,9 @@ import numpy as np
 from annotated_types import Interval
 from safetensors.numpy import load_file
 
-from firm.federation.outside import legible
+from firm.base.fields import Hint, configuration
+from firm.base.sanitize import legible
 from firm.federation.strategies import StrategyConfig
-from firm.fields import Hint, configuration
 from firm.fronts.front import Front, seed_hypervolumes
 from firm.fronts.preferences import grid, preference_folder
 from firm.jobs.alignment import SCORES_NAME

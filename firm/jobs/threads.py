@@ -16,7 +16,7 @@ import torch
 
 from firm.alignment.policy import set_mode
 from firm.alignment.trainer import MultiObjectiveTrainer
-from firm.federation.randomness import RandomStream
+from firm.base.randomness import RandomStream
 from firm.jobs.alignment_config import AlignmentConfig
 from firm.jobs.alignment_loading import LoadedRun
 from firm.run.directory import Run

@@ -18,10 +18,10 @@ from pathlib import Path
 from threading import Thread
 from typing import Any
 
-from firm.extras import install_command
-from firm.federation.outside import printable
-from firm.fields import configuration
-from firm.quantities import Quantity, shown
+from firm.base.extras import install_command
+from firm.base.fields import configuration
+from firm.base.quantities import Quantity, shown
+from firm.base.sanitize import printable
 from firm.report.record import Record, read_record
 from firm.report.run_figures import NEED_TWO, quantity_title
 from firm.report.run_page import TEXTS

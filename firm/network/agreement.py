@@ -16,13 +16,13 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import firm.federation.strategies  # noqa: F401 - registers every task
+from firm.base.fields import Hint, PositiveFloat, PositiveInt, configuration
+from firm.base.inside import open_inside
+from firm.base.json_text import json_text
 from firm.federation.messages import DECIDED_BY_SERVER, ENVELOPE, Request
 from firm.federation.round_config import RoundConfig
 from firm.federation.schema import Model, Reading, read, shown
 from firm.federation.tasks import TASKS
-from firm.fields import Hint, PositiveFloat, PositiveInt, configuration
-from firm.inside import open_inside
-from firm.json_text import json_text
 
 MAX_REFUSALS = 10_000
 """Refusals of which a ledger keeps a line; further ones are counted."""

@@ -13,7 +13,7 @@ from cryptography.hazmat.primitives.asymmetric.rsa import RSAPrivateKey, RSAPubl
 from cryptography.hazmat.primitives.serialization import load_pem_private_key
 from cryptography.x509.oid import NameOID
 
-from firm.federation.outside import printable
+from firm.base.sanitize import printable
 
 _PATIENCE = 1.0
 """Seconds to wait for a rejection: in TLS 1.3, a server that accepts a certificate stays silent."""

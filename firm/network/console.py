@@ -19,8 +19,8 @@ from nvflare.fuel.flare_api.api_spec import (
 )
 from nvflare.fuel.flare_api.flare_api import Session, new_secure_session
 
-from firm.federation.outside import check_name, printable
-from firm.json_text import json_text
+from firm.base.json_text import json_text
+from firm.base.sanitize import check_name, printable
 from firm.network.controller import REASON, RESTART, SAID
 from firm.network.jobs import server_app, site_app
 from firm.network.kits import ADMIN

@@ -29,7 +29,7 @@ from nvflare.private.defs import (
     new_cell_message,
 )
 
-from firm.federation.outside import printable
+from firm.base.sanitize import printable
 from firm.network.jobs import POLL
 from firm.network.sites import Lost, SitesReturned
 from firm.network.wire import LISTENING, TASK, THERE, from_model, to_model

@@ -13,7 +13,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import IO, Literal, Self
 
-from firm.inside import open_inside
+from firm.base.inside import open_inside
 from firm.run.errors import UserError
 from firm.run.lock import hold, name_holders
 

@@ -34,7 +34,7 @@ from nvflare.fuel.hci.server.reg import CommandFilter
 from nvflare.private.defs import TrainingTopic
 from nvflare.private.fed.client.client_req_processors import ClientRequestProcessors
 
-from firm.federation.outside import printable
+from firm.base.sanitize import printable
 from firm.network.jobs import (
     App,
     problem_of_app,

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from firm.federation.outside import check_name, printable
+from firm.base.sanitize import check_name, printable
 from firm.network.wire import TASK
 
 POLL = 0.05

@@ -20,7 +20,7 @@ from nvflare.lighter.impl.workspace import WorkspaceBuilder
 from nvflare.lighter.provision import prepare_project
 from nvflare.lighter.provisioner import Provisioner
 
-from firm.json_text import json_text
+from firm.base.json_text import json_text
 from firm.network.jobs import EXECUTOR
 from firm.network.link import write_profile
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from nvflare.client.api_context import APIContext
 
-from firm.json_text import json_text
+from firm.base.json_text import json_text
 from firm.network.wire import from_model, to_model
 
 logger = logging.getLogger(__name__)

@@ -9,21 +9,22 @@ from typing import Annotated, Any
 from annotated_types import Interval, Len
 
 import firm.federation.strategies  # noqa: F401 - registers every task
-from firm.federation.client import Failure, Reply, State
+from firm.base.errors import ProcessLost
+from firm.base.fields import LARGEST, configuration
+from firm.base.quantities import of_clients
+from firm.base.registry import OneOf, did_you_mean
+from firm.base.sanitize import printable
+from firm.base.state import State
+from firm.federation.client import Failure, Reply
 from firm.federation.engines.engine import Engine, error_kind
 from firm.federation.engines.local import StateMissing
-from firm.federation.errors import ProcessLost
 from firm.federation.messages import Answer
 from firm.federation.options.secure.engine import FEWEST
 from firm.federation.options.secure.messages import TASKS as SECURE_TASKS
-from firm.federation.outside import printable
 from firm.federation.schema import Invalid, Reading, Text, read, shown
 from firm.federation.serialization import pack, unpack
 from firm.federation.tasks import TASKS
-from firm.fields import LARGEST, configuration
 from firm.network.agreement import Agreement, Budget, Ledger, Refused
-from firm.quantities import of_clients
-from firm.registry import OneOf, did_you_mean
 
 logger = logging.getLogger(__name__)
 

@@ -6,7 +6,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from firm.federation.client import Failure, Reply, State
+from firm.base.sanitize import printable
+from firm.base.state import State
+from firm.federation.client import Failure, Reply
 from firm.federation.engines.engine import (
     check_states,
     checked_reply,
@@ -15,7 +17,6 @@ from firm.federation.engines.engine import (
     tell_finished,
 )
 from firm.federation.messages import Request
-from firm.federation.outside import printable
 from firm.federation.schema import shown
 from firm.federation.serialization import pack, unpack
 

@@ -3,10 +3,10 @@
 import re
 from pathlib import Path
 
-from firm.federation.client import State
+from firm.base.inside import give, remove_folder
+from firm.base.sanitize import check_name
+from firm.base.state import State
 from firm.federation.engines.local import StateMissing
-from firm.federation.outside import check_name
-from firm.inside import give, remove_folder
 from firm.run.checkpoint import load_state, save_state
 
 

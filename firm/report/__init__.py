@@ -1,7 +1,7 @@
 """Reports: reads run directories into one tidy table, draws figures, and renders pages.
 
 `record` reads a run directory, and `tables` puts the numbers of one run, or of several settings
-over seeds, into one tidy table. `firm.quantities` registers their titles and units. `drawing`,
+over seeds, into one tidy table. `firm.base.quantities` registers their titles and units. `drawing`,
 `plane`, `run_figures` and `outcome_figures` draw them in one style as plain data for plotly;
 `static` draws the same figures as PNG and SVG and writes their data as CSV. `page` is the model of
 every page, with its template. There are four pages: `run_page` (one run), `settings_page`
@@ -16,7 +16,7 @@ invalid values, becomes a note on the page and a warning; it never ends a run.
 
 from typing import TYPE_CHECKING
 
-from firm.lazy import lazy
+from firm.base.lazy import lazy
 
 if TYPE_CHECKING:
     from firm.report.page import alarms

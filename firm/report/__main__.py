@@ -10,7 +10,7 @@ import argparse
 import sys
 from pathlib import Path
 
-from firm.console import accept_any_text
+from firm.base.console import accept_any_text
 from firm.report.page import PAGE_NAME, stand_alone
 from firm.report.run_page import write_report
 from firm.report.terminal import print_differences, print_rounds

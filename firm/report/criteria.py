@@ -8,7 +8,7 @@ from statistics import fmean
 
 import numpy as np
 
-from firm.quantities import QUANTITIES, Quantity
+from firm.base.quantities import QUANTITIES, Quantity
 from firm.report.outcome_figures import LOG_TICKS
 from firm.report.tables import Frame, How, Setting
 from firm.run.comparison import score_label

@@ -15,8 +15,8 @@ import jinja2
 import plotly.offline
 from markupsafe import Markup
 
-from firm.federation.outside import legible, legible_data
-from firm.inside import open_inside, remove, replace_text
+from firm.base.inside import open_inside, remove, replace_text
+from firm.base.sanitize import legible, legible_data
 from firm.report import formats
 from firm.report.drawing import LegendEntry, Panel
 from firm.report.record import Record
@@ -28,7 +28,7 @@ from firm.run.rows import Row
 
 PAGE_NAME = "report.html"
 PLOTLY_NAME = "plotly.min.js"
-ALONE = "One file, no network needed."
+SINGLE_PROCESS = "One file, no network needed."
 UNFINISHED = "Rewritten during the run: reload to see the latest."
 SHARED = (
     "No network needed. The figures need {}; to share the page as a single file, embed it with "
@@ -224,7 +224,7 @@ class Page:
         return next(b for b in self.blocks if name in (b.name, b.title))
 
 
-def render(page: Page, *, script: str = "", footer: str = ALONE) -> str:
+def render(page: Page, *, script: str = "", footer: str = SINGLE_PROCESS) -> str:
     """Renders a page as HTML that makes no network request.
 
     It loads plotly from `script`, a relative address; without one, plotly is embedded.
@@ -289,7 +289,7 @@ def stand_alone(path: Path) -> Path:
     if loaded:
         head, tail = text[: loaded.start()], text[loaded.end() :]
         # the old footer says that the page needs the script beside it
-        head = re.sub(r"(?<=<footer>).*(?=</footer>)", ALONE, head)
+        head = re.sub(r"(?<=<footer>).*(?=</footer>)", SINGLE_PROCESS, head)
         replace_file(path, f"{head}{loaded[1]}>{plotly.offline.get_plotlyjs()}{tail}")
     return path
 

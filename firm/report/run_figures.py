@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from html import escape
 from itertools import combinations
 
+from firm.base.quantities import Quantity, shown
 from firm.federation.rivals import RIVALS
-from firm.quantities import Quantity, shown
 from firm.report import formats
 from firm.report.drawing import (
     INK,

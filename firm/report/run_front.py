@@ -8,7 +8,7 @@ import numpy as np
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 
-from firm.federation.outside import printable
+from firm.base.sanitize import printable
 from firm.fronts.collapse import collapse_reason
 from firm.fronts.front import KL, Front, Point
 from firm.fronts.hypervolume import hypervolume

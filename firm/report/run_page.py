@@ -10,8 +10,8 @@ from statistics import fmean
 
 from markupsafe import Markup
 
+from firm.base.quantities import shown
 from firm.federation.rivals import RIVALS
-from firm.quantities import shown
 from firm.report import formats, front_tables
 from firm.report import run_figures as figures
 from firm.report.comparison import Comparison, best_comparison, comparison_table

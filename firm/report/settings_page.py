@@ -12,7 +12,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from firm.quantities import QUANTITIES
+from firm.base.quantities import QUANTITIES
 from firm.report import formats
 from firm.report import settings_sections as sections
 from firm.report.criteria import Column, Criterion, comparable, criteria_of

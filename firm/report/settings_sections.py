@@ -10,8 +10,8 @@ from typing import Any
 
 import numpy as np
 
+from firm.base.quantities import QUANTITIES, Kind, Quantity, shown
 from firm.fronts.measures import preference_correlation
-from firm.quantities import QUANTITIES, Kind, Quantity, shown
 from firm.report import formats
 from firm.report.criteria import Criterion
 from firm.report.drawing import Panel, Series, axis, bars, figure, nonempty, series_panel

@@ -22,9 +22,9 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
-from firm.federation.outside import legible_data
+from firm.base.inside import make_folder, replace_bytes
+from firm.base.sanitize import legible_data
 from firm.fronts.smoothing import exponential_average
-from firm.inside import make_folder, replace_bytes
 from firm.report.drawing import LegendEntry, Panel, Trace, series_panel
 from firm.report.page import replace_file
 from firm.report.plane import Cloud, PlanePoint, planes

@@ -11,8 +11,8 @@ import numpy as np
 import pandas as pd
 from numpy.typing import ArrayLike
 
+from firm.base.quantities import Quantity
 from firm.fronts.front import differing_figure
-from firm.quantities import Quantity
 from firm.report.drawing import LegendEntry, Over, Panel, Series, series_panel
 from firm.report.record import Record
 from firm.run.comparison import Measure

@@ -7,7 +7,7 @@ folder of runs. `Tracker` forwards metrics to W&B if enabled, and `Progress` dis
 
 from typing import TYPE_CHECKING
 
-from firm.lazy import lazy
+from firm.base.lazy import lazy
 
 if TYPE_CHECKING:
     from firm.run.checkpoint import OtherFormat, load_state, save_state

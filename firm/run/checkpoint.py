@@ -14,10 +14,10 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load, save_file
 
-from firm.federation.client import State
+from firm.base.inside import open_inside, whole_folder
+from firm.base.json_text import json_text
+from firm.base.state import State
 from firm.federation.serialization import decode, encode
-from firm.inside import open_inside, whole_folder
-from firm.json_text import json_text
 from firm.run.errors import UserError
 from firm.run.files import as_os_errors
 

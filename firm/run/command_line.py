@@ -6,7 +6,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, TypeVar, get_type_hints
 
-from firm.console import accept_any_text
+from firm.base.console import accept_any_text
 from firm.run.config import PartialConfig, PluginsMissing, build, lay_out, members_of
 from firm.run.errors import UserError, exit_on_user_error
 from firm.run.help_page import help_page

@@ -4,7 +4,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from firm.quantities import QUANTITIES, drawn
+from firm.base.quantities import QUANTITIES, drawn
 
 CLEAR_Z = 2.0
 """Number of standard errors from which a change counts as clear."""

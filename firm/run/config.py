@@ -37,8 +37,8 @@ from typing import (
 import yaml
 from pydantic import TypeAdapter, ValidationError
 
-from firm.federation.outside import printable
-from firm.registry import choice_in_words, did_you_mean
+from firm.base.registry import choice_in_words, did_you_mean
+from firm.base.sanitize import printable
 from firm.run.errors import UserError
 from firm.run.plugins import import_plugin
 from firm.run.shipped import find_config

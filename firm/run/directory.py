@@ -23,11 +23,11 @@ from pathlib import Path
 from types import TracebackType
 from typing import Annotated, Any, Self
 
-from firm.federation.client import State
-from firm.federation.outside import legible, printable
-from firm.fields import Hint, PositiveInt, configuration
-from firm.inside import give, move, open_inside, remove, remove_folder, replace_text
-from firm.json_text import json_text
+from firm.base.fields import Hint, PositiveInt, configuration
+from firm.base.inside import give, move, open_inside, remove, remove_folder, replace_text
+from firm.base.json_text import json_text
+from firm.base.sanitize import legible, printable
+from firm.base.state import State
 from firm.run.checkpoint import OtherFormat, load_state, save_state
 from firm.run.config import to_yaml
 from firm.run.differences import differences, leaves

@@ -8,9 +8,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
 
-from firm.federation.errors import ProcessLost, RoundFailed
-from firm.federation.outside import printable
-from firm.federation.user_code import described, is_raised_by_user
+from firm.base.errors import ProcessLost, RoundFailed
+from firm.base.sanitize import printable
+from firm.base.user_code import described, is_raised_by_user
 
 _MAX_LINE = 4_000
 """Maximum length of an error message in characters."""

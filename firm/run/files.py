@@ -11,8 +11,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from firm.federation.outside import legible_data
-from firm.inside import LinkFound, check_links, make_folder, open_inside, replace_text
+from firm.base.inside import LinkFound, check_links, make_folder, open_inside, replace_text
+from firm.base.sanitize import legible_data
 from firm.run.errors import UserError
 
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
@@ -70,7 +70,7 @@ def refuse_links(folder: Path) -> None:
     """Declares a folder as named by the user; raises `UserError` if there are links below it.
 
     Run it before anything in a run, study or sweep is read or written, as it may come from someone
-    else. See `firm.inside`.
+    else. See `firm.base.inside`.
     """
     try:
         check_links(folder)

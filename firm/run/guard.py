@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TypeVar
 
-from firm.federation.outside import printable
+from firm.base.sanitize import printable
 
 logger = logging.getLogger(__name__)
 

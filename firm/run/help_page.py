@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
-from firm.fields import field_docstrings, in_words
+from firm.base.fields import field_docstrings, in_words
 from firm.run.config import (
     PartialConfig,
     forms_of,

@@ -14,7 +14,7 @@ from contextlib import ExitStack, suppress
 from glob import iglob
 from pathlib import Path
 
-from firm.inside import open_inside
+from firm.base.inside import open_inside
 from firm.run.errors import UserError
 
 logger = logging.getLogger(__name__)

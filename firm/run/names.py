@@ -4,7 +4,7 @@ from collections.abc import Collection
 from datetime import datetime
 from pathlib import Path
 
-from firm.federation.outside import printable
+from firm.base.sanitize import printable
 
 MAX_FOLDER_BYTES = 150
 """Maximum length of a folder's name; file systems allow 255 bytes, of which suffixes for seeds and

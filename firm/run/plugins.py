@@ -11,8 +11,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from firm.federation.outside import printable
-from firm.federation.user_code import ENDS, described
+from firm.base.sanitize import printable
+from firm.base.user_code import ENDS, described
 from firm.run.errors import UserError
 from firm.run.shipped import find_config
 from firm.run.yaml_text import read_yaml

@@ -18,8 +18,8 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from firm.console import accept_any_text
-from firm.federation.outside import printable
+from firm.base.console import accept_any_text
+from firm.base.sanitize import printable
 
 _MAX_CLIENTS_SHOWN = 16
 _MAX_LINE = 5_000

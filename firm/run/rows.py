@@ -28,8 +28,8 @@ from typing import (
 from annotated_types import Interval
 from pydantic import Strict, ValidationError
 
-from firm.quantities import QUANTITIES, RESERVED
-from firm.schema import (
+from firm.base.quantities import QUANTITIES, RESERVED
+from firm.base.schema import (
     LARGEST,
     Count,
     Finite,

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
-from firm.cache import cache_folder
+from firm.base.cache import cache_folder
 from firm.run.errors import UserError
 
 _ROOT = Path(__file__).parents[2]

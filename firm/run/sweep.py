@@ -25,9 +25,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
 
-from firm.federation.outside import by_reason, check_name
-from firm.inside import LinkFound, give, make_folder, open_inside, place_new, replace_text
-from firm.json_text import json_text
+from firm.base.inside import LinkFound, give, make_folder, open_inside, place_new, replace_text
+from firm.base.json_text import json_text
+from firm.base.sanitize import by_reason, check_name
 from firm.run.differences import differences
 from firm.run.directory import Row, Run
 from firm.run.errors import Terminated, UserError, interrupted_by_sigterm

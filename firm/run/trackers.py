@@ -5,8 +5,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from firm.extras import install_command
-from firm.federation.outside import legible_data, printable
+from firm.base.extras import install_command
+from firm.base.sanitize import legible_data, printable
 from firm.run.config import to_yaml
 from firm.run.differences import leaves
 from firm.run.errors import UserError

@@ -23,9 +23,9 @@ from itertools import combinations
 from pathlib import Path
 from typing import Any, Literal, Self
 
-from firm.federation.outside import legible_data, printable
-from firm.fields import PositiveFloat, configuration
-from firm.quantities import drawn
+from firm.base.fields import PositiveFloat, configuration
+from firm.base.quantities import drawn
+from firm.base.sanitize import legible_data, printable
 from firm.run.comparison import compare
 from firm.run.guard import Guard
 from firm.run.rows import (

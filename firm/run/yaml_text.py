@@ -9,7 +9,7 @@ from typing import Any, NoReturn
 
 import yaml
 
-from firm.federation.outside import printable
+from firm.base.sanitize import printable
 from firm.run.errors import UserError
 
 MAX_NODES = 100_000

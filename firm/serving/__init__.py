@@ -10,7 +10,7 @@ requests at the preference that they state.
 
 from typing import TYPE_CHECKING
 
-from firm.lazy import lazy
+from firm.base.lazy import lazy
 
 if TYPE_CHECKING:
     from firm.serving.front import ServedFront

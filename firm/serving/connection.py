@@ -10,7 +10,7 @@ from starlette.responses import Response
 from starlette.types import Message, Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from firm.json_text import json_text
+from firm.base.json_text import json_text
 from firm.serving.requests import MAX_BODY, RequestRefused
 
 IDLE_S = 15

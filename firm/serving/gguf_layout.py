@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from transformers import PretrainedConfig
 
-from firm.extras import install_command
+from firm.base.extras import install_command
 
 ARCHITECTURES = {"llama": "llama", "mistral": "llama", "qwen2": "qwen2"}
 """Supported architectures of GGUF files, by the model type of transformers."""

@@ -6,7 +6,7 @@ from pathlib import Path
 from secrets import token_hex
 from typing import Any
 
-from firm.extras import install_command
+from firm.base.extras import install_command
 from firm.serving.front import ServedFront
 
 OnChunk = Callable[[dict[str, Any]], bool]

@@ -25,8 +25,8 @@ from pydantic import (
 )
 from pydantic_core import PydanticCustomError, from_json
 
-from firm.registry import did_you_mean
-from firm.schema import in_words
+from firm.base.registry import did_you_mean
+from firm.base.schema import in_words
 from firm.serving.front import TRADE_OFFS, ServedFront
 
 MAX_BODY = 2**20

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from scipy.optimize import linprog
 
-from firm.extras import install_command
+from firm.base.extras import install_command
 from firm.solvers.checks import EPS
 
 TOLERANCES = {"tol_gap_abs": 1e-13, "tol_gap_rel": 1e-12, "tol_feas": 1e-12}

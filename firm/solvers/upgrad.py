@@ -5,7 +5,7 @@ Quinton and Rey (2024), "Jacobian Descent for Multi-Objective Optimization", arX
 
 import torch
 
-from firm.extras import install_command
+from firm.base.extras import install_command
 
 
 def upgrad_weights(gram: torch.Tensor) -> torch.Tensor:

@@ -30,7 +30,7 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
-from firm.fields import NonNegativeFloat, PositiveInt, configuration
+from firm.base.fields import NonNegativeFloat, PositiveInt, configuration
 from firm.miniature.world import World
 from firm.run import print_table, run_cli, to_dict
 from firm.run.files import parse_object, read_text

@@ -20,7 +20,7 @@ from transformers import (
     TrainingArguments,
 )
 
-from firm.fields import PositiveFloat, PositiveInt, configuration
+from firm.base.fields import PositiveFloat, PositiveInt, configuration
 from recipes.miniature.training import (
     BOS_ID,
     EOS_ID,

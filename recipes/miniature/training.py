@@ -29,7 +29,7 @@ from trl.trainer.reward_trainer import RewardTrainer
 from trl.trainer.sft_config import SFTConfig
 from trl.trainer.sft_trainer import SFTTrainer
 
-from firm.fields import PositiveFloat, PositiveInt, configuration
+from firm.base.fields import PositiveFloat, PositiveInt, configuration
 from recipes.miniature.preferences import Preference, truncate_reply
 
 PAD, BOS, EOS = "<pad>", "<bos>", "<eos>"

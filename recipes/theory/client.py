@@ -8,11 +8,11 @@ from typing import Any
 import numpy as np
 import torch
 
+from firm.base.fields import NOT_IN_PAPER, PositiveFloat, PositiveInt, configuration
+from firm.base.quantities import Quantity, register
+from firm.base.schema import Finite, Items, PerObjective, Share
 from firm.federation import Adapter, Client, Gradients, State, derive_seed
-from firm.fields import NOT_IN_PAPER, PositiveFloat, PositiveInt, configuration
 from firm.gradients import combine
-from firm.quantities import Quantity, register
-from firm.schema import Finite, Items, PerObjective, Share
 from firm.solvers import smoothed_weights
 from recipes.theory.critic import CriticConfig, Transitions, sample_chain, td_critic, td_errors
 from recipes.theory.exact import policy, td_fixed_point

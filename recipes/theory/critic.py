@@ -6,7 +6,7 @@ from typing import Literal
 
 import numpy as np
 
-from firm.fields import NOT_IN_PAPER, PositiveFloat, PositiveInt, configuration
+from firm.base.fields import NOT_IN_PAPER, PositiveFloat, PositiveInt, configuration
 from recipes.theory.exact import critic_radius
 from recipes.theory.mdp import Mdp
 

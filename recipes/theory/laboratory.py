@@ -6,9 +6,9 @@ from typing import Any, Literal
 
 import numpy as np
 
+from firm.base.fields import NOT_IN_PAPER, NumClients, PositiveInt, configuration
 from firm.federation import LocalEngine, ServerState, derive_seed
 from firm.federation.strategies.firm import FirmConfig, firm_round
-from firm.fields import NOT_IN_PAPER, NumClients, PositiveInt, configuration
 from recipes.theory.client import ActorCriticConfig, TabularClient
 from recipes.theory.exact import gradient_bound
 from recipes.theory.mdp import Mdp, MdpConfig, random_mdp

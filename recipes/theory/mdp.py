@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 import numpy as np
 from annotated_types import Interval
 
-from firm.fields import NOT_IN_PAPER, Fraction, PositiveInt, configuration
+from firm.base.fields import NOT_IN_PAPER, Fraction, PositiveInt, configuration
 
 ROUNDING = 1e-9
 """Tolerance of sums of probabilities and norms of features."""

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 import numpy as np
 from annotated_types import Ge
 
-from firm.fields import PositiveFloat, PositiveInt, configuration
+from firm.base.fields import PositiveFloat, PositiveInt, configuration
 from recipes.theory.laboratory import ExperimentConfig, lemma_1_figures, run_experiment, summarise
 from recipes.theory.scaling import Slope, fit_slope
 from recipes.theory.terms import measure_lemma_1, measure_terms

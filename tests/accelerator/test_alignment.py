@@ -15,8 +15,8 @@ from firm.alignment.placement import place_
 from firm.alignment.policy import load_policy
 from firm.alignment.rollout_engines import transformers as transformers_engine
 from firm.alignment.stacked import model as stacked_model
+from firm.base.randomness import RandomStream
 from firm.federation import Processes, RoundFailed
-from firm.federation.randomness import RandomStream
 from firm.federation.strategies import STRATEGIES
 from firm.jobs.chat import ChatConfig, Conversation
 from firm.jobs.compare import CompareConfig

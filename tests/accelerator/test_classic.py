@@ -1,4 +1,4 @@
-"""The classic wing on an accelerator."""
+"""The classic package on an accelerator."""
 
 import pytest
 import torch

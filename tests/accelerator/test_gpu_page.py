@@ -5,7 +5,7 @@ import torch
 import transformers
 
 from benchmarks import gpu
-from firm.federation.devices import device_title
+from firm.base.devices import device_title
 from tests.accelerator.device import NAME, accelerator
 from tests.alignment.test_gpu import Here, cells
 

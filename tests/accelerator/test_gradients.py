@@ -5,7 +5,7 @@ import copy
 import pytest
 import torch
 
-from firm.federation.devices import prepare_attention
+from firm.base.devices import prepare_attention
 from firm.gradients import BackwardPasses, PerSequenceGradients
 from firm.gradients.messages import COMPRESSORS, message_from_dict, message_to_dict
 from tests.accelerator.device import IS_PRETEND, NAME, second

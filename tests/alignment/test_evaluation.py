@@ -32,7 +32,7 @@ from firm.alignment.policy import (
 )
 from firm.alignment.prompts import Prompt, PromptFormat, prompt_of
 from firm.alignment.rewards import Calibration
-from firm.federation.randomness import RandomStream
+from firm.base.randomness import RandomStream
 
 PROMPTS = [prompt_of(f"\n\nHuman: Question {index}\n\nAssistant:") for index in range(6)]
 CALIBRATIONS = {"words": Calibration("minmax", low=0.0, high=10.0)}

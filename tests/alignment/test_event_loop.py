@@ -8,8 +8,8 @@ import torch
 
 from firm.alignment import event_loop
 from firm.alignment.event_loop import started
+from firm.base.errors import TimeLimitError
 from firm.federation.engines.time_limit import time_limit
-from firm.federation.errors import TimeLimitError
 
 
 def gathered(coroutines):

@@ -36,9 +36,9 @@ from firm.alignment.hyperparameters import departures, hyperparameters
 from firm.alignment.policy import adapter_parameters, without_needless_warnings
 from firm.alignment.prompts import prompt_of
 from firm.alignment.stacked.trainer import stacked_trainers
+from firm.base.fields import NOT_IN_PAPER, Paper, configuration
 from firm.federation import Processes, RandomStream
 from firm.federation.lockstep import lockstep
-from firm.fields import NOT_IN_PAPER, Paper, configuration
 from firm.jobs.alignment import main
 from firm.jobs.alignment_config import AlignmentConfig
 from firm.jobs.alignment_data import data_of

@@ -24,8 +24,8 @@ from firm.alignment.rewards import (
     scored_together,
     values_or_none,
 )
+from firm.base.errors import TimeLimitError
 from firm.federation import ProcessLost
-from firm.federation.errors import TimeLimitError
 
 PROMPTS = ["secret one", "secret two", "secret three"]
 REPLIES = ["a", "bb", "ccc"]

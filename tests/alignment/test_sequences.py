@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from firm.alignment.sequences import ALONE, BY_OBJECTIVE, Rows, by_chunks
+from firm.alignment.sequences import BY_OBJECTIVE, SINGLE_PROCESS, Rows, by_chunks
 from firm.federation import Team
 
 
@@ -71,7 +71,7 @@ class WithIdle(Team):
         return [content, None]
 
 
-@pytest.mark.parametrize("team", [ALONE, WithIdle(0, 2)])
+@pytest.mark.parametrize("team", [SINGLE_PROCESS, WithIdle(0, 2)])
 def test_chunks_give_what_the_whole_gives(record, team):
     sizes = []
 

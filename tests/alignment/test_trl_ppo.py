@@ -12,8 +12,8 @@ from transformers import LlamaForSequenceClassification
 from firm.alignment import AlignmentClient, build_trainer, copy_adapter, load_adapter_
 from firm.alignment.prompts import prompt_of
 from firm.alignment.trainer import MultiObjectiveTrainer
+from firm.base.randomness import RandomStream
 from firm.federation import LocalEngine, ServerState
-from firm.federation.randomness import RandomStream
 from firm.federation.strategies.firm import FirmConfig, firm_round
 
 stock = pytest.importorskip("trl.experimental.ppo", reason="TRL has no PPO from 1.13 on")

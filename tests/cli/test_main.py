@@ -6,9 +6,9 @@ import sys
 
 import pytest
 
+from firm.base.extras import install_command
 from firm.cli.help_pages import commands_with_pages, made_page
 from firm.cli.main import COMMANDS, PAGES, main
-from firm.extras import install_command
 from firm.run.shipped import CONFIGS
 
 

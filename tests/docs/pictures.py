@@ -45,7 +45,7 @@ def explore(page: Page, run: Path) -> bytes:
 
 
 def preferences(page: Page, study: Path) -> bytes:
-    """Losses wanted and reached by a study of the classic wing."""
+    """Losses wanted and reached by a study of the classic package."""
     page.open(study / "comparison.html", width=1120)
     return page.picture("#preferences")
 

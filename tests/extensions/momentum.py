@@ -6,11 +6,11 @@ from typing import Annotated, Any, Literal
 
 from annotated_types import Interval
 
+from firm.base.fields import configuration
 from firm.federation import Engine, ServerState
 from firm.federation.rounds import Round
 from firm.federation.strategies import strategy
 from firm.federation.strategies.fedavg import FedAvgConfig
-from firm.fields import configuration
 
 
 @configuration

@@ -18,7 +18,7 @@ from firm.alignment.estimators import (
     register_estimator,
 )
 from firm.alignment.sequences import BY_OBJECTIVE
-from firm.fields import configuration
+from firm.base.fields import configuration
 
 
 @register_estimator

@@ -1,6 +1,6 @@
 """A logged quantity of another package."""
 
-from firm.quantities import Quantity, register
+from firm.base.quantities import Quantity, register
 
 register(
     Quantity(

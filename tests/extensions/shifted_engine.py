@@ -8,7 +8,7 @@ from firm.alignment.rollout_engines import (
     TransformersEngine,
     register_rollout_engine,
 )
-from firm.fields import configuration
+from firm.base.fields import configuration
 
 
 @register_rollout_engine

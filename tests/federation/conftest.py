@@ -8,6 +8,8 @@ from functools import partial
 import pytest
 import torch
 
+from firm.base.quantities import Quantity, register
+from firm.base.schema import Finite, Items, PerObjective
 from firm.federation import (
     Adapter,
     Client,
@@ -21,8 +23,6 @@ from firm.federation import (
 )
 from firm.federation.engines.engine import checked_reply
 from firm.gradients import combine, jacobian
-from firm.quantities import Quantity, register
-from firm.schema import Finite, Items, PerObjective
 
 OBJECTIVES = ("left", "right")
 register(Quantity("step_losses", type=Items[PerObjective[Finite]]))
@@ -298,19 +298,3 @@ def start():
     """The server's state before the first round."""
     adapter = {"first": torch.tensor([0.1, 0.2]), "second": torch.tensor([0.3])}
     return ServerState(adapter=adapter, objectives=OBJECTIVES, seed=0)
-
-
-def _same(first, second) -> bool:
-    if isinstance(first, torch.Tensor):
-        return isinstance(second, torch.Tensor) and torch.equal(first, second)
-    if isinstance(first, dict):
-        return list(first) == list(second) and all(_same(first[key], second[key]) for key in first)
-    if isinstance(first, list | tuple):
-        return len(first) == len(second) and all(map(_same, first, second))
-    return first == second
-
-
-@pytest.fixture(scope="session")
-def same():
-    """Whether two nested structures of tensors and plain values are equal, bit for bit."""
-    return _same

@@ -1,8 +1,8 @@
 import pytest
 import torch
 
+from firm.base.state import copy_of_state
 from firm.federation import Client, LocalEngine
-from firm.federation.client import copy_of_state
 from firm.federation.strategies import STRATEGIES
 
 

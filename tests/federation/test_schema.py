@@ -7,6 +7,7 @@ import pytest
 import torch
 from hypothesis import given
 
+from firm.base.schema import ByObjective, Finite, NonNegative, PerObjective, PerPair
 from firm.federation.options.privacy import PrivacyConfig
 from firm.federation.schema import (
     Invalid,
@@ -22,7 +23,6 @@ from firm.federation.schema import (
     read_record,
     shown,
 )
-from firm.schema import ByObjective, Finite, NonNegative, PerObjective, PerPair
 from tests.junk import JUNK
 
 ADAPTER = {"b": torch.zeros(2, 3), "a": torch.zeros(4)}

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
-from firm.extras import install_command
+from firm.base.extras import install_command
 from firm.fronts import hypervolume, non_dominated
 from firm.fronts.hypervolume import volumes
 

@@ -1,4 +1,4 @@
-"""Metrics of the classic wing: the papers' tables, hand computations, and what must not matter."""
+"""Metrics of classic studies: the papers' tables, hand computations, and what must not matter."""
 
 import numpy as np
 import pytest

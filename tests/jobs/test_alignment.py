@@ -21,7 +21,8 @@ from peft import PeftModel
 from transformers import AutoModelForCausalLM
 
 from firm.alignment import AlignmentClient, comparison_table
-from firm.federation import Processes, RoundFailed, devices
+from firm.base import devices
+from firm.federation import Processes, RoundFailed
 from firm.jobs import alignment, alignment_loading
 from firm.jobs.alarms import alarms_at_start, alarms_of_rounds
 from firm.jobs.alignment import Result, align, main

@@ -15,8 +15,8 @@ from typing import Any
 import plotly.offline
 import pytest
 
+from firm.base.sanitize import legible, printable
 from firm.cli.main import COMMANDS
-from firm.federation.outside import legible, printable
 from tests.plugins import plugins_forgotten
 from tests.smoke import FRONT, POLICY, ROOT, SMOKE
 from tests.wandb_files import items, records_of

@@ -15,8 +15,8 @@ from urllib.parse import urlsplit
 
 import pytest
 
+from firm.base.extras import install_command
 from firm.cli.main import COMMANDS
-from firm.extras import install_command
 from firm.fronts import Front
 from firm.jobs import explore_page
 from firm.jobs.chat import SIDES, ChatConfig, Conversation

@@ -22,8 +22,8 @@ from firm.alignment.adapter_files import load_adapters, read_adapter
 from firm.alignment.adapters.conditioned import fold
 from firm.alignment.policy import PolicyConfig, without_needless_warnings
 from firm.alignment.prompts import hh_text
+from firm.base.extras import install_command
 from firm.cli.main import COMMANDS, main
-from firm.extras import install_command
 from firm.fronts import Front
 from firm.fronts.certificate import Certificate
 from firm.jobs.export import _write_base, export

@@ -1,4 +1,4 @@
-"""The classic wing's recipe: a study of algorithms, the same every time and after every stop."""
+"""The classic package's recipe: a study of algorithms, the same every time and after every stop."""
 
 import csv
 import json

@@ -10,8 +10,8 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from firm.alignment.policy import PolicyConfig, is_stored_at, load_base_model, load_tokenizer
+from firm.base.extras import install_command
 from firm.cli.main import COMMANDS, main
-from firm.extras import install_command
 from firm.jobs.init import InitConfig, init
 from firm.jobs.inspection import inspect_policy
 from firm.run import UserError

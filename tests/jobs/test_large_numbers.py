@@ -6,7 +6,7 @@ from typing import Annotated, Any, get_args, get_origin, get_type_hints
 
 import pytest
 
-from firm.fields import LARGEST, metadata
+from firm.base.fields import LARGEST, metadata
 from firm.jobs.alignment_config import AlignmentConfig
 from firm.jobs.chat import ChatConfig
 from firm.jobs.compare import CompareConfig

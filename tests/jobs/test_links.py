@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from firm.base.inside import give
 from firm.cli.main import main
-from firm.inside import give
 from firm.run import Run
 from tests import smoke
 

@@ -10,7 +10,8 @@ from torch.utils.flop_counter import FlopCounterMode, flop_registry
 from benchmarks.plan_memory import BFLOAT16, CHECKPOINTED, CRITIC_FREE, STACKED, Shape
 from benchmarks.plan_memory import configuration as random_run
 from benchmarks.random_models import dialogues
-from firm.federation import Processes, devices
+from firm.base import devices
+from firm.federation import Processes
 from firm.jobs.alignment import main
 from firm.jobs.alignment_config import AlignmentConfig, client_names
 from firm.jobs.plan import make_plan, plan_tables

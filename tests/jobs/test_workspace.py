@@ -14,8 +14,8 @@ from typing import Any
 
 import pytest
 
+from firm.base.extras import install_command
 from firm.cli.main import COMMANDS
-from firm.extras import install_command
 from firm.run import Run, Tracker, TrackingConfig
 from tests.report.conftest import FakeRun, write_run
 from tests.wandb_files import items, merged, on_a_terminal, records_of

@@ -11,7 +11,7 @@ import pytest
 
 pytest.importorskip("nvflare", reason="the extra `network` is not installed")
 
-from firm.inside import LinkFound
+from firm.base.inside import LinkFound
 from firm.network.daemons import MANY, Daemons
 from firm.run import UserError
 

@@ -3,8 +3,8 @@ import os
 import pytest
 import torch
 
+from firm.base.inside import LinkFound
 from firm.federation.engines import MemoryStates
-from firm.inside import LinkFound
 from firm.network.states import DiskStates
 
 

@@ -1,11 +1,11 @@
-"""Figures of the classic wing: what is drawn is what was measured."""
+"""Figures of the classic package: what is drawn is what was measured."""
 
 import json
 
 import numpy as np
 import pytest
 
-from firm.quantities import Quantity
+from firm.base.quantities import Quantity
 from firm.report.drawing import INK, NUM_BANDS, LegendEntry, Panel, Series
 from firm.report.outcome_figures import (
     PreferenceOutcome,

@@ -4,13 +4,13 @@ import csv
 
 import pytest
 
+from firm.base.quantities import Quantity, drawn, register
+from firm.base.schema import NonNegative
 from firm.federation.strategies import STRATEGIES
-from firm.quantities import Quantity, drawn, register
 from firm.report import read_record, write_report
 from firm.report.settings_page import study_figures, write_settings_page
 from firm.report.static import save_figure
 from firm.run.tracking import flatten
-from firm.schema import NonNegative
 from tests.runs import edit_rows, figures_in, read_rows
 
 

@@ -6,7 +6,7 @@ import plotly.graph_objects as go
 import pytest
 
 import firm.jobs.fmoo_measures  # noqa: F401 - registers what classic studies measure
-from firm.quantities import QUANTITIES
+from firm.base.quantities import QUANTITIES
 from firm.report import read_record
 from firm.report.criteria import criteria_of
 from firm.report.page import is_shown

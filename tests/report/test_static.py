@@ -6,8 +6,8 @@ import matplotlib
 import numpy as np
 import pytest
 
+from firm.base.inside import LinkFound, give
 from firm.fronts import exponential_average
-from firm.inside import LinkFound, give
 from firm.report.drawing import LegendEntry
 from firm.report.plane import Cloud, Spot
 from firm.report.static import (

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from firm.extras import install_command
+from firm.base.extras import install_command
 from reward_models import (
     RewardModelConfig,
     load_reward_model,

@@ -8,7 +8,7 @@ import yaml
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from firm.fields import LARGEST, Paper, PositiveInt, configuration
+from firm.base.fields import LARGEST, Paper, PositiveInt, configuration
 from firm.run import UserError, parse, run_cli, to_dict, to_yaml
 from firm.run.yaml_text import read_yaml
 

@@ -5,6 +5,7 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 import pytest
 
+from firm.base.quantities import of_clients
 from firm.cli.main import main
 from firm.federation.attackers import Attacker, UpdateAttack
 from firm.federation.engines.engine import ENGINES
@@ -22,7 +23,6 @@ from firm.jobs.fmoo_config import ClassicConfig
 from firm.jobs.study import StudyConfig
 from firm.jobs.sweep import SweepConfig
 from firm.network.site import SitePolicy
-from firm.quantities import of_clients
 from firm.run import UserError, parse
 from firm.run.config import forms_of, lay_out, members_of
 from reward_models.registry import REWARD_MODELS, check_name

@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 
 import firm.alignment.client
-import firm.fmoo.client  # noqa: F401  (both wings register quantities)
+import firm.fmoo.client  # noqa: F401  (both packages register quantities)
+from firm.base.schema import LARGEST
 from firm.run import Run
 from firm.run.rows import valid_row, valid_rows
-from firm.schema import LARGEST
 
 CLIENT = {
     "kind": "client",

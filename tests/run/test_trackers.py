@@ -4,7 +4,7 @@ from types import SimpleNamespace
 import accelerate.tracking  # noqa: F401  # asks which packages are installed when imported
 import pytest
 
-from firm.extras import install_command
+from firm.base.extras import install_command
 from firm.run import Tracker, TrackingConfig, UserError
 from firm.run.trackers import AccelerateTracker, check_installed, open_tracker
 

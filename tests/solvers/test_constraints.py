@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from firm.extras import install_command
+from firm.base.extras import install_command
 from firm.solvers import firm_weights, linear_constraints
 from firm.solvers import programs as module
 from firm.solvers.programs import constrained_qp, linear_program

@@ -16,10 +16,10 @@ from annotated_types import Interval
 from torch import nn
 
 from firm.alignment.adapters.lora import Lora, PassRows, adapted_modules
+from firm.base.fields import NOT_IN_PAPER, PositiveFloat, configuration
+from firm.base.randomness import RandomStream
+from firm.base.registry import OneOf, Registry
 from firm.federation.client import Adapter
-from firm.federation.randomness import RandomStream
-from firm.fields import NOT_IN_PAPER, PositiveFloat, configuration
-from firm.registry import OneOf, Registry
 
 PREFERENCE_SAMPLERS: Registry[str, "PreferenceSampler"] = Registry("sampler")
 """Samplers by the value of `policy.conditioning.sampler`."""

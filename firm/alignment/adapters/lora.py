@@ -14,9 +14,9 @@ from annotated_types import Interval, MinLen
 from peft.tuners.lora import LoraLayer
 
 from firm.alignment.adapters.target_modules import ATTENTION
+from firm.base.fields import NOT_IN_PAPER, BoundedInt, Paper, PositiveFloat, configuration
+from firm.base.registry import Registry
 from firm.federation.client import Adapter
-from firm.fields import NOT_IN_PAPER, BoundedInt, Paper, PositiveFloat, configuration
-from firm.registry import Registry
 
 
 @configuration(source=Paper("section 5"))

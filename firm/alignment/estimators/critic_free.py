@@ -31,9 +31,15 @@ from firm.alignment.sequences import (
     INVALID_LOGPROB,
     Rollouts,
 )
-from firm.fields import NOT_IN_PAPER, BoundedInt, NonNegativeFloat, PositiveFloat, configuration
-from firm.quantities import PERCENT, Quantity, register
-from firm.schema import ByObjective, Share
+from firm.base.fields import (
+    NOT_IN_PAPER,
+    BoundedInt,
+    NonNegativeFloat,
+    PositiveFloat,
+    configuration,
+)
+from firm.base.quantities import PERCENT, Quantity, register
+from firm.base.schema import ByObjective, Share
 
 register(
     Quantity(

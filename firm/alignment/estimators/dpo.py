@@ -24,9 +24,9 @@ from firm.alignment.estimators.estimator import (
 )
 from firm.alignment.pair_tokens import PairBatch
 from firm.alignment.policy import set_mode
-from firm.fields import NOT_IN_PAPER, BoundedInt, PositiveFloat, configuration
-from firm.quantities import PERCENT, Quantity, register
-from firm.schema import ByObjective, Finite, Share
+from firm.base.fields import NOT_IN_PAPER, BoundedInt, PositiveFloat, configuration
+from firm.base.quantities import PERCENT, Quantity, register
+from firm.base.schema import ByObjective, Finite, Share
 
 register(
     Quantity(

@@ -15,14 +15,14 @@ import torch
 from firm.alignment.advantages import MAX_KL_ERROR, KLConfig, masked_mean
 from firm.alignment.generation import RolloutConfig
 from firm.alignment.sequences import (
-    ALONE,
     BY_OBJECTIVE,
-    Alone,
+    SINGLE_PROCESS,
     Examples,
     Expand,
     Rollouts,
     Rows,
     Sequences,
+    SingleProcess,
     TokenScores,
     by_chunks,
     forward,
@@ -30,8 +30,7 @@ from firm.alignment.sequences import (
     set_preferences,
     token_scores,
 )
-from firm.federation.engines.processes import Team
-from firm.fields import (
+from firm.base.fields import (
     NOT_IN_PAPER,
     BoundedInt,
     NonNegativeFloat,
@@ -40,10 +39,11 @@ from firm.fields import (
     PositiveInt,
     configuration,
 )
+from firm.base.quantities import Quantity, register
+from firm.base.registry import Registry
+from firm.federation.engines.processes import Team
 from firm.gradients.jacobian import jacobian
 from firm.gradients.per_sequence import BackwardPasses, PerSequenceGradients, taken_rows
-from firm.quantities import Quantity, register
-from firm.registry import Registry
 
 
 @dataclass(frozen=True)
@@ -98,7 +98,7 @@ class MinibatchGradients:
         for mine, theirs in zip(self._tensors(), other._tensors(), strict=True):
             mine.add_(theirs)
 
-    def summed(self, team: Team | Alone) -> "MinibatchGradients":
+    def summed(self, team: Team | SingleProcess) -> "MinibatchGradients":
         """Returns the sum over the members of a team."""
         return MinibatchGradients(
             team.sum(self.jacobian),
@@ -161,7 +161,7 @@ class Policy:
     """Configuration with the temperature and the rows per forward pass."""
     is_linear: bool = True
     """True if the adapter's parameters are all matrices of linear layers."""
-    team: Team | Alone = ALONE
+    team: Team | SingleProcess = SINGLE_PROCESS
     """Processes that share the rows of a batch."""
     timed: Callable[[str], AbstractContextManager[Any]] = nullcontext
     """Context manager that records the time spent in a stage."""

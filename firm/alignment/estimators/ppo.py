@@ -41,7 +41,7 @@ from firm.alignment.sequences import (
     Rollouts,
     Sequences,
 )
-from firm.fields import (
+from firm.base.fields import (
     NOT_IN_PAPER,
     Fraction,
     NonNegativeFloat,
@@ -49,8 +49,8 @@ from firm.fields import (
     PositiveFloat,
     configuration,
 )
-from firm.quantities import Quantity, register
-from firm.schema import Share
+from firm.base.quantities import Quantity, register
+from firm.base.schema import Share
 
 register(
     Quantity("entropy", "Entropy of the policy", "nats per token", section="training"),

@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Protocol, TypeVar
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from firm.alignment.sequences import ALONE, Alone, Queries
+from firm.alignment.sequences import SINGLE_PROCESS, Queries, SingleProcess
+from firm.base.fields import NOT_IN_PAPER, Hint, PositiveFloat, configuration
+from firm.base.registry import Registry
 from firm.federation.engines.processes import Team
-from firm.fields import NOT_IN_PAPER, Hint, PositiveFloat, configuration
-from firm.registry import Registry
 
 if TYPE_CHECKING:  # its default is the configuration of an engine
     from firm.alignment.generation import RolloutConfig
@@ -36,7 +36,7 @@ class SampleRequest:
     policy's slot."""
     generator: torch.Generator | None = None
     """Generator of the samples' random numbers; None for torch's global one."""
-    team: Team | Alone = ALONE
+    team: Team | SingleProcess = SINGLE_PROCESS
     """Processes that share the rows, all of which request them."""
     on_token: Callable[[int], None] = lambda _: None
     """Progress callback with the number of tokens per reply so far; engines need not call it."""

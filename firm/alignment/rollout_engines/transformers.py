@@ -30,7 +30,7 @@ from firm.alignment.sequences import (
     set_preferences,
     shares_prompts,
 )
-from firm.fields import NOT_IN_PAPER, configuration
+from firm.base.fields import NOT_IN_PAPER, configuration
 
 if TYPE_CHECKING:  # its default is the configuration below
     from firm.alignment.generation import RolloutConfig

@@ -36,8 +36,8 @@ from firm.alignment.rollout_engines.engine import (
     register_rollout_engine,
 )
 from firm.alignment.sequences import INVALID_LOGPROB
-from firm.extras import install_command
-from firm.fields import NOT_IN_PAPER, PositiveFloat, configuration
+from firm.base.extras import install_command
+from firm.base.fields import NOT_IN_PAPER, PositiveFloat, configuration
 
 if TYPE_CHECKING:  # it imports this package
     from firm.alignment.generation import RolloutConfig

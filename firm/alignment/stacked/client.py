@@ -12,7 +12,7 @@ from firm.alignment.rollout_engines import SampleRequest, Samples
 from firm.alignment.sequences import Expand, Queries, Sequences, TokenScores
 from firm.alignment.stacked.model import Losses, StackedModel, Weighted
 from firm.alignment.stacked.passes import ClientPart, Output, PassPosition
-from firm.federation.devices import copy_of_generator, set_generator
+from firm.base.devices import copy_of_generator, set_generator
 from firm.federation.lockstep import together
 from firm.gradients.per_sequence import taken_rows
 

@@ -5,12 +5,13 @@ import os
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, Protocol, TypeVar
 
-from firm.federation.client import Failure, Reply, State
+from firm.base.registry import Registry
+from firm.base.sanitize import printable
+from firm.base.state import State
+from firm.federation.client import Failure, Reply
 from firm.federation.messages import Request
-from firm.federation.outside import printable
 from firm.federation.schema import Invalid
 from firm.federation.serialization import pack
-from firm.registry import Registry
 
 
 class Engine(Protocol):

@@ -15,7 +15,10 @@ from typing import Any, Protocol
 
 import torch
 
-from firm.federation.client import Client, Failure, Reply, State
+from firm.base.errors import TeamLost
+from firm.base.state import State
+from firm.base.user_code import ENDS
+from firm.federation.client import Client, Failure, Reply
 from firm.federation.engines.engine import (
     check_states,
     checked_reply,
@@ -26,11 +29,9 @@ from firm.federation.engines.engine import (
     tell_finished,
 )
 from firm.federation.engines.time_limit import GRACE, time_limit
-from firm.federation.errors import TeamLost
 from firm.federation.messages import Request
 from firm.federation.serialization import pack
 from firm.federation.tasks import TASKS
-from firm.federation.user_code import ENDS
 
 logger = logging.getLogger(__name__)
 

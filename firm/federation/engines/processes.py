@@ -19,12 +19,13 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from firm.federation.client import Failure, Reply, State
-from firm.federation.devices import communicates, num_accelerators, process_group_backend
+from firm.base.devices import communicates, num_accelerators, process_group_backend
+from firm.base.errors import ProcessLost, TeamLost
+from firm.base.state import State
+from firm.federation.client import Failure, Reply
 from firm.federation.engines.engine import check_states, checked_reply, divided, tell_finished
 from firm.federation.engines.local import LocalEngine
 from firm.federation.engines.time_limit import GRACE
-from firm.federation.errors import ProcessLost, TeamLost
 from firm.federation.messages import Request
 from firm.federation.schema import Reading
 from firm.federation.serialization import pack, unpack

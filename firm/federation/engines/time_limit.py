@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from types import FrameType
 from typing import NoReturn
 
-from firm.federation.errors import TimeLimitError
+from firm.base.errors import TimeLimitError
 
 GRACE = 10.0
 """Seconds after its time limit within which interrupted work must end."""

@@ -19,11 +19,11 @@ from math import inf, isfinite
 from statistics import fmean
 from typing import TYPE_CHECKING, Any, NotRequired, TypedDict
 
-from firm.extras import install_command
-from firm.federation.client import State
+from firm.base.extras import install_command
+from firm.base.quantities import Quantity, register
+from firm.base.schema import Finite, NonNegative, Share
+from firm.base.state import State
 from firm.federation.messages import Update
-from firm.quantities import Quantity, register
-from firm.schema import Finite, NonNegative, Share
 
 if TYPE_CHECKING:
     from firm.federation.options.privacy import PrivacyConfig

@@ -29,18 +29,25 @@ import torch
 from annotated_types import Interval
 from scipy.special import ndtri
 
+from firm.base.fields import (
+    NOT_IN_PAPER,
+    Hint,
+    NonNegativeFloat,
+    PositiveFloat,
+    Seed,
+    configuration,
+)
+from firm.base.quantities import Quantity, register
+from firm.base.randomness import derive_seed
+from firm.base.schema import NonNegative
+from firm.base.user_code import ENDS
 from firm.federation.aggregation import ServerStep, Transform, update_length
 from firm.federation.client import Adapter, Client
 from firm.federation.messages import Update
 from firm.federation.option import Need, Option, Train, option
 from firm.federation.options.accounting import message_epsilon, require_accountant, spend
-from firm.federation.randomness import derive_seed
 from firm.federation.round_config import RoundConfig
 from firm.federation.schema import Invalid
-from firm.federation.user_code import ENDS
-from firm.fields import NOT_IN_PAPER, Hint, NonNegativeFloat, PositiveFloat, Seed, configuration
-from firm.quantities import Quantity, register
-from firm.schema import NonNegative
 
 register(Quantity("clipped"), Quantity("update_norm", type=NonNegative))
 

@@ -15,15 +15,15 @@ import torch
 from annotated_types import Interval
 from pydantic import PlainValidator, ValidationInfo
 
+from firm.base.fields import NOT_IN_PAPER, configuration
+from firm.base.randomness import derive_seed
 from firm.federation.aggregation import flat, unflattened
 from firm.federation.client import Client
 from firm.federation.messages import DECIDED_BY_SERVER, Update, sent_form
 from firm.federation.option import Option, Requests, Train, option
-from firm.federation.randomness import derive_seed
 from firm.federation.round_config import RoundConfig
 from firm.federation.schema import LARGEST_ENTRY, Invalid, context, invalid, shown
 from firm.federation.training import LocalTraining
-from firm.fields import NOT_IN_PAPER, configuration
 from firm.gradients.compression import FLOAT_BYTES
 from firm.gradients.messages import message_from_dict, message_to_dict
 from firm.gradients.quantization import MAX_BITS, QuantizingCompressor

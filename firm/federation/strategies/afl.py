@@ -10,13 +10,13 @@ from typing import Annotated, Any, ClassVar, Literal
 
 import torch
 
+from firm.base.fields import Hint, NonNegativeFloat, configuration
 from firm.federation.aggregation import by_client, moved, server_step
 from firm.federation.engines.engine import Engine
 from firm.federation.rounds import Round, losses_of
 from firm.federation.server import ServerState
 from firm.federation.strategies.fedavg import ScalarConfig
 from firm.federation.strategy import strategy
-from firm.fields import Hint, NonNegativeFloat, configuration
 from firm.solvers.projections import project_to_simplex
 
 

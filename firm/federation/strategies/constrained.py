@@ -9,15 +9,15 @@ from dataclasses import field
 from statistics import fmean
 from typing import Annotated, Any, ClassVar, Literal
 
+from firm.base.fields import Hint, PositiveFloat, configuration
+from firm.base.quantities import Quantity, register
+from firm.base.registry import did_you_mean
+from firm.base.schema import ByObjective, Finite, NonNegative
 from firm.federation.engines.engine import Engine
 from firm.federation.messages import DECIDED_BY_SERVER, Request, Update
 from firm.federation.rounds import Round
 from firm.federation.server import ServerState
 from firm.federation.strategy import StrategyConfig, strategy
-from firm.fields import Hint, PositiveFloat, configuration
-from firm.quantities import Quantity, register
-from firm.registry import did_you_mean
-from firm.schema import ByObjective, Finite, NonNegative
 from firm.solvers.checks import as_shares
 
 register(

@@ -11,13 +11,13 @@ from typing import Annotated, Any, ClassVar, Literal
 import numpy as np
 from annotated_types import Interval
 
+from firm.base.fields import Hint, NonNegativeFloat, configuration
 from firm.federation.aggregation import Count, Mean, Transform, UnitLengths
 from firm.federation.engines.engine import Engine
 from firm.federation.messages import Request
 from firm.federation.rounds import Round
 from firm.federation.server import ServerState
 from firm.federation.strategy import StrategyConfig, strategy
-from firm.fields import Hint, NonNegativeFloat, configuration
 from firm.solvers.fixed import fixed_weights
 
 

@@ -10,6 +10,7 @@ from typing import Annotated, Any, Literal
 import numpy as np
 import torch
 
+from firm.base.fields import NOT_IN_PAPER, BoundedInt, PositiveInt, configuration
 from firm.federation.diagnostics import stationarity
 from firm.federation.engines.engine import Engine
 from firm.federation.gram_estimate import (
@@ -23,7 +24,6 @@ from firm.federation.rivals import FLOAT_BYTES, RIVALS, Rival
 from firm.federation.rounds import Round
 from firm.federation.server import ServerState
 from firm.federation.strategy import strategy
-from firm.fields import NOT_IN_PAPER, BoundedInt, PositiveInt, configuration
 from firm.solvers.fedcmoo import fedcmoo_weights
 from firm.solvers.projections import project_to_simplex
 from firm.solvers.regularised import firm_weights

@@ -9,13 +9,13 @@ from typing import Any, ClassVar, Literal
 
 import numpy as np
 
+from firm.base.fields import configuration
 from firm.federation.diagnostics import stationarity
 from firm.federation.engines.engine import Engine
 from firm.federation.gram_estimate import GramConfig, estimate_gram, train_on_sum
 from firm.federation.rounds import Round
 from firm.federation.server import ServerState
 from firm.federation.strategy import strategy
-from firm.fields import configuration
 from firm.solvers.fedcmoo import fedcmoo_pref_weights
 
 

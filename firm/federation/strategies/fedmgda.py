@@ -9,6 +9,7 @@ from typing import Any, ClassVar, Literal
 
 import torch
 
+from firm.base.fields import Fraction, configuration
 from firm.federation.aggregation import (
     by_client,
     per_length,
@@ -23,7 +24,6 @@ from firm.federation.rounds import Round
 from firm.federation.server import ServerState
 from firm.federation.strategies.fedavg import ScalarConfig
 from firm.federation.strategy import strategy
-from firm.fields import Fraction, configuration
 from firm.gradients.jacobian import gram_matrix
 from firm.solvers.min_norm import min_norm_weights
 

@@ -10,6 +10,8 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 import numpy as np
 import torch
 
+from firm.base.fields import NOT_IN_PAPER, Paper, configuration
+from firm.base.schema import Finite, Items, NonNegative
 from firm.federation.aggregation import Count, Mean, Rate, Transform
 from firm.federation.diagnostics import beta_alarm
 from firm.federation.engines.engine import Engine
@@ -18,8 +20,6 @@ from firm.federation.rounds import Round
 from firm.federation.server import ServerState
 from firm.federation.strategy import StrategyConfig, strategy
 from firm.federation.training import weighting
-from firm.fields import NOT_IN_PAPER, Paper, configuration
-from firm.schema import Finite, Items, NonNegative
 from firm.solvers.constraints import linear_constraints
 from firm.solvers.regularised import Solver, firm_weights
 

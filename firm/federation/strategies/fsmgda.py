@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, ClassVar, Literal
 
+from firm.base.fields import PositiveFloat, configuration
 from firm.federation.aggregation import moved, server_step, shares, update_matrix, weighted_mean
 from firm.federation.client import Reply
 from firm.federation.engines.engine import Engine
@@ -24,7 +25,6 @@ from firm.federation.rivals import RIVALS, Rival
 from firm.federation.rounds import Round
 from firm.federation.server import ServerState, too_long
 from firm.federation.strategy import StrategyConfig, strategy
-from firm.fields import PositiveFloat, configuration
 from firm.gradients.jacobian import gram_matrix
 from firm.solvers.min_norm import min_norm_weights
 

@@ -6,13 +6,13 @@ Li et al. (2020), "Fair Resource Allocation in Federated Learning", arXiv:1905.1
 from collections.abc import Sequence
 from typing import Annotated, Any, ClassVar, Literal
 
+from firm.base.fields import Hint, NonNegativeFloat, PositiveFloat, configuration
 from firm.federation.aggregation import by_client, moved, per_length, update_lengths, zero_updates
 from firm.federation.engines.engine import Engine
 from firm.federation.rounds import Round, losses_of
 from firm.federation.server import ServerState
 from firm.federation.strategies.fedavg import ScalarConfig
 from firm.federation.strategy import strategy
-from firm.fields import Hint, NonNegativeFloat, PositiveFloat, configuration
 
 MIN_LOSS = 1e-10
 """Lower bound of losses, since the power q - 1 of a zero loss is infinite for q < 1."""

@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from firm.federation.randomness import derive_seed
+from firm.base.randomness import derive_seed
 
 
 def draw_pairs(

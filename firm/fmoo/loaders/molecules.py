@@ -6,8 +6,8 @@ from typing import Any
 
 import numpy as np
 
-from firm.cache import cache_folder
-from firm.federation.randomness import derive_seed
+from firm.base.cache import cache_folder
+from firm.base.randomness import derive_seed
 from firm.fmoo.config import DatasetConfig
 from firm.fmoo.loaders.sources import Layout, Table, find_file, read_tables
 from firm.fmoo.loaders.splitting import complete_splits, take

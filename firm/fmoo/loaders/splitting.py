@@ -5,7 +5,7 @@ from typing import Literal
 
 import numpy as np
 
-from firm.federation.randomness import derive_seed
+from firm.base.randomness import derive_seed
 from firm.fmoo.config import DatasetConfig
 from firm.fmoo.loaders.sources import Table
 from firm.fmoo.task_data import Splits, TaskData

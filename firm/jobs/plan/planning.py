@@ -14,9 +14,9 @@ from firm.alignment.placement import bytes_by_device, devices_by_module
 from firm.alignment.policy import adapter_parameters, read_architecture, read_tokenizer
 from firm.alignment.rollout_engines import TransformersConfig
 from firm.alignment.sharding import gathered_bytes, part_bytes
-from firm.federation.devices import dtype_note, named_device
+from firm.base.devices import dtype_note, named_device
+from firm.base.sanitize import first_line
 from firm.federation.engines.processes import Processes
-from firm.federation.outside import first_line
 from firm.jobs.alignment_config import (
     AlignmentConfig,
     is_front_due,

@@ -4,8 +4,8 @@ import os
 from collections.abc import Mapping
 from itertools import islice
 
+from firm.base.sanitize import printable
 from firm.federation.engines.processes import Processes
-from firm.federation.outside import printable
 from firm.jobs.alarms import alarms_at_start
 from firm.jobs.alignment_config import AlignmentConfig, client_names
 from firm.jobs.plan.planning import make_plan

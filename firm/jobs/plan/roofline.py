@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from firm.federation.devices import synchronize
+from firm.base.devices import synchronize
 
 REPEATS = 3
 """Measurements of a speed, the fastest of which counts."""

@@ -6,8 +6,9 @@ from typing import Any
 
 import torch
 
-from firm.federation.client import Failure, Reply, State
-from firm.federation.errors import RoundFailed
+from firm.base.errors import RoundFailed
+from firm.base.state import State
+from firm.federation.client import Failure, Reply
 from firm.federation.messages import Message, Request, Sizes
 from firm.federation.serialization import pack
 from firm.federation.server import ServerState

@@ -6,6 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from firm.base.inside import LinkFound
 from firm.federation import LocalEngine
 from firm.federation.options.accounting import message_epsilon
 from firm.federation.options.privacy import PrivacyConfig
@@ -15,7 +16,6 @@ from firm.federation.strategies.fedcmoo import FedCmooConfig
 from firm.federation.strategies.firm import FirmConfig
 from firm.federation.strategies.fsmgda import FsmgdaConfig
 from firm.federation.training import LocalTraining
-from firm.inside import LinkFound
 from firm.network.agreement import Agreement, Budget, Ledger, Refused
 from firm.network.site import Site, SitePolicy
 

@@ -11,8 +11,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from firm.base.errors import ProcessLost, TeamLost
 from firm.federation import LocalEngine
-from firm.federation.errors import ProcessLost, TeamLost
 from firm.federation.serialization import pack
 
 

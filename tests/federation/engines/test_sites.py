@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from firm.base.quantities import QUANTITIES
 from firm.federation import LocalEngine, RoundFailed
 from firm.federation.engines import MemoryStates
 from firm.federation.options.uploads import UploadConfig
@@ -15,7 +16,6 @@ from firm.federation.strategies.firm import FirmConfig
 from firm.network.agreement import Agreement
 from firm.network.site import Site, SitePolicy
 from firm.network.sites import SitesEngine, SitesReturned
-from firm.quantities import QUANTITIES
 from tests.channels import MemoryChannel
 
 FINGERPRINT = {"version": "1", "configuration": "abc"}

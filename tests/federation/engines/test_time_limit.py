@@ -9,9 +9,9 @@ import time
 import pytest
 import torch
 
+from firm.base.errors import TimeLimitError
 from firm.federation import LocalEngine
 from firm.federation.engines.time_limit import time_limit
-from firm.federation.errors import TimeLimitError
 
 STUCK = """
 import signal, time
@@ -37,7 +37,7 @@ finally:
 TWO_PROCESSES = """
 import os, signal, sys, time
 from firm.federation import LocalEngine, Processes, ProcessesEngine
-from firm.federation.errors import ProcessLost
+from firm.base.errors import ProcessLost
 from firm.federation.engines import processes
 from firm.federation.strategies import firm  # registers the weighting
 from firm.federation.training import LocalTraining

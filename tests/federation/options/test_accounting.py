@@ -7,7 +7,7 @@ import pytest
 from scipy.optimize import brentq
 from scipy.stats import norm
 
-from firm.extras import install_command
+from firm.base.extras import install_command
 from firm.federation import Update
 from firm.federation.options import accounting
 from firm.federation.options.accounting import gaussian_epsilon, spend

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from firm.extras import install_command
+from firm.base.extras import install_command
 from firm.federation.strategies.fedavg import FedAvgConfig, fedavg
 from firm.federation.strategies.fedcmoo import FedCmooConfig, fedcmoo
 from firm.solvers.upgrad import upgrad_weights

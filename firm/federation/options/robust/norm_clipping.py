@@ -4,8 +4,9 @@ from collections.abc import Sequence
 
 import torch
 
+from firm.base.state import State
 from firm.federation.aggregation import by_client, update_lengths
-from firm.federation.client import Adapter, State
+from firm.federation.client import Adapter
 from firm.federation.messages import Update
 from firm.federation.options.robust.median import coordinate_median
 from firm.federation.options.robust.rule import RobustConfig, robust_rule, scaled

@@ -11,13 +11,14 @@ from typing import Annotated, ClassVar, TypeVar
 
 import torch
 
+from firm.base.fields import NOT_IN_PAPER, Hint, NonNegativeInt, PositiveFloat, configuration
+from firm.base.registry import OneOf, Registry
+from firm.base.state import State
 from firm.federation.aggregation import ServerStep, Transform, moved
-from firm.federation.client import Adapter, Failure, State
+from firm.federation.client import Adapter, Failure
 from firm.federation.messages import Update
 from firm.federation.option import Need, Option
 from firm.federation.round_config import RoundConfig
-from firm.fields import NOT_IN_PAPER, Hint, NonNegativeInt, PositiveFloat, configuration
-from firm.registry import OneOf, Registry
 
 Function = TypeVar("Function", bound=Callable[..., tuple[list[Update], State]])
 

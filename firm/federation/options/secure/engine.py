@@ -6,8 +6,9 @@ from collections.abc import Callable, Mapping, Sequence
 import numpy as np
 import torch
 
+from firm.base.state import State
 from firm.federation.aggregation import flat
-from firm.federation.client import Adapter, Failure, Reply, State
+from firm.federation.client import Adapter, Failure, Reply
 from firm.federation.engines.engine import Engine, checked_reply, divided, request_sizes
 from firm.federation.messages import Request, Update
 from firm.federation.options.secure.messages import MaskedTraining, SumRequest, Trained

@@ -8,6 +8,7 @@ import torch
 from annotated_types import Len
 from pydantic import PlainValidator, ValidationInfo
 
+from firm.base.schema import NonNegative
 from firm.federation.client import Client
 from firm.federation.messages import Answer, Count, Request, Sizes, Steps, Update
 from firm.federation.options.secure.masking import MAX_UPDATES
@@ -22,7 +23,6 @@ from firm.federation.options.secure.protocol import (
 from firm.federation.schema import Invalid, Metrics, Text, context, invalid, read_record
 from firm.federation.tasks import task
 from firm.federation.training import LocalTraining
-from firm.schema import NonNegative
 
 NUM_BYTES: dict[str, int] = {"uniform": 6, "by_examples": 8}
 """Bytes of a number, by how clients count: 10⁹ examples in 256ths need more than 48 bits."""

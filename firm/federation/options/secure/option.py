@@ -17,10 +17,14 @@ from typing import Annotated, Any, ClassVar, Literal, NotRequired, TypedDict
 
 import torch
 
+from firm.base.errors import RoundFailed
+from firm.base.fields import NOT_IN_PAPER, Hint, NonNegativeInt, configuration
+from firm.base.quantities import Quantity, register
+from firm.base.sanitize import by_reason
+from firm.base.schema import Count, NonNegative
 from firm.federation.aggregation import ServerStep, Transform, flat, unflattened
 from firm.federation.client import Reply
 from firm.federation.engines.engine import Engine
-from firm.federation.errors import RoundFailed
 from firm.federation.messages import DECIDED_BY_SERVER, Update
 from firm.federation.option import Need, Option, Requests
 from firm.federation.options.secure.engine import FEWEST, SecureEngine
@@ -44,13 +48,9 @@ from firm.federation.options.secure.protocol import (
     plan_sum,
     threshold,
 )
-from firm.federation.outside import by_reason
 from firm.federation.round_config import RoundConfig
 from firm.federation.rounds import Round
 from firm.federation.training import LocalTraining
-from firm.fields import NOT_IN_PAPER, Hint, NonNegativeInt, configuration
-from firm.quantities import Quantity, register
-from firm.schema import Count, NonNegative
 
 Secure = Literal["masks"]
 

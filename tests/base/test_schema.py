@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given
 from pydantic import ValidationError
 
-from firm import schema
-from firm.schema import MAX_ITEMS, MAX_NAMES, SLACK, adapter
+from firm.base import schema
+from firm.base.schema import MAX_ITEMS, MAX_NAMES, SLACK, adapter
 from tests.junk import JUNK
 
 

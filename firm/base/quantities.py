@@ -12,9 +12,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from firm.fields import metadata
-from firm.registry import Registry
-from firm.schema import ByObjective, ByPair, Finite, PerEach
+from firm.base.fields import metadata
+from firm.base.registry import Registry
+from firm.base.schema import ByObjective, ByPair, Finite, PerEach
 
 Kind = Literal["client", "round", "evaluation"]
 Lines = Literal["clients", "clients and mean", "means"]
@@ -43,7 +43,7 @@ class Quantity:
     kind: Kind = "client"
     """Kind of the rows that contain it."""
     type: Any = None
-    """Type of valid values, from `firm.schema`; by default a number, or numbers by name."""
+    """Type of valid values, from `firm.base.schema`; by default a number, or numbers by name."""
     may_leave: bool = True
     """True if values of clients may leave a site whose policy has no list of metrics: statistics of
     a batch may, values of a single example may not."""

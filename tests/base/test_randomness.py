@@ -7,9 +7,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from firm.federation import RandomStream, derive_seed, randomness
-from firm.federation.errors import TimeLimitError
-from firm.federation.randomness import ShuffledPasses
+from firm.base import randomness
+from firm.base.errors import TimeLimitError
+from firm.base.randomness import ShuffledPasses
+from firm.federation import RandomStream, derive_seed
 
 
 def _draw():

@@ -4,8 +4,8 @@ from dataclasses import replace
 
 import pytest
 
-from firm.quantities import QUANTITIES, Quantity, drawn, of_clients, register, shown
-from firm.schema import ByObjective, Finite, PerObjective, PerPair, Series, Share
+from firm.base.quantities import QUANTITIES, Quantity, drawn, of_clients, register, shown
+from firm.base.schema import ByObjective, Finite, PerObjective, PerPair, Series, Share
 
 
 def test_a_name_is_given_once_and_never_the_servers(new_plugins):

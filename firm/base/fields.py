@@ -34,8 +34,8 @@ from typing import (
 from annotated_types import Ge, Gt, Interval
 from pydantic import AllowInfNan, TypeAdapter, ValidationError
 
-from firm import schema
-from firm.registry import OneOf, choice_in_words, did_you_mean
+from firm.base import schema
+from firm.base.registry import OneOf, choice_in_words, did_you_mean
 
 T = TypeVar("T")
 

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 import pytest
 from annotated_types import Ge, Interval, MinLen
 
-from firm.fields import (
+from firm.base.fields import (
     NOT_IN_PAPER,
     FiniteFloat,
     Fraction,

@@ -12,8 +12,8 @@ from pathlib import Path
 
 import greenlet
 
-from firm.federation.errors import ProcessLost, TimeLimitError
-from firm.federation.outside import printable
+from firm.base.errors import ProcessLost, TimeLimitError
+from firm.base.sanitize import printable
 
 ENDS = (KeyboardInterrupt, ProcessLost, greenlet.GreenletExit)
 """Exceptions that end the run, or a coroutine of `lockstep`."""

@@ -4,8 +4,8 @@ from typing import Annotated
 
 import pytest
 
-from firm.fields import configuration
-from firm.registry import OneOf, Registry
+from firm.base.fields import configuration
+from firm.base.registry import OneOf, Registry
 
 COLORS: Registry[str, object] = Registry("color", {"red": 1})
 

@@ -2,7 +2,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from firm.federation.outside import MAX_NAME, check_name, legible, legible_data, printable
+from firm.base.sanitize import MAX_NAME, check_name, legible, legible_data, printable
 
 
 @given(st.text(st.characters(), max_size=700))

@@ -2,8 +2,8 @@ import pytest
 import torch
 
 from firm.alignment import take_device
-from firm.federation import devices
-from firm.federation.devices import named_device, prepare_attention
+from firm.base import devices
+from firm.base.devices import named_device, prepare_attention
 
 
 @pytest.fixture(params=["cuda", "xpu"])

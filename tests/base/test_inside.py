@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from firm import inside
-from firm.inside import (
+from firm.base import inside
+from firm.base.inside import (
     LinkFound,
     check_links,
     give,

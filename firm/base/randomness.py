@@ -15,13 +15,13 @@ from typing import Any, Generic, Self, TypeVar
 import numpy as np
 import torch
 
-from firm.federation.client import State, copy_of_state
-from firm.federation.devices import (
+from firm.base.devices import (
     accelerator_type,
     fresh_generator_states,
     generator_states,
     set_generator_states,
 )
+from firm.base.state import State, copy_of_state
 
 Item = TypeVar("Item")
 

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 
 import pytest
 
+from firm.base.console import accept_any_text
 from firm.cli import main as firm
 from firm.cli.main import COMMANDS
-from firm.console import accept_any_text
 from firm.run import print_table, run_cli
 from tests import smoke
 

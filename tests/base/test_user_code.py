@@ -6,9 +6,9 @@ import json
 import greenlet
 import pytest
 
+from firm.base.errors import TimeLimitError
+from firm.base.user_code import described, user_code
 from firm.federation import ProcessLost
-from firm.federation.errors import TimeLimitError
-from firm.federation.user_code import described, user_code
 from reward_models import brevity
 
 
@@ -39,7 +39,7 @@ def test_whatever_is_raised_is_one_line_with_its_place(error, text):
     with pytest.raises(ValueError, match="raised") as caught, user_code("reward 'a'", "repair it"):
         raise error
     assert caught.value.__cause__ is error
-    assert str(caught.value).startswith(f"reward 'a' raised {text} (tests/federation/test_user_c")
+    assert str(caught.value).startswith(f"reward 'a' raised {text} (tests/base/test_user_code")
     assert str(caught.value).endswith("); repair it.")
 
 

@@ -5,10 +5,10 @@ from pathlib import Path
 
 import pytest
 
-from firm import extras
-from firm.extras import install_command
+from firm.base import extras
+from firm.base.extras import install_command
 
-EXTRAS = tomllib.loads((Path(__file__).parents[1] / "pyproject.toml").read_text())["project"][
+EXTRAS = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"][
     "optional-dependencies"
 ]
 

@@ -1,7 +1,7 @@
 """Pydantic types, with valid ranges, of the numbers that clients send and runs log.
 
 A type such as ``Series[PerObjective[Share]]`` is declared once, where the number is computed
-(`firm.quantities`). A client's message is validated strictly, and a row of a log leniently: an
+(`firm.base.quantities`). A client's message is validated strictly, and a row of a log leniently: an
 invalid entry is dropped, and the others are kept.
 """
 

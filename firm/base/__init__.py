@@ -1,0 +1,1 @@
+"""What every package may use: fields and schemas, registries, names, devices, random streams."""
