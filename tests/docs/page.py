@@ -13,15 +13,17 @@ import runpy
 import shlex
 import sys
 import tomllib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import yaml
 
 import firm
+from firm import align
 from firm.cli.main import COMMANDS, main
 from firm.jobs.alignment_config import AlignmentConfig
 from firm.jobs.fmoo import ClassicConfig
@@ -132,7 +134,9 @@ class Runner:
         if block.name:
             ast.parse(block.text)
         else:
-            exec(compile(self.here(block.text), f"line {block.line}", "exec"), self.namespace)
+            code = compile(self.here(block.text), f"line {block.line}", "exec")
+            with mock.patch.object(firm, "align", _align_for_a_round):
+                exec(code, self.namespace)
 
     def yaml(self, block: Block) -> None:
         name = block.name or "snippet.yaml"
@@ -227,6 +231,10 @@ class Runner:
             return False
         folder = arguments[places[0] + 1]
         return len(re.findall(rf"{re.escape(folder)}\b", self.page)) > 1
+
+
+def _align_for_a_round(*arguments: Any, settings: Mapping[str, Any] = {}, **options: Any) -> Any:
+    return align(*arguments, settings={**settings, "rounds": 1}, **options)
 
 
 def run_command(words: list[str], *, expected: tuple[int, ...] = (0,)) -> None:

@@ -5,7 +5,7 @@ import json
 
 import pytest
 
-from tests.docs.page import run_page
+from tests.docs.page import blocks, run_page
 from tests.nursery import forked_workers
 from tests.plugins import plugins_forgotten
 from tests.smoke import POLICY, ROOT
@@ -53,6 +53,16 @@ def test_the_commands_of_a_page_run(page):
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_all_trainings_of_a_page_run(page):
     run_page(page, is_whole=True)
+
+
+@pytest.mark.slow
+def test_the_readmes_example_learns():
+    content = (ROOT / "README.md").read_text(encoding="utf-8")
+    (example,) = (block.text for block in blocks(content) if block.language == "python")
+    exec(example, namespace := {})
+    z = namespace["result"].rewards.loc["z"]
+    assert list(z.index) == ["brief", "joy"]
+    assert (z > 5).all(), z
 
 
 @pytest.mark.parametrize("block", BROKEN)
