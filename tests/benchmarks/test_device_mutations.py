@@ -32,7 +32,7 @@ def test_every_package_that_moves_tensors_has_a_mutation():
 
 def test_code_that_is_not_there_is_named():
     mutation = Mutation("firm/base/fields.py", "no such code", "", "")
-    with pytest.raises(ValueError, match=r"'no such code' must occur once in firm/fields\.py"):
+    with pytest.raises(ValueError, match=r"'no such code' must occur once in firm/base/fields\.py"):
         device_mutations.mutated(mutation, "")
 
 
