@@ -44,9 +44,7 @@ from firm.federation import LocalEngine, ServerState
 from firm.federation.partition import balanced_dirichlet_partition
 from firm.federation.rounds import sample_clients
 from firm.federation.strategies import STRATEGIES
-from firm.federation.strategies.fedcmoo import FedCmooConfig
-from firm.federation.strategies.fedcmoo_pref import FedCmooPrefConfig
-from firm.federation.strategies.fsmgda import FsmgdaConfig
+from firm.federation.strategy_configs import FedCmooConfig, FedCmooPrefConfig, FsmgdaConfig
 from firm.fmoo import (
     DatasetConfig,
     LocalConfig,

@@ -36,10 +36,12 @@ from firm.federation.options.secure import KeyRing, SecureEngine
 from firm.federation.schema import Reading
 from firm.federation.serialization import pack, unpack
 from firm.federation.strategies import STRATEGIES
-from firm.federation.strategies.fedcmoo import FedCmooConfig
-from firm.federation.strategies.fedcmoo_pref import FedCmooPrefConfig
-from firm.federation.strategies.firm import FirmConfig
-from firm.federation.strategies.fsmgda import FsmgdaConfig
+from firm.federation.strategy_configs import (
+    FedCmooConfig,
+    FedCmooPrefConfig,
+    FirmConfig,
+    FsmgdaConfig,
+)
 from firm.federation.tasks import TASKS
 from firm.network import link
 from firm.network.agreement import Agreement, Budget

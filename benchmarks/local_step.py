@@ -46,7 +46,7 @@ from firm.alignment import (
     load_tokenizer,
 )
 from firm.alignment.build import has_trl_ppo
-from firm.alignment.estimators.critic_free import CriticFreeConfig
+from firm.alignment.estimator_config import CriticFreeConfig
 from firm.alignment.policy import without_needless_warnings
 from firm.federation import RandomStream, local_training
 from firm.federation.training import LocalTraining

@@ -33,7 +33,8 @@ from firm.federation import Adapter, Engine, ServerState
 from firm.federation.aggregation import weighted_mean
 from firm.federation.options.lora_mean import product_mean
 from firm.federation.strategies import STRATEGIES
-from firm.federation.strategies.firm import FirmConfig, firm_round
+from firm.federation.strategies.firm import firm_round
+from firm.federation.strategy_configs import FirmConfig
 from firm.fmoo.progress import Recorder
 from firm.jobs.alignment import main
 from firm.jobs.alignment_config import AlignmentConfig

@@ -20,7 +20,7 @@ import torch
 
 from benchmarks.measure import interleaved, quiet
 from firm.alignment import LoraSettings, PolicyConfig, RolloutConfig, load_policy, load_tokenizer
-from firm.alignment.estimators import DPOConfig
+from firm.alignment.estimator_config import DPOConfig
 from firm.alignment.pair_tokens import encode_pairs
 from firm.alignment.pairs import Pair
 from firm.alignment.prompts import Prompt

@@ -60,13 +60,14 @@ from firm.alignment import (
     load_tokenizer,
 )
 from firm.alignment.adapters.conditioned import ConditioningConfig
-from firm.alignment.estimators.critic_free import CriticFreeConfig
+from firm.alignment.estimator_config import CriticFreeConfig
 from firm.alignment.policy import move_, without_needless_warnings
 from firm.alignment.stacked.trainer import stacked_trainers
 from firm.base.devices import accelerate_on, peak_bytes, reset_peak_bytes, synchronize
 from firm.federation import RandomStream, ServerState, local_training
 from firm.federation.engines.stacked import StackedEngine
-from firm.federation.strategies.firm import FirmConfig, firm_round
+from firm.federation.strategies.firm import firm_round
+from firm.federation.strategy_configs import FirmConfig
 from firm.federation.training import LocalTraining
 from firm.run import print_table
 

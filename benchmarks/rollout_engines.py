@@ -20,7 +20,8 @@ import torch
 from firm.alignment import PolicyConfig, Prompt, PromptFormat, RolloutConfig
 from firm.alignment.policy import load_policy, load_tokenizer
 from firm.alignment.rollout import encode_prompts
-from firm.alignment.rollout_engines import SampleRequest, Samples, TransformersConfig, VLLMConfig
+from firm.alignment.rollout_config import TransformersConfig, VLLMConfig
+from firm.alignment.rollout_engines import SampleRequest, Samples
 from firm.alignment.stacked.model import StackedModel
 from firm.federation import RandomStream
 

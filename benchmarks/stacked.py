@@ -27,7 +27,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from benchmarks.measure import interleaved, one_round, peak_resident, quiet
 from firm.alignment import load_tokenizer
-from firm.alignment.policy import PolicyConfig
+from firm.alignment.policy_config import PolicyConfig
 from firm.federation import Processes
 from firm.jobs.alignment_config import AlignmentConfig
 from firm.jobs.alignment_loading import load

@@ -17,8 +17,7 @@ from benchmarks.measure import interleaved, quiet
 from firm.federation import ServerState
 from firm.federation.engines import LocalEngine, StackedEngine
 from firm.federation.strategies import STRATEGIES, StrategyConfig
-from firm.federation.strategies.fedavg import FedAvgConfig
-from firm.federation.strategies.firm import FirmConfig
+from firm.federation.strategy_configs import FedAvgConfig, FirmConfig
 from firm.fmoo import (
     DatasetConfig,
     LocalConfig,

@@ -16,19 +16,23 @@ entry point in the group "firm.reward_models"::
     question_marks = "my_package.rewards:question_marks"
 """
 
-from reward_models import miniature  # registers the miniature world's true scores
-from reward_models.golden import GoldenScore, check_golden_scores
-from reward_models.language import reading_ease, sentiment, vocabulary
-from reward_models.registry import (
-    ENTRY_POINT_GROUP,
-    REWARD_MODELS,
-    RewardModelConfig,
-    load_reward_model,
-    load_reward_models,
-    reward_model,
-)
-from reward_models.scripted import as_texts, brevity, length, matches, politeness, positivity
-from reward_models.sequence_classifier import SequenceClassifierReward, load_sequence_classifier
+from typing import TYPE_CHECKING
+
+from firm.base.lazy import lazy
+
+if TYPE_CHECKING:
+    from reward_models.config import GoldenScore, RewardModelConfig
+    from reward_models.golden import check_golden_scores
+    from reward_models.language import reading_ease, sentiment, vocabulary
+    from reward_models.registry import (
+        ENTRY_POINT_GROUP,
+        REWARD_MODELS,
+        load_reward_model,
+        load_reward_models,
+        reward_model,
+    )
+    from reward_models.scripted import as_texts, brevity, length, matches, politeness, positivity
+    from reward_models.sequence_classifier import SequenceClassifierReward, load_sequence_classifier
 
 __all__ = [
     "ENTRY_POINT_GROUP",
@@ -44,7 +48,6 @@ __all__ = [
     "load_reward_models",
     "load_sequence_classifier",
     "matches",
-    "miniature",
     "politeness",
     "positivity",
     "reading_ease",
@@ -52,3 +55,5 @@ __all__ = [
     "sentiment",
     "vocabulary",
 ]
+
+__getattr__, __dir__ = lazy(__name__)

@@ -4,17 +4,19 @@ A wrong format raises no error and silently costs accuracy. A config can list th
 examples to detect it; see `reward_models.golden`.
 """
 
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any
 
-from transformers import PreTrainedTokenizerBase
+from reward_models.config import CallFormat
 
-CallFormat = Literal["hh_pair", "question_answer", "chat_template", "plain", "response"]
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
 
 ASSISTANT = "\n\nAssistant:"
 
 
 def present(
-    format: CallFormat, prompt: Any, completion: str, tokenizer: PreTrainedTokenizerBase
+    format: CallFormat, prompt: Any, completion: str, tokenizer: "PreTrainedTokenizerBase"
 ) -> tuple[str, ...]:
     r"""Returns the one text, or the pair of texts, that the tokenizer gets.
 
@@ -56,7 +58,7 @@ def present(
     return (text,)
 
 
-def check_format(format: CallFormat, tokenizer: PreTrainedTokenizerBase) -> None:
+def check_format(format: CallFormat, tokenizer: "PreTrainedTokenizerBase") -> None:
     """Raises a ``ValueError`` where a tokenizer cannot spell a format."""
     if format == "chat_template" and not tokenizer.chat_template:
         raise ValueError(

@@ -6,25 +6,10 @@ was intended.
 """
 
 from collections.abc import Mapping, Sequence
-from typing import Annotated, Any, get_args
+from typing import Any, get_args
 
-from firm.base.fields import FiniteFloat, Hint, NonNegativeFloat, configuration
-from reward_models.formats import CallFormat
+from reward_models.config import CallFormat, GoldenScore
 from reward_models.sequence_classifier import SequenceClassifierReward
-
-
-@configuration
-class GoldenScore:
-    """An example and its known score."""
-
-    prompt: str
-    """A dialogue in the form of Anthropic's HH-RLHF that ends with the assistant's tag."""
-    completion: str
-    """The reply."""
-    score: Annotated[FiniteFloat | None, Hint("leave it out if it is not known")] = None
-    """Raw score, before normalization; null: not checked."""
-    tolerance: NonNegativeFloat = 0.01
-    """Maximum difference, in units of the score; bfloat16 needs more than float32."""
 
 
 def check_golden_scores(reward: Any, golden: Sequence[GoldenScore]) -> None:

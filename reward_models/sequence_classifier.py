@@ -31,7 +31,8 @@ from transformers.utils import logging
 
 from firm.base.devices import named_device
 from firm.base.sanitize import first_line
-from reward_models.formats import CallFormat, check_format, present
+from reward_models.config import CallFormat
+from reward_models.formats import check_format, present
 
 _LOADING_ERRORS = (
     OSError,

@@ -22,10 +22,10 @@ if TYPE_CHECKING:
     )
     from firm.alignment.adapters import LoraSettings
     from firm.alignment.adapters.target_modules import default_target_modules
-    from firm.alignment.advantages import KLConfig
     from firm.alignment.build import build_trainer
+    from firm.alignment.calibration import Calibration
     from firm.alignment.client import AlignmentClient
-    from firm.alignment.estimators import EstimatorConfig, PPOConfig
+    from firm.alignment.estimator_config import EstimatorConfig, KLConfig, PPOConfig
     from firm.alignment.evaluation import (
         Evaluation,
         MetricComparison,
@@ -34,10 +34,8 @@ if TYPE_CHECKING:
         evaluate,
         sample_replies,
     )
-    from firm.alignment.generation import RolloutConfig
     from firm.alignment.kl_alarms import kl_alarm, mismatch_alarm, ratio_alarm
     from firm.alignment.policy import (
-        PolicyConfig,
         borrowed,
         check_context,
         check_vocabulary,
@@ -50,6 +48,7 @@ if TYPE_CHECKING:
         read_tokenizer,
         take_device,
     )
+    from firm.alignment.policy_config import PolicyConfig
     from firm.alignment.prompt_data import (
         PromptsConfig,
         load_prompts,
@@ -66,8 +65,9 @@ if TYPE_CHECKING:
         prompt_of,
         reader_of,
     )
-    from firm.alignment.rewards import Calibration, Judges, RewardFn, calibrate, check_same, score
+    from firm.alignment.rewards import Judges, RewardFn, calibrate, check_same, score
     from firm.alignment.rollout import logprobs_from
+    from firm.alignment.rollout_config import RolloutConfig
     from firm.alignment.self_check import check_passes, check_rows
     from firm.alignment.trainer import MultiObjectiveTrainer
 

@@ -23,12 +23,12 @@ from firm.alignment.adapters.conditioned import fold, is_conditioned
 from firm.alignment.adapters.forward import forward_of
 from firm.alignment.placement import place_
 from firm.alignment.policy import (
-    PolicyConfig,
     check_fits,
     load_base_model,
     take_device,
     without_needless_warnings,
 )
+from firm.alignment.policy_config import PolicyConfig
 from firm.alignment.self_check import check_passes
 from firm.base.json_text import json_text
 from firm.federation.client import Adapter

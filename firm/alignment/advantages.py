@@ -5,12 +5,12 @@ treated on two-dimensional slices, so that objective j of M gets, bit for bit, t
 would get alone. The KL penalty is common to all objectives.
 """
 
-from typing import Annotated, Any, Literal
+from typing import Any
 
 import torch
 
+from firm.alignment.estimator_config import MAX_KL_ERROR, KLConfig
 from firm.alignment.sequences import Rollouts
-from firm.base.fields import NOT_IN_PAPER, NonNegativeFloat, Paper, PositiveFloat, configuration
 from firm.base.quantities import Quantity, register
 
 register(
@@ -33,28 +33,6 @@ register(
     ),
     Quantity("kl_coefficient", "KL coefficient", "coefficient", section="training"),
 )
-
-MAX_KL_ERROR = 0.2
-"""Limit of the adaptive controller on the KL's relative deviation from its target."""
-
-
-@configuration
-class KLConfig:
-    """KL penalty, which limits the policy's deviation from the reference."""
-
-    controller: Annotated[Literal["fixed", "adaptive"], Paper("A.1")] = "adaptive"
-    """Fixed coefficient, or the proportional controller of Ziegler et al. (2019), Section 2.2."""
-    coefficient: Annotated[NonNegativeFloat, NOT_IN_PAPER] = 0.2
-    """Coefficient of the KL penalty; the initial one if adaptive."""
-    target: Annotated[PositiveFloat, Paper("A.1"), NOT_IN_PAPER] = 0.03
-    """Target KL of the adaptive controller, in nats per response, summed over tokens. That it is
-    per response is not in the paper."""
-    horizon: Annotated[PositiveFloat, NOT_IN_PAPER] = 10_000
-    """Horizon of the adaptive controller in responses: a local step changes the coefficient by at
-    most a fifth of batch size / horizon. 10,000, TRL's former default, exceeds the paper's run: 16
-    rounds of four local steps of 16 responses change the coefficient by at most 2 %."""
-    form: Annotated[Literal["k1", "k3"], NOT_IN_PAPER] = "k1"
-    """KL estimator. k1: the log-ratio; k3: lower variance, non-negative."""
 
 
 def kl_penalty(

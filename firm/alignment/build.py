@@ -3,8 +3,7 @@
 from importlib.util import find_spec
 from typing import Any
 
-from firm.alignment.estimators.estimator import EstimatorConfig
-from firm.alignment.estimators.ppo import PPOConfig
+from firm.alignment.estimator_config import EstimatorConfig, PPOConfig
 from firm.alignment.placement import is_placed
 from firm.alignment.sharding import ShardedTeam
 from firm.alignment.trainer import MultiObjectiveTrainer

@@ -13,6 +13,7 @@ import torch
 
 from firm.alignment.adapters.conditioned import PreferenceStream, check_estimator
 from firm.alignment.batches import SOURCES
+from firm.alignment.client_config import CAPABILITIES
 from firm.alignment.estimators.estimator import APPROX_KL, LOG_RATIO
 from firm.alignment.policy import copy_adapter, load_adapter_
 from firm.alignment.rewards import Judges
@@ -99,7 +100,7 @@ class AlignmentClient(Client):
         on_event: Progress callback: `on_event("stage", stage=..., step=..., num_steps=...)`.
     """
 
-    capabilities = frozenset({"rewards", "epochs"})
+    capabilities = CAPABILITIES
 
     def __init__(
         self,

@@ -18,12 +18,13 @@ from transformers import PreTrainedTokenizerBase
 
 from firm.alignment.adapter_files import Reference
 from firm.alignment.advantages import kl_penalty
-from firm.alignment.generation import RolloutConfig
+from firm.alignment.calibration import Calibration
 from firm.alignment.hacking import ReplyText, hacking_signs
 from firm.alignment.prompt_data import loose_text
 from firm.alignment.prompts import Prompt, PromptFormat
-from firm.alignment.rewards import Calibration, RewardFn, score, values_or_none
+from firm.alignment.rewards import RewardFn, score, values_or_none
 from firm.alignment.rollout import Sampler, encode_prompts, rollout
+from firm.alignment.rollout_config import RolloutConfig
 from firm.alignment.rollout_engines import RolloutEngine
 from firm.base.quantities import Quantity, register
 from firm.base.randomness import RandomStream

@@ -2,69 +2,13 @@
 
 from bisect import bisect_left
 from collections.abc import Sequence
-from dataclasses import field
-from typing import Annotated, Any, Literal
+from typing import Any
 
 import torch
 from transformers import GenerationConfig, PreTrainedTokenizerBase
 
 from firm.alignment.prompts import PromptFormat
-from firm.alignment.rollout_engines import RolloutEngineConfig, TransformersConfig
-from firm.base.fields import (
-    NOT_IN_PAPER,
-    Hint,
-    NumTokens,
-    PositiveFloat,
-    PositiveInt,
-    configuration,
-)
-
-
-@configuration
-class RolloutConfig:
-    """Sampling of responses, and where they end."""
-
-    max_new_tokens: Annotated[NumTokens, NOT_IN_PAPER] = 128
-    """Maximum length of a response in tokens."""
-    temperature: Annotated[
-        PositiveFloat, Hint("PPO needs samples, not the greedy reply"), NOT_IN_PAPER
-    ] = 0.7
-    """Sampling temperature."""
-    max_prompt_tokens: Annotated[NumTokens, NOT_IN_PAPER] = 256
-    """Maximum length of a prompt in tokens; longer prompts lose their oldest turns, but keep system
-    messages."""
-    stop_strings: Annotated[list[str] | None, NOT_IN_PAPER] = None
-    """A response ends before any of these strings, so that a policy that goes on to write the next
-    human turn is not scored for it. null uses the human tag of HH-RLHF for prompts in that form,
-    and none with a chat template or plain prompts, whose replies may contain such a string."""
-    end_tokens: Annotated[list[str], NOT_IN_PAPER] = field(default_factory=list)
-    """Tokens that end a response, in addition to the tokenizer's EOS and the end tokens in the
-    model's generation_config.json, as spelled by the tokenizer."""
-    forward_batch_size: PositiveInt = 64
-    """Batch size of generation and of the models' forward passes, to limit memory."""
-    cache: Annotated[Literal["dynamic", "static"], NOT_IN_PAPER] = "dynamic"
-    """Key-value cache: dynamic grows with each token; static is allocated at the maximum length, so
-    that transformers compiles the steps on a GPU, which takes a minute for each batch size."""
-    logprobs: Annotated[Literal["generation", "forward"] | None, NOT_IN_PAPER] = None
-    """Source of the sampling policy's log-probabilities: generation, the cached steps that
-    generated the response (as in TRL); or forward, a forward pass of the same shape as the
-    reference's, so that rounding does not add to their KL. null uses generation for policies in
-    float32, where the two agree to about 1e-6, and forward in lower precision and for engines with
-    their own copy of the policy."""
-    engine: Annotated[RolloutEngineConfig, NOT_IN_PAPER] = field(default_factory=TransformersConfig)
-    """Engine that samples the responses."""
-
-    def __post_init__(self) -> None:
-        if self.engine.samples_itself and self.logprobs == "generation":
-            raise ValueError(
-                f"rollout.logprobs must be forward or null with rollout.engine.name "
-                f"{self.engine.name}, whose log-probabilities are not the policy's, got generation."
-            )
-        if "" in (self.stop_strings or ()):
-            raise ValueError(
-                f"rollout.stop_strings must not contain an empty string, got {self.stop_strings}: "
-                "every reply would be empty."
-            )
+from firm.alignment.rollout_config import RolloutConfig
 
 
 def end_token_ids(

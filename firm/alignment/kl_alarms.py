@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from statistics import fmean
 from typing import Any
 
-from firm.alignment.advantages import MAX_KL_ERROR, KLConfig
+from firm.alignment.estimator_config import MAX_KL_ERROR, KLConfig
 
 INERT_KL_CHANGE = 0.05
 """Relative change of the KL coefficient below which a controller counts as inert."""

@@ -9,7 +9,7 @@ both are undone then, and round t + 1 starts from θ_{t-2}.
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from statistics import median
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 from annotated_types import Ge
 
@@ -23,7 +23,9 @@ from firm.base.fields import (
     configuration,
 )
 from firm.base.state import State
-from firm.federation.server import ServerState
+
+if TYPE_CHECKING:
+    from firm.federation.server import ServerState
 
 NUM_RECENT = 5
 """Rounds whose KL defines the trust region."""
@@ -83,8 +85,8 @@ class KLGuard:
         self._good: State = {}
 
     def judge(
-        self, clients: Sequence[Mapping[str, Any]], before: ServerState, after: ServerState
-    ) -> tuple[ServerState, list[str]]:
+        self, clients: Sequence[Mapping[str, Any]], before: "ServerState", after: "ServerState"
+    ) -> "tuple[ServerState, list[str]]":
         """Returns the state to continue from after a round, and alarms.
 
         This is `after`, unless the policy that the round started from had run away.
@@ -141,7 +143,7 @@ class KLGuard:
         limits = [limit for limit in (self.limit, self.ceiling) if limit is not None]
         return kl is None or kl <= min(limits, default=kl)
 
-    def good(self, state: ServerState) -> ServerState:
+    def good(self, state: "ServerState") -> "ServerState":
         """Returns a state with the last adapter that was measured inside the trust region."""
         return replace(state, adapter=self._good["adapter"]) if self._good else state
 
@@ -167,7 +169,7 @@ class KLGuard:
         self._num_rollbacks, self.stopped = state["num_rollbacks"], state["stopped"]
         self._start_kl, self._good = state["start_kl"], state["good"]
 
-    def _undone(self, after: ServerState, why: str) -> tuple[ServerState, list[str]]:
+    def _undone(self, after: "ServerState", why: str) -> "tuple[ServerState, list[str]]":
         if self._num_rollbacks == self.config.max_rollbacks:
             self.stopped = f"{why}, after {self._num_rollbacks} undone updates"
             return self.good(after), [_ended(self.stopped)]
@@ -210,7 +212,7 @@ def _median(clients: Sequence[Mapping[str, Any]], key: str) -> float | None:
     return median(known) if known else None
 
 
-def _kept(state: ServerState) -> State:
+def _kept(state: "ServerState") -> State:
     return {"adapter": state.adapter, "round": state.round}
 
 

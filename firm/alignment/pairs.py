@@ -2,9 +2,7 @@
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Annotated, Any
-
-from transformers import PreTrainedTokenizerBase
+from typing import TYPE_CHECKING, Annotated, Any
 
 from firm.alignment.prompt_data import PromptsConfig, load_prompts
 from firm.alignment.prompts import (
@@ -16,6 +14,9 @@ from firm.alignment.prompts import (
     is_hh,
 )
 from firm.base.fields import NOT_IN_PAPER, configuration
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 REPLY_FIELDS = ("tool_calls", "function_call", "reasoning_content", "reasoning", "thinking")
 """Fields of a message that are part of a reply, beside its text."""
@@ -95,7 +96,7 @@ class RankedPairsConfig(PairsConfig):
 
 def load_pairs(
     config: PairsConfig,
-    tokenizer: PreTrainedTokenizerBase | None = None,
+    tokenizer: "PreTrainedTokenizerBase | None" = None,
     *,
     objective: str = "",
     given: Iterable[Prompt] | None = None,

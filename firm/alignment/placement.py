@@ -13,7 +13,8 @@ from accelerate import infer_auto_device_map
 from accelerate.utils import send_to_device
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from firm.alignment.policy import PolicyConfig, move_
+from firm.alignment.policy import move_
+from firm.alignment.policy_config import PolicyConfig
 from firm.base.devices import accelerator_type, named_device, num_accelerators
 
 

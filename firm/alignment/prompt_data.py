@@ -9,11 +9,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any, Literal
-
-import datasets
-from datasets.exceptions import DatasetsError
-from transformers import PreTrainedTokenizerBase
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from firm.alignment.prompts import (
     AUTO,
@@ -25,6 +21,10 @@ from firm.alignment.prompts import (
 )
 from firm.base.fields import NOT_IN_PAPER, NonNegativeInt, Paper, configuration
 from firm.base.sanitize import first_line
+
+if TYPE_CHECKING:
+    import datasets
+    from transformers import PreTrainedTokenizerBase
 
 MAX_PACKING, FREE_BYTES = 100, 16 * 2**20
 """Largest ratio of a text's size to that of its gzip file, which is 3 to 20 for data sets, and the
@@ -70,7 +70,7 @@ class PromptsConfig:
 
 def load_prompts(
     config: PromptsConfig,
-    tokenizer: PreTrainedTokenizerBase | None = None,
+    tokenizer: "PreTrainedTokenizerBase | None" = None,
     *,
     given: Iterable[Prompt] | None = None,
     prompt_format: PromptFormat = AUTO,
@@ -215,16 +215,17 @@ def read_prompts(
 class _Table:
     """The rows of one split, and their name in error messages."""
 
-    rows: Sequence[Any] | datasets.Dataset
+    rows: "Sequence[Any] | datasets.Dataset"
     prefix: str
     numbers: Sequence[int] | None = None
     """Line number of each row, from 1; by default its position."""
 
     def rows_of(self, indices: range) -> Iterable[Any]:
         """Returns the rows at these indices, as far as they exist."""
-        if isinstance(self.rows, datasets.Dataset):  # iterates much faster than it indexes
-            return self.rows.select(range(indices.start, min(indices.stop, len(self.rows))))
-        return self.rows[indices.start : indices.stop]
+        if isinstance(self.rows, Sequence):
+            return self.rows[indices.start : indices.stop]
+        # a dataset iterates much faster than it indexes
+        return self.rows.select(range(indices.start, min(indices.stop, len(self.rows))))
 
     def part(self, indices: range) -> Iterable[tuple[str, Any]]:
         """Yields the names and rows at these indices."""
@@ -239,6 +240,8 @@ _Tables = Mapping[str, _Table]
 
 def _in_memory(source: Any, name: str) -> _Table | _Tables:
     """Converts rows in memory to a table, or tables by split."""
+    import datasets  # takes a second, and files need it only for slices
+
     if isinstance(source, datasets.DatasetDict):
         return {str(key): _Table(rows, f"{name}, {key} row") for key, rows in source.items()}
     if not isinstance(source, datasets.Dataset):
@@ -257,6 +260,8 @@ def _summands(split: str, only: str = "train") -> list[str]:
     for part in summands:
         if re.fullmatch(r"[\w.-]+", part):
             continue  # a whole split; its name may have characters that slices do not allow
+        import datasets
+
         try:
             datasets.ReadInstruction.from_spec(part)
         except (ValueError, AssertionError) as error:
@@ -287,6 +292,8 @@ def _ranges(split: str, tables: _Tables, source: str) -> list[tuple[str, range]]
         if part == name:
             ranges.append((name, range(sizes[name])))
             continue
+        import datasets
+
         (found,) = datasets.ReadInstruction.from_spec(part).to_absolute(sizes)
         ranges.append((name, range(found.from_, max(found.from_, found.to))))
     return ranges
@@ -358,7 +365,10 @@ def _read_file(path: Path) -> _Table:
         ) from None
 
 
-def _open_dataset(name: str, folder: str) -> datasets.Dataset | datasets.DatasetDict:
+def _open_dataset(name: str, folder: str) -> "datasets.Dataset | datasets.DatasetDict":
+    import datasets
+    from datasets.exceptions import DatasetsError
+
     try:
         if (Path(name) / "state.json").is_file() or (Path(name) / "dataset_dict.json").is_file():
             return datasets.load_from_disk(name)

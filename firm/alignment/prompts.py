@@ -12,12 +12,13 @@ from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from itertools import groupby, takewhile
-from typing import Any, Literal
-
-from transformers import PreTrainedTokenizerBase
+from typing import TYPE_CHECKING, Any, Literal
 
 from firm.alignment.rendering import TemplateBroken, TemplateRejects, render
 from firm.base.fields import NOT_IN_PAPER, configuration
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 HUMAN, ASSISTANT = "\n\nHuman:", "\n\nAssistant:"
 _TAGS = {"user": HUMAN, "assistant": ASSISTANT}
@@ -110,7 +111,7 @@ class PromptFormat:
         if "{prompt}" not in self.template:
             raise ValueError(f"the prompt template must contain {{prompt}}, got {self.template!r}.")
 
-    def kind_for(self, tokenizer: PreTrainedTokenizerBase) -> Literal["hh", "chat", "plain"]:
+    def kind_for(self, tokenizer: "PreTrainedTokenizerBase") -> Literal["hh", "chat", "plain"]:
         """Returns the format of prompts for a tokenizer.
 
         Raises:
@@ -125,7 +126,7 @@ class PromptFormat:
             )
         return self.name
 
-    def check(self, tokenizer: PreTrainedTokenizerBase) -> None:
+    def check(self, tokenizer: "PreTrainedTokenizerBase") -> None:
         """Checks that every option applies to the format that a tokenizer gets.
 
         Raises:
@@ -141,7 +142,7 @@ class PromptFormat:
                     f"policy's prompts have {kind!r}: remove it, or set policy.prompt.name."
                 )
 
-    def stop_strings(self, tokenizer: PreTrainedTokenizerBase) -> list[str]:
+    def stop_strings(self, tokenizer: "PreTrainedTokenizerBase") -> list[str]:
         """Returns the strings that would start another human turn in a reply.
 
         Empty for chat templates, which end turns by tokens, and for plain prompts, which have no
@@ -486,7 +487,7 @@ def _content(message: ChatMessage) -> str:
 
 def format_prompt(
     prompt: Prompt,
-    tokenizer: PreTrainedTokenizerBase,
+    tokenizer: "PreTrainedTokenizerBase",
     prompt_format: PromptFormat = AUTO,
     *,
     has_opening: bool = True,
@@ -511,7 +512,7 @@ def format_prompt(
 def format_dialogue(
     prompt: Prompt,
     reply: ChatMessage,
-    tokenizer: PreTrainedTokenizerBase,
+    tokenizer: "PreTrainedTokenizerBase",
     prompt_format: PromptFormat = AUTO,
 ) -> str:
     """Returns a prompt and a reply to it as the tokenizer's chat template writes them.
@@ -525,7 +526,7 @@ def format_dialogue(
 def _rendered(
     prompt: Prompt,
     replies: Sequence[ChatMessage],
-    tokenizer: PreTrainedTokenizerBase,
+    tokenizer: "PreTrainedTokenizerBase",
     prompt_format: PromptFormat,
     **more: Any,
 ) -> str:
@@ -543,7 +544,7 @@ def _rendered(
 
 
 def apply_template(
-    tokenizer: PreTrainedTokenizerBase, messages: Sequence[ChatMessage], **options: Any
+    tokenizer: "PreTrainedTokenizerBase", messages: Sequence[ChatMessage], **options: Any
 ) -> str:
     """Renders messages with a tokenizer's chat template, including special tokens.
 
@@ -572,14 +573,14 @@ def apply_template(
 class BrokenTemplateError(ValueError):
     """Raised when a tokenizer's chat template does not compile or exceeds a limit."""
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, reason: str) -> None:
+    def __init__(self, tokenizer: "PreTrainedTokenizerBase", reason: str) -> None:
         super().__init__(
             f"the chat template of {tokenizer.name_or_path or 'the tokenizer'} is broken "
             f"({reason}): repair it, or use another tokenizer."
         )
 
 
-def check_template(tokenizer: PreTrainedTokenizerBase) -> None:
+def check_template(tokenizer: "PreTrainedTokenizerBase") -> None:
     """Checks that a tokenizer's chat template compiles and renders a message within the limits.
 
     The template may reject the message, for instance because it expects a system message.
@@ -597,7 +598,7 @@ def check_template(tokenizer: PreTrainedTokenizerBase) -> None:
 
 
 def check_prompts(
-    prompts: Iterable[Prompt], tokenizer: PreTrainedTokenizerBase, prompt_format: PromptFormat
+    prompts: Iterable[Prompt], tokenizer: "PreTrainedTokenizerBase", prompt_format: PromptFormat
 ) -> None:
     """Checks that the policy's format accepts one prompt for each sequence of roles.
 
@@ -626,7 +627,7 @@ def check_prompts(
 
 def token_ids(
     prompts: Sequence[Prompt],
-    tokenizer: PreTrainedTokenizerBase,
+    tokenizer: "PreTrainedTokenizerBase",
     prompt_format: PromptFormat = AUTO,
 ) -> list[list[int]]:
     """Returns the policy's token ids of prompts, without truncation.
@@ -642,7 +643,7 @@ def token_ids(
     return [opening + ids for ids in rows]
 
 
-def _opening_ids(tokenizer: PreTrainedTokenizerBase, prompt_format: PromptFormat) -> list[int]:
+def _opening_ids(tokenizer: "PreTrainedTokenizerBase", prompt_format: PromptFormat) -> list[int]:
     """Returns the special tokens that precede a prompt's text."""
     if prompt_format.kind_for(tokenizer) == "chat":
         return []
@@ -654,7 +655,7 @@ def _opening_ids(tokenizer: PreTrainedTokenizerBase, prompt_format: PromptFormat
 
 def fitting_token_ids(
     prompts: Sequence[Prompt],
-    tokenizer: PreTrainedTokenizerBase,
+    tokenizer: "PreTrainedTokenizerBase",
     *,
     prompt_format: PromptFormat = AUTO,
     max_tokens: int,
@@ -683,7 +684,7 @@ def fitting_token_ids(
 
 def _cut(
     prompt: Prompt,
-    tokenizer: PreTrainedTokenizerBase,
+    tokenizer: "PreTrainedTokenizerBase",
     prompt_format: PromptFormat,
     max_tokens: int,
 ) -> list[int]:
@@ -749,7 +750,7 @@ def _without_oldest(prompt: Prompt) -> Iterator[Prompt]:
 
 def _last_ids(
     ids: list[int],
-    tokenizer: PreTrainedTokenizerBase,
+    tokenizer: "PreTrainedTokenizerBase",
     prompt_format: PromptFormat,
     max_tokens: int,
 ) -> list[int]:

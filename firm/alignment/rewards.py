@@ -10,19 +10,19 @@ import logging
 import math
 from collections.abc import Awaitable, Callable, Mapping, Sequence, Set
 from contextlib import AbstractContextManager, ExitStack
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from decimal import Decimal
 from functools import cache, partial
 from itertools import combinations
 from numbers import Real
-from typing import Any, Literal, cast
+from typing import Any, cast
 
 import torch
 from transformers import TrainerState
 
+from firm.alignment.calibration import Calibration, Method
 from firm.alignment.event_loop import started
 from firm.alignment.prompts import ChatMessage, Prompt, prompt_of
-from firm.base.fields import NOT_IN_PAPER, configuration
 from firm.base.sanitize import printable
 from firm.base.user_code import user_code
 
@@ -32,8 +32,6 @@ RewardFn = Callable[..., Values | Awaitable[Values]]
 with the data's further fields. Returns a list of one number per completion, or None where the
 reward does not apply; or a dict of such lists, from which an objective selects the one with its
 name, or with the name in the function's attribute `output`."""
-
-Method = Literal["sigmoid", "minmax", "none"]
 
 LOW_QUANTILE, HIGH_QUANTILE = 0.05, 0.95
 
@@ -332,78 +330,6 @@ def _as_float(value: Any) -> float | None:
 def values_or_none(scores: torch.Tensor) -> list[float | None]:
     """Returns scores [B] as a list, with None for NaN, as reward functions return them."""
     return [None if math.isnan(value) else value for value in scores.tolist()]
-
-
-@configuration(source=NOT_IN_PAPER)
-class Calibration:
-    """A frozen map from raw scores to rewards; saved in checkpoints and reports."""
-
-    method: Method
-    """"sigmoid": sigmoid((s - mean) / scale) of the score s; "minmax": (s - low) / (high - low),
-    clipped to [0, 1]; "none": s itself."""
-    mean: float = 0.0
-    """Mean score of the calibration replies."""
-    scale: float = 1.0
-    """Standard deviation of the scores of the calibration replies."""
-    low: float = 0.0
-    """5 % quantile of the scores of the calibration replies."""
-    high: float = 1.0
-    """95 % quantile of the scores of the calibration replies."""
-    num_samples: int = 0
-    """Number of calibration replies."""
-
-    def __post_init__(self) -> None:
-        for name in ("mean", "scale", "low", "high"):
-            value = getattr(self, name)
-            is_number = isinstance(value, int | float) and not isinstance(value, bool)
-            if not is_number or not abs(value) <= torch.finfo(torch.float32).max:
-                raise ValueError(
-                    f"a calibration's {name} must be finite in float32, got {_short(value)}."
-                )
-        if min(self.scale, self.high - self.low) < torch.finfo(torch.float32).tiny:
-            raise ValueError(
-                f"a calibration's scale must be positive, and low below high, got scale "
-                f"{self.scale:g}, low {self.low:g} and high {self.high:g}."
-            )
-        count = self.num_samples
-        if not isinstance(count, int) or isinstance(count, bool) or count < 0:
-            raise ValueError(
-                f"a calibration's num_samples must be a non-negative integer, got {_short(count)}."
-            )
-
-    def __call__(self, scores: torch.Tensor) -> torch.Tensor:
-        """Returns the rewards of scores, with the same shape."""
-        if self.method == "sigmoid":
-            return torch.sigmoid((scores - self.mean) / self.scale)
-        if self.method == "minmax":
-            return ((scores - self.low) / (self.high - self.low)).clamp(0.0, 1.0)
-        return scores
-
-    def to_dict(self) -> dict[str, Any]:
-        """Returns the method, its parameters and the number of samples."""
-        figures = {"sigmoid": ("mean", "scale"), "minmax": ("low", "high"), "none": ()}
-        names = ("method", *figures[self.method], "num_samples")
-        return {name: getattr(self, name) for name in names}
-
-    @classmethod
-    def from_dict(cls, figures: Mapping[str, Any]) -> "Calibration":
-        """Returns the calibration from the result of `to_dict`.
-
-        Raises:
-            ValueError: When the values, which may come from files and messages, are not a valid
-                calibration.
-        """
-        known = {field.name for field in fields(cls)}
-        if not isinstance(figures, Mapping) or not {"method"} <= set(figures) <= known:
-            raise ValueError(
-                f"a calibration must have a method, and only the keys {', '.join(sorted(known))}, "
-                f"got {_short(figures)}."
-            )
-        return cls(**figures)
-
-
-def _short(value: object) -> str:
-    return printable(repr(value), max_length=80)
 
 
 def calibrate(method: Method, scores: torch.Tensor, *, name: str = "reward") -> Calibration:

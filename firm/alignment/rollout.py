@@ -15,13 +15,9 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from firm.alignment.advantages import masked_mean
-from firm.alignment.generation import (
-    RolloutConfig,
-    end_token_ids,
-    find_ends,
-    stop_strings,
-)
+from firm.alignment.generation import end_token_ids, find_ends, stop_strings
 from firm.alignment.prompts import AUTO, Prompt, PromptFormat, fitting_token_ids
+from firm.alignment.rollout_config import RolloutConfig
 from firm.alignment.rollout_engines import (
     RolloutEngine,
     SampleRequest,

@@ -21,9 +21,9 @@ from peft import PeftModel
 from transformers import PreTrainedTokenizerBase, TrainerState
 
 from firm.alignment.adapters.forward import forward_of
-from firm.alignment.estimators.estimator import Estimator, EstimatorConfig, Policy
+from firm.alignment.estimator_config import EstimatorConfig
+from firm.alignment.estimators.estimator import Estimator, Policy
 from firm.alignment.evaluation import Replies, sample_replies
-from firm.alignment.generation import RolloutConfig
 from firm.alignment.pair_tokens import (
     EncodedPair,
     PairBatch,
@@ -37,6 +37,7 @@ from firm.alignment.policy import adapter_parameters, set_mode
 from firm.alignment.prompts import Prompt, PromptFormat
 from firm.alignment.rewards import Judges, RewardFn, Scored, ScoringRequest, filled, scored
 from firm.alignment.rollout import Sampler, encode_prompts, sample, with_logprobs
+from firm.alignment.rollout_config import RolloutConfig
 from firm.alignment.rollout_engines import RolloutEngine
 from firm.alignment.sequences import (
     SINGLE_PROCESS,

@@ -30,11 +30,11 @@ from transformers import PreTrainedTokenizerBase
 from trl.experimental.ppo import PPOConfig as TrlPPOConfig
 from trl.experimental.ppo import PPOTrainer
 
+from firm.alignment.estimator_config import PPOConfig
 from firm.alignment.estimators.estimator import Experience
-from firm.alignment.estimators.ppo import PPOConfig
-from firm.alignment.generation import RolloutConfig
 from firm.alignment.policy import without_needless_warnings
 from firm.alignment.prompts import Prompt
+from firm.alignment.rollout_config import RolloutConfig
 from firm.alignment.sequences import Queries
 from firm.alignment.trainer import MultiObjectiveTrainer
 from firm.base.devices import accelerate_on

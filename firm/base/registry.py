@@ -1,8 +1,9 @@
 """Registries: components by name, to which users' files add their own."""
 
 import difflib
-from collections.abc import Callable, Collection, Hashable, Iterable, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from importlib import import_module
 from typing import Any, TypeVar
 
 from pydantic_core import PydanticCustomError, core_schema
@@ -24,12 +25,28 @@ class Registry(dict[Key, Entry]):
 
     Args:
         noun: Kind of the components, for messages.
-        entries: Components to start with.
+        entries: Components to start with. A text names the module that registers the component,
+            which is imported when it is first used: a configuration needs the name alone.
     """
 
-    def __init__(self, noun: str, entries: "dict[Key, Entry] | None" = None) -> None:
-        super().__init__(entries or {})
+    def __init__(self, noun: str, entries: Mapping[Key, Entry | str] | None = None) -> None:
+        super().__init__(entries or {})  # type: ignore[arg-type]
         self.noun = noun
+
+    def __getitem__(self, name: Key) -> Entry:
+        entry = super().__getitem__(name)
+        if isinstance(entry, str):
+            import_module(entry)
+            entry = super().__getitem__(name)
+        return entry
+
+    def items(self) -> Any:
+        """Returns the names and components; imports all of them."""
+        return {name: self[name] for name in self}.items()
+
+    def values(self) -> Any:
+        """Returns the components; imports all of them."""
+        return dict(self.items()).values()
 
     def __missing__(self, name: Key) -> Entry:
         names = choice_in_words(sorted(map(str, self)))
@@ -52,7 +69,9 @@ class Registry(dict[Key, Entry]):
         article = "an" if self.noun[0] in "aeiou" else "a"
         if not name:
             raise ValueError(f"{article} {self.noun} needs a name, got {name!r}; choose one.")
-        if name in self and self[name] != entry and _origin(self[name]) != _origin(entry):
+        old = self.get(name, entry)
+        is_awaited = isinstance(old, str) and old == getattr(component, "__module__", None)
+        if not is_awaited and old != entry and _origin(old) != _origin(entry):
             raise ValueError(
                 f"{article} {self.noun} {name!r} is already registered; choose another name."
             )

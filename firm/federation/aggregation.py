@@ -7,15 +7,14 @@ add their own (``Option.steps``). The functions below them compute with adapters
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import reduce
-from typing import Any, Literal, Protocol
+from typing import Any, Protocol
 
 import torch
 
 from firm.base.state import State
 from firm.federation.client import Adapter
 from firm.federation.messages import Update
-
-Aggregation = Literal["uniform", "by_examples"]
+from firm.federation.round_config import Aggregation
 
 
 @dataclass(frozen=True)

@@ -6,19 +6,16 @@ Attacks on rewards or losses are in ``firm.alignment.attacks`` and ``firm.fmoo.a
 from collections.abc import Iterator
 from hashlib import sha256
 from math import inf
-from typing import Any, Literal, get_args
+from typing import Any, get_args
 
 import torch
 
 from firm.base.randomness import derive_seed
 from firm.base.registry import did_you_mean
 from firm.federation.aggregation import moved, update_length
+from firm.federation.capabilities import UpdateAttack
 from firm.federation.client import Adapter, Batch, Client
 from firm.federation.serialization import pack
-
-UpdateAttack = Literal["sign_flip", "scaling", "collusion"]
-"""sign_flip sends θ_t - s(θ_c - θ_t) instead of θ_c, scaling sends θ_t + s(θ_c - θ_t), and
-collusion moves θ_t by s‖θ_c - θ_t‖ in a random direction shared by all colluders."""
 
 
 class Attacker:

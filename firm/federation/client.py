@@ -8,11 +8,12 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any, ClassVar, Literal, Protocol
+from typing import Any, ClassVar, Protocol
 
 import torch
 
 from firm.base.state import State
+from firm.federation.capabilities import Capability, missing
 from firm.gradients.jacobian import combine
 
 Adapter = dict[str, torch.Tensor]
@@ -48,18 +49,6 @@ class Batch(Protocol):
     def minibatches(self) -> Iterator[Any]:
         """Yields arguments of ``gradients`` in the order of use (PPO: epochs x minibatches)."""
         ...
-
-
-Capability = Literal["losses", "rewards", "epochs", "weighted_gradients"]
-"""losses: ``losses()``. rewards: ``metrics()`` has the mean reward of each objective, as "rewards".
-epochs: ``batches_per_epoch``. weighted_gradients: ``weighted_gradients`` takes one backward
-pass."""
-
-_NEEDS: dict[Capability, tuple[str, str]] = {
-    "losses": ("losses on a client's whole shard", "choose another strategy"),
-    "rewards": ("the rewards of what a client trains on", "choose another strategy"),
-    "epochs": ("the number of batches in a client's shard", "set num_local_steps instead"),
-}
 
 
 class Client(ABC):
@@ -187,12 +176,6 @@ class Client(ABC):
         Engines call it after a failure, once they have restored the accepted state: a client that
         drew the same batch again would fail in every round. By default no batches are skipped.
         """
-
-
-def missing(client: str, capability: Capability, *, strategy: str = "the strategy") -> str:
-    """Returns the error message for a client (or a class of clients) that lacks a capability."""
-    need, remedy = _NEEDS[capability]
-    return f"{strategy} needs {need}, which {client} does not have; {remedy}."
 
 
 @dataclass(frozen=True)

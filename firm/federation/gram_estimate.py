@@ -6,18 +6,16 @@ in Algorithms 1, 7 and 10. The client side is ``firm.federation.sharing``.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Any
 
 import torch
 
-from firm.base.fields import Hint, PositiveFloat, configuration
 from firm.base.state import State
 from firm.federation.client import Reply
-from firm.federation.messages import DECIDED_BY_SERVER, Request
 from firm.federation.rounds import Round, losses_problem, sample_clients
 from firm.federation.server import ServerState
 from firm.federation.sharing import CorrectionRequest, JacobianRequest, JacobianShare
-from firm.federation.strategy import StrategyConfig
+from firm.federation.strategy_configs import GramConfig
 from firm.gradients.approx_gram import (
     TwoWayReply,
     broadcast,
@@ -29,70 +27,6 @@ from firm.gradients.approx_gram import (
 from firm.gradients.compression import JacobianMessage
 from firm.gradients.jacobian import gram_matrix
 from firm.gradients.messages import COMPRESSORS, message_from_dict, message_to_dict
-
-CompressorName = Literal[
-    "none", "low_rank", "top_k", "random_mask", "count_sketch", "hybrid", "quantizing"
-]
-ONE_WAY_ONLY = ("none", "count_sketch", "hybrid")
-"""Compressors without two-way communication: exact ones, and sketches, whose correlated errors the
-two-way formula neglects."""
-
-
-@configuration
-class GramConfig(StrategyConfig):
-    """Options of ApproxGramJacobian."""
-
-    compressor: CompressorName = "low_rank"
-    """Compressor of the uploaded Jacobians; low_rank is the paper's, none sends them
-    uncompressed."""
-    upload_budget: PositiveFloat = 1.0
-    """Size of a compressed Jacobian in 4-byte numbers, as a multiple of the number of shared
-    parameters."""
-    communication: Literal["one_way", "two_way", "two_sample"] = "two_way"
-    """Estimator of the Gram matrix. one_way: from one upload (Algorithm 3); two_way: corrected
-    by a second upload after the server's broadcast (Algorithm 6); two_sample: from two separate
-    samples of clients (Algorithm 9, as in the theory)."""
-
-    aggregation: Annotated[
-        Literal["uniform"], Hint("the Gram matrix is that of the clients' plain mean")
-    ] = "uniform"
-    """Fixed, because the Gram matrix is that of the clients' unweighted mean."""
-
-    solves_on_server: ClassVar[bool] = True
-
-    def __post_init__(self) -> None:
-        if self.communication == "two_way" and self.compressor in ONE_WAY_ONLY:
-            raise ValueError(
-                f"compressor {self.compressor} supports one-way communication only; set "
-                "communication to one_way."
-            )
-        super().__post_init__()
-
-    def jacobians(self) -> dict[str, Any]:
-        """Returns the fields of a ``JacobianRequest`` that are set by the configuration."""
-        return {
-            "compressor": None if self.compressor == "none" else self.compressor,
-            "budget": self.upload_budget,
-            "share_losses": self.reads_losses,
-        }
-
-    def requests(self, objectives: Sequence[str]) -> dict[type[Request], dict[str, Any]]:
-        """Returns the requests of a round; see ``StrategyConfig``."""
-        is_two_sample = self.communication == "two_sample"
-        jacobians = {**self.jacobians(), "seed": DECIDED_BY_SERVER}
-        training = {
-            **self.training(),
-            "weighting": "fixed",
-            "weighting_options": DECIDED_BY_SERVER,
-            "factors": DECIDED_BY_SERVER,
-            "skipped_batches": 2 if is_two_sample else 0,
-        }
-        skipped = {"skipped_batches": DECIDED_BY_SERVER} if is_two_sample else {}
-        asked = self.training_requests(training)
-        asked[JacobianRequest] = {**jacobians, **skipped}
-        if self.communication == "two_way":
-            asked[CorrectionRequest] = {**jacobians, "broadcast": DECIDED_BY_SERVER}
-        return asked
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,9 @@ from pydantic import PlainValidator, Strict, ValidationInfo
 
 from firm.base.registry import Registry
 from firm.base.sanitize import printable
+from firm.federation.option import OPTIONS, Option
 from firm.federation.schema import (
+    Invalid,
     Metrics,
     Model,
     Parameters,
@@ -25,6 +27,8 @@ from firm.federation.schema import (
     invalid,
     read,
     read_fields,
+    read_record,
+    shown,
 )
 
 MAX_ROUND = 10**9
@@ -168,11 +172,14 @@ class Request(Message):
 ENVELOPE = ("round", "objectives", "adapter", "accepted", "rate")
 """Fields of every request that the server sets in each round."""
 
-DECIDED_BY_SERVER = "decided by the server"
-"""Placeholder for a field that the strategy's server decides in each round."""
 
-
-SENT_FORMS: Registry[str, type] = Registry("sent form")
+SENT_FORMS: Registry[str, type] = Registry(
+    "sent form",
+    {
+        "partial": "firm.federation.options.ranks",
+        "quantized": "firm.federation.options.quantized",
+    },
+)
 """Dataclasses with one field that options send instead of an adapter, by the field's name."""
 
 
@@ -199,6 +206,22 @@ def _sent_parameters(value: Any, info: ValidationInfo) -> Any:
 
 SentParameters = Annotated[Any, PlainValidator(_sent_parameters)]
 """θ_c with the names, shapes and dtypes of θ_t, or a form that an option sends instead."""
+
+
+def _options(value: Any, info: ValidationInfo) -> dict[str, Option]:
+    if not isinstance(value, Mapping):
+        raise invalid("a mapping", value)
+    for key in value:
+        if key not in OPTIONS:
+            raise Invalid(f" has the unknown option {shown(key)}")
+    return {
+        key: read_record(OPTIONS[key], item, f".{key}", context(info))
+        for key, item in value.items()
+    }
+
+
+OptionsByKey = Annotated[dict[str, Any], PlainValidator(_options)]
+"""Options of a request: registered ones, by key, in the order of application."""
 
 
 @dataclass(frozen=True)

@@ -5,30 +5,32 @@ of a client's training, its decoding of received updates, its steps on the serve
 conflicts. An option that is off adds no code to the path of a round.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Self, TypeVar
-
-import torch
-from pydantic import PlainValidator, ValidationInfo
+from typing import TYPE_CHECKING, Any, ClassVar, Self, TypeVar
 
 from firm.base.registry import Registry
-from firm.federation.aggregation import Transform
-from firm.federation.client import Adapter, Client, Failure, Reply
-from firm.federation.messages import Request, Update
-from firm.federation.schema import Invalid, context, invalid, read_record, shown
 
 if TYPE_CHECKING:
+    import torch
+
+    from firm.federation.aggregation import Transform
+    from firm.federation.client import Adapter, Client, Failure, Reply
     from firm.federation.engines.engine import Engine
+    from firm.federation.messages import Request, Update
     from firm.federation.round_config import RoundConfig
     from firm.federation.rounds import Round
 
-Train = Callable[[Client, Any], Update]
+Train = Callable[["Client", Any], "Update"]
 """A client's local training: ``(client, request) -> update``, with a ``LocalTraining`` request."""
 
-Requests = dict[type[Request], dict[str, Any]]
+Requests = dict[type["Request"], dict[str, Any]]
 """Fields of requests, except ``ENVELOPE``, by request type."""
+
+
+DECIDED_BY_SERVER = "decided by the server"
+"""Placeholder for a field that the strategy's server decides in each round."""
 
 
 @dataclass(frozen=True)
@@ -86,7 +88,7 @@ class Option:
         """Returns the local training with the option applied, in the client's own process."""
         return train
 
-    def trained(self, adapter: Adapter, client: str) -> torch.Tensor | None:
+    def trained(self, adapter: "Adapter", client: str) -> "torch.Tensor | None":
         """Returns a mask of the parameters that a client trains, bool [d]; None for all."""
         return None
 
@@ -104,7 +106,7 @@ class Option:
         """Returns the size of an update's parameters in bytes; None if it is unchanged."""
         return None
 
-    def received(self, update: Update, request: Any) -> Update:
+    def received(self, update: "Update", request: Any) -> "Update":
         """Returns a received update in the form that the server uses.
 
         Raises:
@@ -129,15 +131,15 @@ class Option:
         """Returns the minimum number of answers, and text to follow it in an error message."""
         return 0, ""
 
-    def exposes(self, failure: Failure) -> bool:
+    def exposes(self, failure: "Failure") -> bool:
         """Returns whether a client counts as an attacker although no answer of it was rejected."""
         return False
 
-    def collected(self, this_round: "Round", replies: list[Reply]) -> list[Reply]:
+    def collected(self, this_round: "Round", replies: list["Reply"]) -> list["Reply"]:
         """Returns the valid replies of a training in the form that the strategy uses."""
         return replies
 
-    def steps(self, steps: Sequence[Transform], cfg: "RoundConfig") -> Sequence[Transform]:
+    def steps(self, steps: "Sequence[Transform]", cfg: "RoundConfig") -> "Sequence[Transform]":
         """Returns the server's steps with the option's steps inserted."""
         return steps
 
@@ -152,7 +154,14 @@ class Option:
         return []
 
 
-OPTIONS: Registry[str, type[Option]] = Registry("option")
+OPTIONS: Registry[str, type[Option]] = Registry(
+    "option",
+    {
+        "privacy": "firm.federation.options.privacy",
+        "ranks": "firm.federation.options.ranks",
+        "upload": "firm.federation.options.uploads",
+    },
+)
 """Options that travel with requests, by key."""
 
 Kind = TypeVar("Kind", bound=type[Option])
@@ -165,22 +174,6 @@ def option(kind: Kind) -> Kind:
         ValueError: The key is taken.
     """
     return OPTIONS.add(kind.key, kind)
-
-
-def _options(value: Any, info: ValidationInfo) -> dict[str, Option]:
-    if not isinstance(value, Mapping):
-        raise invalid("a mapping", value)
-    for key in value:
-        if key not in OPTIONS:
-            raise Invalid(f" has the unknown option {shown(key)}")
-    return {
-        key: read_record(OPTIONS[key], item, f".{key}", context(info))
-        for key, item in value.items()
-    }
-
-
-OptionsByKey = Annotated[dict[str, Any], PlainValidator(_options)]
-"""Options of a request: registered ones, by key, in the order of application."""
 
 
 _SCOPES = {

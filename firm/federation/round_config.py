@@ -1,8 +1,11 @@
-"""Settings of a round that are common to all strategies."""
+"""Settings of a round that are common to all strategies.
+
+Configurations are read without torch, so that methods import what computes with it.
+"""
 
 from collections.abc import Callable, Mapping, Sequence
 from math import inf
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 from annotated_types import Ge
 
@@ -16,14 +19,15 @@ from firm.base.fields import (
     PositiveInt,
     configuration,
 )
-from firm.federation.aggregation import Aggregation, Count, Mean, ServerStep, Transform, chain
-from firm.federation.client import Capability, Client, Failure, missing
-from firm.federation.messages import Request
-from firm.federation.option import Option
-from firm.federation.training import LocalTraining
+from firm.federation.capabilities import Capabilities, Capability, missing
+from firm.federation.option import Option, Requests
 
 if TYPE_CHECKING:
+    from firm.federation.aggregation import ServerStep, Transform
+    from firm.federation.client import Failure
     from firm.federation.engines.engine import Engine
+
+Aggregation = Literal["uniform", "by_examples"]
 
 
 @configuration
@@ -101,12 +105,16 @@ class RoundConfig:
         """The enabled options, in the order in which they wrap a client's training."""
         return ()
 
-    def steps(self, num_rounds: int) -> list[Transform]:
+    def steps(self, num_rounds: int) -> "list[Transform]":
         """Returns the server's steps from updates to θ_{t+1} after ``num_rounds`` rounds."""
+        from firm.federation.aggregation import Count, Mean
+
         return [Count(self.aggregation), Mean(self.server_learning_rate)]
 
-    def server(self, num_rounds: int = 0) -> Callable[[ServerStep], ServerStep]:
+    def server(self, num_rounds: int = 0) -> "Callable[[ServerStep], ServerStep]":
         """Returns the server's step, including options, after ``num_rounds`` rounds."""
+        from firm.federation.aggregation import chain
+
         steps: Sequence[Transform] = self.steps(num_rounds)
         for option in self.options:
             steps = option.steps(steps, self)
@@ -115,7 +123,7 @@ class RoundConfig:
     def check(self, objectives: Sequence[str]) -> None:
         """Raises ``ValueError`` if the settings do not fit these objectives; never by default."""
 
-    def requests(self, objectives: Sequence[str]) -> dict[type[Request], dict[str, Any]]:
+    def requests(self, objectives: Sequence[str]) -> Requests:
         """Returns the fields of every request of a round by its type, except ``ENVELOPE``.
 
         Other fields have their defaults; fields with the value ``DECIDED_BY_SERVER`` are set by the
@@ -127,19 +135,24 @@ class RoundConfig:
         """Returns alarms to show after a round, each only once, from the log's rows so far."""
         return []
 
-    def check_clients(self, kind: type[Client]) -> None:
-        """Raises ``ValueError`` if a class of clients lacks a required capability."""
+    def check_clients(self, kind: str, capabilities: Capabilities) -> None:
+        """Raises ``ValueError`` if a class of clients lacks a required capability.
+
+        Args:
+            kind: Name of the class.
+            capabilities: Its capabilities.
+        """
         needs: dict[Capability, bool] = {
             "losses": self.reads_losses,
             "rewards": self.reads_rewards,
             "epochs": self.num_local_epochs is not None,
         }
         for capability, is_needed in needs.items():
-            if is_needed and capability not in kind.capabilities:
+            if is_needed and capability not in capabilities:
                 name = f"strategy.name {self.name}"
-                raise ValueError(missing(kind.__name__, capability, strategy=name))
+                raise ValueError(missing(kind, capability, strategy=name))
 
-    def num_exposed(self, failures: Sequence[Failure]) -> int:
+    def num_exposed(self, failures: Sequence["Failure"]) -> int:
         """Returns the number of clients that count as attackers.
 
         They are those with rejected answers, and others that an option names.
@@ -172,12 +185,14 @@ class RoundConfig:
             engine = option.around(engine, num_clients)
         return engine
 
-    def training_requests(self, training: dict[str, Any]) -> dict[type[Request], dict[str, Any]]:
+    def training_requests(self, training: dict[str, Any]) -> Requests:
         """Returns the fields of the requests of a local training, the training request first.
 
         These are the given fields of ``LocalTraining``, possibly changed by options.
         """
-        requests: dict[type[Request], dict[str, Any]] = {LocalTraining: training}
+        from firm.federation.training import LocalTraining
+
+        requests: Requests = {LocalTraining: training}
         for option in self.options:
             requests = option.requests(requests, self)
         return requests

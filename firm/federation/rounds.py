@@ -16,7 +16,8 @@ from firm.base.state import State
 from firm.federation.aggregation import ServerStep
 from firm.federation.client import Adapter, Failure, Reply
 from firm.federation.engines.engine import Engine
-from firm.federation.messages import DECIDED_BY_SERVER, Request, Update
+from firm.federation.messages import Request, Update
+from firm.federation.option import DECIDED_BY_SERVER
 from firm.federation.round_config import RoundConfig
 from firm.federation.server import (
     Check,

@@ -2,17 +2,14 @@
 
 from collections.abc import Callable
 from dataclasses import field
-from typing import Annotated, Any, TypeVar, get_type_hints
+from typing import Annotated, Any, Literal, TypeVar, get_type_hints
 
 from firm.base.fields import NOT_IN_PAPER, PositiveInt, configuration
 from firm.base.registry import Registry
 from firm.federation.option import Option
-from firm.federation.options.lora_mean import LoraMean, LoraProducts
 from firm.federation.options.privacy import PrivacyConfig
-from firm.federation.options.ranks import Ranks
 from firm.federation.options.robust.rule import RobustConfig
-from firm.federation.options.secure.messages import NUM_BYTES
-from firm.federation.options.secure.option import MasksConfig, Secure, SecureSums
+from firm.federation.options.secure.config import NUM_BYTES, MasksConfig, Secure
 from firm.federation.options.uploads import UploadConfig
 from firm.federation.round_config import RoundConfig
 
@@ -21,7 +18,7 @@ from firm.federation.round_config import RoundConfig
 class StrategyConfig(RoundConfig):
     """Settings and options common to all strategies."""
 
-    lora_mean: Annotated[LoraMean, NOT_IN_PAPER] = "factors"
+    lora_mean: Annotated[Literal["factors", "products"], NOT_IN_PAPER] = "factors"
     """Quantity averaged for a LoRA layer: its factors A and B separately, as in Algorithm 1 of
     FIRM, or their product B·A, whose mean is truncated to rank r."""
     robust: Annotated[RobustConfig, NOT_IN_PAPER] = field(default_factory=RobustConfig)
@@ -50,20 +47,28 @@ class StrategyConfig(RoundConfig):
     @property
     def options(self) -> tuple[Option, ...]:
         """The enabled options, in the order in which they wrap a client's training."""
-        options: tuple[Option | None, ...] = (
-            LoraProducts() if self.lora_mean == "products" else None,
-            self.robust if self.robust.rule != "none" else None,
-            self.privacy,
-            self.upload,
-            Ranks(self.ranks) if self.ranks else None,
-            SecureSums(self.masks, NUM_BYTES[self.aggregation]) if self.secure else None,
-        )
-        return tuple(option for option in options if option is not None)
+        options = list[Option]()
+        if self.lora_mean == "products":
+            from firm.federation.options.lora_mean import LoraProducts
+
+            options.append(LoraProducts())
+        if self.robust.rule != "none":
+            options.append(self.robust)
+        options += filter(None, [self.privacy, self.upload])
+        if self.ranks:
+            from firm.federation.options.ranks import Ranks
+
+            options.append(Ranks(self.ranks))
+        if self.secure:
+            from firm.federation.options.secure.option import SecureSums
+
+            options.append(SecureSums(self.masks, NUM_BYTES[self.aggregation]))
+        return tuple(options)
 
     @classmethod
     def forms(cls) -> list[type["StrategyConfig"]]:
         """Returns the registered subclasses of this configuration, each with a unique ``name``."""
-        return [_CONFIGS[name] for name in sorted(STRATEGIES) if issubclass(_CONFIGS[name], cls)]
+        return [form for _, form in sorted(CONFIGS.items()) if issubclass(form, cls)]
 
 
 Strategy = Callable[..., tuple[Any, dict[str, Any]]]
@@ -77,9 +82,18 @@ the state after the round and the round's rows for the log. Raises ``RoundFailed
 
 STRATEGIES: Registry[str, Strategy] = Registry("strategy")
 """Strategies by the ``name`` of their configuration."""
-_CONFIGS: dict[str, type[StrategyConfig]] = {}
+CONFIGS: Registry[str, type[StrategyConfig]] = Registry("strategy")
+"""Configurations of all strategies, by name."""
 
 Function = TypeVar("Function", bound=Strategy)
+Config = TypeVar("Config", bound=type[StrategyConfig])
+
+
+def shipped(config: Config) -> Config:
+    """Registers a configuration whose strategy, in the module of its name, is imported later."""
+    name = config.__dataclass_fields__["name"].default
+    STRATEGIES.setdefault(name, f"firm.federation.strategies.{name}")  # type: ignore[arg-type]
+    return CONFIGS.add(name, config)
 
 
 def strategy(function: Function) -> Function:
@@ -88,6 +102,5 @@ def strategy(function: Function) -> Function:
     if not (isinstance(config, type) and issubclass(config, StrategyConfig)):
         raise ValueError(f"{function.__name__} needs an argument cfg, a StrategyConfig.")
     name = config.__dataclass_fields__["name"].default
-    STRATEGIES.add(name, function)
-    _CONFIGS[name] = config
-    return function
+    CONFIGS.add(name, config)
+    return STRATEGIES.add(name, function)

@@ -25,12 +25,12 @@ from firm.federation.messages import (
     MAX_CLIENTS,
     Answer,
     Count,
+    OptionsByKey,
     Request,
     Sizes,
     Steps,
     Update,
 )
-from firm.federation.option import OptionsByKey
 from firm.federation.schema import (
     Invalid,
     Text,
@@ -45,7 +45,9 @@ SkippedBatches = Annotated[int, Interval(ge=0, le=100)]
 RoundSeed = Annotated[int, Interval(ge=0, le=2**64)]
 MAX_STAGES = 50
 """Maximum number of stages that a client times."""
-WEIGHTINGS: Registry[str, Callable[..., torch.Tensor]] = Registry("weighting")
+WEIGHTINGS: Registry[str, Callable[..., torch.Tensor]] = Registry(
+    "weighting", {"firm": "firm.federation.strategies.firm"}
+)
 """Functions that compute weights, by the name sent in requests; see ``weighting``."""
 _OPTIONS: dict[str, Any] = {}
 """Types of the options of all weightings."""
@@ -54,6 +56,7 @@ WeightingFunction = TypeVar("WeightingFunction", bound=Callable[..., torch.Tenso
 
 
 def _options(value: Any, info: ValidationInfo) -> dict[str, Any]:
+    WEIGHTINGS.values()  # imports all, which registers their options
     return read_fields(_OPTIONS, value, context(info), path="")
 
 

@@ -8,6 +8,7 @@ target point on a conditioned model's front, and `smoothing` smooths training cu
 plots such points; these measures are not in the paper.
 """
 
+from firm.base.preferences import grid, preference_folder
 from firm.fronts.collapse import collapse_reason
 from firm.fronts.correlation import (
     Violation,
@@ -27,7 +28,6 @@ from firm.fronts.front import (
 )
 from firm.fronts.hypervolume import hypervolume
 from firm.fronts.nearest import Expectation, expected_rewards, nearest, neighbours
-from firm.fronts.preferences import grid, preference_folder
 from firm.fronts.reach import mean_preference, reaching, widest_gap
 from firm.fronts.smoothing import exponential_average, total_variation
 from firm.fronts.uncertainty import bootstrap_hypervolume

@@ -12,11 +12,11 @@ from dataclasses import dataclass
 import numpy as np
 from scipy.optimize import linprog
 
+from firm.base.preferences import in_words
 from firm.fronts.certificate import Bound, Certificate
 from firm.fronts.confidence import check_confidence, half_width, lower_bound, upper_bound
 from firm.fronts.front import KL, Front, Point
 from firm.fronts.nearest import sound
-from firm.fronts.preferences import in_words
 from firm.fronts.reach import mean_preference, neighbourhoods
 from firm.solvers.checks import as_shares
 

@@ -16,9 +16,9 @@ from typing import Literal, Protocol
 import numpy as np
 import torch
 
+from firm.base.sizes import FLOAT_BYTES
 from firm.gradients.jacobian import check_finite_rows
 
-FLOAT_BYTES = 4
 SEED_BYTES = 8
 MAX_SEED = 2**63 - 1
 

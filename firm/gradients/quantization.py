@@ -7,8 +7,8 @@ from typing import Literal
 import numpy as np
 import torch
 
+from firm.base.sizes import BUCKET, FLOAT_BYTES, MAX_BITS
 from firm.gradients.compression import (
-    FLOAT_BYTES,
     JacobianMessage,
     check_budget,
     check_seed,
@@ -19,8 +19,6 @@ from firm.gradients.compression import (
     random_positions,
 )
 
-MAX_BITS = 16
-"""More bits bring no gain: 16 bits leave a relative error of 1e-5, and float32 itself has 24."""
 CHUNK = 65_536
 """Codes packed per chunk; a multiple of 8, so that every chunk fills whole bytes."""
 
@@ -98,7 +96,7 @@ class QuantizingCompressor:
     """Size of a message in 4-byte numbers, excluding the seed; d if None."""
     bits: int | None = None
     """Bits per entry, from 2 to 16; if None, the number with the smallest q."""
-    bucket: int = 128
+    bucket: int = BUCKET
     """Entries per bucket, which share one scale of 4 bytes."""
     rounding: Literal["random", "nearest"] = "random"
     """"random" is unbiased; "nearest" has the smallest error, but is biased."""

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 
 import torch
 
+from firm.base.sizes import FLOAT_BYTES
 from firm.gradients.compression import (
-    FLOAT_BYTES,
     JacobianMessage,
     LowRankCompressor,
     LowRankMessage,

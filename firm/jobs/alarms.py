@@ -1,7 +1,7 @@
 """Warnings about an alignment run's configuration and its rounds."""
 
-from firm.alignment.advantages import KLConfig
 from firm.alignment.course_alarms import course_alarms
+from firm.alignment.estimator_config import KLConfig
 from firm.alignment.kl_alarms import kl_alarm, mismatch_alarm, ratio_alarm
 from firm.alignment.rollout import logprobs_from
 from firm.federation.diagnostics import failure_alarms

@@ -16,6 +16,7 @@ from rich.console import Console
 from safetensors.torch import save, save_file
 
 from firm.alignment.adapter_files import save_adapter, save_folded
+from firm.alignment.calibration import Calibration
 from firm.alignment.evaluation import Evaluation, MetricComparison, evaluate
 from firm.alignment.generation import generation_settings
 from firm.alignment.kl_guard import KLGuard
@@ -26,8 +27,8 @@ from firm.alignment.pair_evaluation import (
 )
 from firm.alignment.pair_tokens import EncodedPair
 from firm.alignment.policy import load_adapter_
-from firm.alignment.rewards import Calibration
 from firm.base.inside import remove, replace_bytes, whole_folder
+from firm.base.preferences import preference_folder
 from firm.base.randomness import RandomStream
 from firm.base.sanitize import legible, printable
 from firm.base.state import State
@@ -36,7 +37,6 @@ from firm.federation.engines.engine import Engine
 from firm.federation.engines.processes import Processes
 from firm.federation.server import ServerState
 from firm.fronts.front import FRONT_NAME
-from firm.fronts.preferences import preference_folder
 from firm.fronts.reach import widest_gap
 from firm.jobs.alarms import alarms_at_start, alarms_of_rounds
 from firm.jobs.alignment_config import (

@@ -7,16 +7,14 @@ from typing import Annotated, Literal
 from annotated_types import Ge, Le
 
 from firm.alignment.adapters.conditioned import check_estimator
-from firm.alignment.attacks import AttackConfig
-from firm.alignment.client import AlignmentClient
-from firm.alignment.estimators.estimator import EstimatorConfig
-from firm.alignment.estimators.ppo import PPOConfig
-from firm.alignment.generation import RolloutConfig
+from firm.alignment.calibration import Calibration
+from firm.alignment.client_config import CAPABILITIES, AttackConfig
+from firm.alignment.estimator_config import EstimatorConfig, PPOConfig
 from firm.alignment.kl_guard import GuardConfig
 from firm.alignment.pairs import RankedPairsConfig
-from firm.alignment.policy import PolicyConfig
+from firm.alignment.policy_config import PolicyConfig
 from firm.alignment.prompt_data import PromptsConfig
-from firm.alignment.rewards import Calibration
+from firm.alignment.rollout_config import RolloutConfig
 from firm.base.fields import (
     NOT_IN_PAPER,
     BoundedInt,
@@ -32,17 +30,17 @@ from firm.base.fields import (
     Seed,
     configuration,
 )
+from firm.base.preferences import grid
 from firm.base.registry import OneOf, did_you_mean
 from firm.base.sanitize import check_name
-from firm.federation.engines import ENGINES
+from firm.federation.engine_registry import ENGINES
 from firm.federation.strategies import StrategyConfig
-from firm.federation.strategies.firm import FirmConfig
-from firm.fronts.preferences import grid
+from firm.federation.strategy_configs import FirmConfig
 from firm.jobs.hub import HubConfig
 from firm.run.directory import CheckpointConfig
 from firm.run.resuming import Resume, check_out
 from firm.run.tracking import TrackingConfig
-from reward_models.registry import RewardModelConfig
+from reward_models.config import RewardModelConfig
 
 
 @dataclass(frozen=True)
@@ -277,7 +275,7 @@ class AlignmentConfig:
         for rule in self.guard.rules:
             rule.check([*self.objectives, *self.evaluation.metrics])
         self.strategy.check(list(self.objectives))
-        self.strategy.check_clients(AlignmentClient)
+        self.strategy.check_clients("AlignmentClient", CAPABILITIES)
         _check_constraints(self)
         _check_groups(self)
         _check_calibrations(self)

@@ -7,7 +7,8 @@ from typing import Any, Protocol
 
 from transformers import PreTrainedTokenizerBase
 
-from firm.alignment.attacks import AttackConfig, attacked_pairs
+from firm.alignment.attacks import attacked_pairs
+from firm.alignment.client_config import AttackConfig
 from firm.alignment.generation import end_token_ids
 from firm.alignment.pair_tokens import EncodedPair, encode_pairs
 from firm.alignment.pairs import Pair, load_pairs

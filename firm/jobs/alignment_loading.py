@@ -12,6 +12,7 @@ import transformers
 from firm.alignment.adapter_files import check_settings, fill_adapter_
 from firm.alignment.attacks import as_attacker, attacked_judges
 from firm.alignment.build import build_trainer
+from firm.alignment.calibration import Calibration
 from firm.alignment.client import AlignmentClient
 from firm.alignment.generation import end_token_ids, stop_strings
 from firm.alignment.placement import place_
@@ -26,7 +27,7 @@ from firm.alignment.policy import (
     take_device,
 )
 from firm.alignment.prompts import Prompt, check_prompts
-from firm.alignment.rewards import Calibration, Judges, RewardFn, calibrate, check_same, score
+from firm.alignment.rewards import Judges, RewardFn, calibrate, check_same, score
 from firm.alignment.self_check import check_passes, check_rows
 from firm.alignment.sequences import SINGLE_PROCESS
 from firm.alignment.sharding import shard_
@@ -36,7 +37,8 @@ from firm.base.devices import dtype_note, generator_note, prepare_attention
 from firm.base.randomness import RandomStream
 from firm.federation.aggregation import weighted_mean
 from firm.federation.client import Adapter, Client
-from firm.federation.engines.engine import ENGINES, Engine
+from firm.federation.engine_registry import ENGINES
+from firm.federation.engines.engine import Engine
 from firm.federation.engines.local import LocalEngine
 from firm.federation.engines.processes import Processes, ProcessesEngine
 from firm.jobs.alignment_config import (

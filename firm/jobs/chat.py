@@ -13,8 +13,9 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from firm.alignment.calibration import Calibration
 from firm.alignment.prompts import ChatMessage, Prompt, hh_text
-from firm.alignment.rewards import Calibration, score
+from firm.alignment.rewards import score
 from firm.base.fields import configuration
 from firm.base.randomness import RandomStream
 from firm.base.sanitize import legible

@@ -10,9 +10,9 @@ from typing import Annotated, Any
 
 from annotated_types import Ge
 
+from firm.alignment.calibration import Calibration
 from firm.alignment.evaluation import Evaluation, MetricComparison, comparison_table, evaluate
 from firm.alignment.prompt_data import PromptsConfig, load_prompts
-from firm.alignment.rewards import Calibration
 from firm.base.fields import BoundedInt, Hint, NonNegativeInt, PositiveInt, configuration
 from firm.base.inside import replace_text, whole_folder
 from firm.base.randomness import RandomStream
@@ -33,7 +33,7 @@ from firm.run.guard import drawing
 from firm.run.names import dated_folder
 from firm.run.progress import SamplingLines, print_table, say
 from firm.run.shipped import with_shipped_paths
-from reward_models.registry import RewardModelConfig
+from reward_models.config import RewardModelConfig
 
 PAGE_NAME = "evaluation.html"
 BASE = "base"

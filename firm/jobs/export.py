@@ -12,9 +12,8 @@ from annotated_types import Gt, Lt
 from transformers import GenerationConfig
 
 from firm.alignment.adapter_files import has_preferences, read_adapter, read_settings
-from firm.alignment.generation import RolloutConfig, end_token_ids, generation_settings
+from firm.alignment.generation import end_token_ids, generation_settings
 from firm.alignment.policy import (
-    PolicyConfig,
     checkpoint_errors,
     is_gguf,
     load_base_model,
@@ -22,12 +21,14 @@ from firm.alignment.policy import (
     read_architecture,
     read_generation_config,
 )
+from firm.alignment.policy_config import PolicyConfig
+from firm.alignment.rollout_config import RolloutConfig
 from firm.base.fields import configuration
 from firm.base.inside import whole_folder
+from firm.base.preferences import in_words, preference_folder
 from firm.base.sanitize import legible
 from firm.fronts.certificate import CERTIFICATE_NAME, Certificate
 from firm.fronts.front import FRONT_NAME, Front
-from firm.fronts.preferences import in_words, preference_folder
 from firm.jobs.fetch import fetch_policy
 from firm.jobs.finished_runs import adapter_folder
 from firm.jobs.model_card import markdown_text, model_card

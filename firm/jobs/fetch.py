@@ -18,12 +18,8 @@ from pathlib import Path
 from huggingface_hub import HfApi, constants, snapshot_download
 from transformers.utils import logging as transformers_logging
 
-from firm.alignment.policy import (
-    PolicyConfig,
-    checkpoint_source,
-    load_base_model,
-    read_tokenizer,
-)
+from firm.alignment.policy import checkpoint_source, load_base_model, read_tokenizer
+from firm.alignment.policy_config import PolicyConfig
 from firm.base.fields import configuration
 from firm.base.json_text import json_text
 from firm.base.sanitize import first_line, printable

@@ -7,8 +7,8 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any, TypeVar
 
+from firm.alignment.calibration import Calibration
 from firm.alignment.prompts import Prompt
-from firm.alignment.rewards import Calibration
 from firm.base.inside import replace_text
 from firm.base.json_text import json_text
 from firm.jobs.alignment_config import GIVEN
@@ -18,7 +18,7 @@ from firm.run.config import lay_out, to_dict
 from firm.run.directory import Run
 from firm.run.errors import UserError
 from firm.run.files import refuse_links
-from reward_models.registry import RewardModelConfig
+from reward_models.config import RewardModelConfig
 
 TEST_PROMPTS_NAME = "test_prompts.jsonl"
 """File with the test prompts that were passed as objects, in the run's directory."""

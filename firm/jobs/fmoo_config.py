@@ -19,7 +19,7 @@ from firm.base.fields import (
     configuration,
 )
 from firm.base.registry import OneOf, did_you_mean
-from firm.federation.engines import ENGINES
+from firm.federation.engine_registry import ENGINES
 from firm.federation.strategies import StrategyConfig
 from firm.fmoo.attacks import LossAttackConfig
 from firm.fmoo.data import DatasetConfig

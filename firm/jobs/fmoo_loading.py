@@ -6,7 +6,8 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from firm.federation.engines.engine import ENGINES, Engine
+from firm.federation.engine_registry import ENGINES
+from firm.federation.engines.engine import Engine
 from firm.federation.engines.stacked import StackedEngine
 from firm.federation.partition import (
     balanced_dirichlet_partition,
@@ -17,7 +18,7 @@ from firm.federation.partition import (
     split_shard,
 )
 from firm.federation.strategies import StrategyConfig
-from firm.federation.strategies.fedavg import ScalarConfig
+from firm.federation.strategy_configs import ScalarConfig
 from firm.fmoo.client import SupervisedClient
 from firm.fmoo.data import Splits, TaskData
 from firm.fmoo.models import build_model

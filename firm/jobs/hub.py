@@ -5,10 +5,6 @@ import shlex
 from collections.abc import Sequence
 from pathlib import Path
 
-from huggingface_hub import HfApi
-from huggingface_hub.errors import HFValidationError
-from huggingface_hub.utils import validate_repo_id
-
 from firm.base.fields import configuration
 from firm.base.sanitize import first_line, printable
 
@@ -34,6 +30,9 @@ class HubConfig:
 
 
 def _is_repo_name(name: str) -> bool:
+    from huggingface_hub.errors import HFValidationError  # here, since settings are read without it
+    from huggingface_hub.utils import validate_repo_id
+
     try:
         validate_repo_id(name)
     except HFValidationError:
@@ -51,6 +50,8 @@ def push(cfg: HubConfig, adapter: Path, run: Path, names: Sequence[str] = ()) ->
 
     The run is complete without it, so a failure is only a warning, with the command to push later.
     """
+    from huggingface_hub import HfApi
+
     uploads = [(adapter, [])] + ([(run, list(names))] if names else [])
     try:
         api = HfApi(library_name="firm-align")

@@ -7,7 +7,7 @@ from typing import Literal
 import torch
 
 from firm.alignment.adapters.target_modules import empty_model, usual_names
-from firm.alignment.generation import RolloutConfig, end_token_ids, stop_strings
+from firm.alignment.generation import end_token_ids, stop_strings
 from firm.alignment.policy import (
     checkpoint_errors,
     read_architecture,
@@ -15,6 +15,7 @@ from firm.alignment.policy import (
     read_tokenizer,
 )
 from firm.alignment.prompts import PromptFormat
+from firm.alignment.rollout_config import RolloutConfig
 from firm.base.devices import product_seconds
 
 

@@ -25,7 +25,8 @@ from firm.run.config import compose, to_dict
 from firm.run.errors import UserError
 from firm.run.resuming import Resume
 from firm.run.shipped import with_shipped_paths
-from reward_models.registry import RewardModelConfig, as_reward, reward_settings
+from reward_models.config import RewardModelConfig
+from reward_models.registry import as_reward, reward_settings
 
 Reward = Callable[..., Any] | str | Mapping[str, Any] | RewardModelConfig
 """A reward function, a text as in `reward_settings`, or the settings of a reward model."""

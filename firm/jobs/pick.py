@@ -16,13 +16,13 @@ from safetensors.torch import load_file, save_file
 
 from firm.base.fields import configuration
 from firm.base.inside import whole_folder
+from firm.base.preferences import in_words, parse_shares
 from firm.base.sanitize import legible
 from firm.federation.aggregation import weighted_mean
 from firm.federation.client import Adapter
 from firm.fronts.certificate import CERTIFICATE_NAME, Certificate
 from firm.fronts.front import FRONT_NAME, Front, Point
 from firm.fronts.nearest import Expectation, expected_rewards, nearest, neighbours, sound
-from firm.fronts.preferences import in_words, parse_shares
 from firm.fronts.reach import mean_preference, reaching
 from firm.fronts.requirements import (
     Requirement,

@@ -45,8 +45,8 @@ from firm.run.files import file_errors
 from firm.run.names import dated_folder
 from firm.run.progress import print_table, say
 from firm.run.shipped import with_shipped_paths
-from reward_models.formats import CallFormat
-from reward_models.registry import RewardModelConfig, load_reward_model, reward_settings
+from reward_models.config import CallFormat, RewardModelConfig
+from reward_models.registry import load_reward_model, reward_settings
 from reward_models.sequence_classifier import SequenceClassifierReward, quiet_transformers
 
 GOLDEN = (

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Annotated
 
 from annotated_types import Interval
 
-from firm.alignment.generation import RolloutConfig
-from firm.alignment.policy import PolicyConfig
+from firm.alignment.policy_config import PolicyConfig
+from firm.alignment.rollout_config import RolloutConfig
 from firm.base.fields import Hint, NumTokens, NumWorkers, Port, configuration
 from firm.base.sanitize import legible
 from firm.jobs.export import ExportConfig, export

@@ -12,10 +12,12 @@ import transformers
 
 from firm.alignment.adapter_files import load_adapters, refold_adapter_, select_adapter
 from firm.alignment.evaluation import Replies, sample_replies
-from firm.alignment.generation import RolloutConfig
-from firm.alignment.policy import PolicyConfig, check_vocabulary, load_tokenizer
+from firm.alignment.policy import check_vocabulary, load_tokenizer
+from firm.alignment.policy_config import PolicyConfig
+from firm.alignment.rollout_config import RolloutConfig
 from firm.base.fields import Hint, NumWorkers, Seed, configuration
-from reward_models.registry import RewardModelConfig, load_reward_models
+from reward_models.config import RewardModelConfig
+from reward_models.registry import load_reward_models
 
 _TOKENIZER = "tokenizer_config.json"
 """File that every tokenizer's folder contains."""

@@ -14,10 +14,10 @@ from annotated_types import Interval
 from safetensors.numpy import load_file
 
 from firm.base.fields import Hint, configuration
+from firm.base.preferences import grid, preference_folder
 from firm.base.sanitize import legible
 from firm.federation.strategies import StrategyConfig
 from firm.fronts.front import Front, seed_hypervolumes
-from firm.fronts.preferences import grid, preference_folder
 from firm.jobs.alignment import SCORES_NAME
 from firm.jobs.alignment_config import AlignmentConfig
 from firm.jobs.plan.printing import print_plans

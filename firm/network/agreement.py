@@ -19,7 +19,8 @@ import firm.federation.strategies  # noqa: F401 - registers every task
 from firm.base.fields import Hint, PositiveFloat, PositiveInt, configuration
 from firm.base.inside import open_inside
 from firm.base.json_text import json_text
-from firm.federation.messages import DECIDED_BY_SERVER, ENVELOPE, Request
+from firm.federation.messages import ENVELOPE, Request
+from firm.federation.option import DECIDED_BY_SERVER
 from firm.federation.round_config import RoundConfig
 from firm.federation.schema import Model, Reading, read, shown
 from firm.federation.tasks import TASKS

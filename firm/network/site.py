@@ -19,8 +19,8 @@ from firm.federation.client import Failure, Reply
 from firm.federation.engines.engine import Engine, error_kind
 from firm.federation.engines.local import StateMissing
 from firm.federation.messages import Answer
+from firm.federation.options.secure.config import TASKS as SECURE_TASKS
 from firm.federation.options.secure.engine import FEWEST
-from firm.federation.options.secure.messages import TASKS as SECURE_TASKS
 from firm.federation.schema import Invalid, Reading, Text, read, shown
 from firm.federation.serialization import pack, unpack
 from firm.federation.tasks import TASKS

@@ -8,11 +8,11 @@ import numpy as np
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 
+from firm.base.preferences import preference_folder
 from firm.base.sanitize import printable
 from firm.fronts.collapse import collapse_reason
 from firm.fronts.front import KL, Front, Point
 from firm.fronts.hypervolume import hypervolume
-from firm.fronts.preferences import preference_folder
 from firm.report import formats
 from firm.report.drawing import Series, nonempty, series_panel
 from firm.report.page import Section

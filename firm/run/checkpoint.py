@@ -10,14 +10,9 @@ import json
 from pathlib import Path
 from typing import Any
 
-import torch
-from safetensors import SafetensorError
-from safetensors.torch import load, save_file
-
 from firm.base.inside import open_inside, whole_folder
 from firm.base.json_text import json_text
 from firm.base.state import State
-from firm.federation.serialization import decode, encode
 from firm.run.errors import UserError
 from firm.run.files import as_os_errors
 
@@ -41,8 +36,12 @@ def save_state(path: str | Path, state: State) -> None:
         OSError: The state cannot be written, for lack of space or permission; an existing folder is
             kept.
     """
+    from safetensors.torch import save_file  # imports torch, unlike the settings of a run
+
+    from firm.federation.serialization import encode
+
     path = Path(path)
-    tensors: dict[str, torch.Tensor] = {}
+    tensors: dict[str, Any] = {}
     encoded = encode(state, "state", tensors)
     with as_os_errors(), whole_folder(path, may_exist=True) as draft:
         try:
@@ -66,6 +65,11 @@ def load_state(path: str | Path) -> State:
             save.
         OtherFormat: The state was written by a version of this program with another format.
     """
+    from safetensors import SafetensorError
+    from safetensors.torch import load
+
+    from firm.federation.serialization import decode
+
     path = Path(path)
     try:
         content = json.loads(_content(path / _STATE))

@@ -121,8 +121,16 @@ def load_quantities(settings: Any) -> None:
 
 
 _REGISTERING = {
-    "language": ("firm.federation.strategies", "firm.alignment.client"),
-    "classic": ("firm.federation.strategies", "firm.fmoo.client"),
+    "language": (
+        "firm.federation.strategies",
+        "firm.federation.objective_training",
+        "firm.alignment.client",
+    ),
+    "classic": (
+        "firm.federation.strategies",
+        "firm.federation.objective_training",
+        "firm.fmoo.client",
+    ),
 }
 """Modules that register quantities, or import all others that do, by kind of run."""
 

@@ -7,10 +7,10 @@ from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
 from typing import Any, Self
 
+from firm.base.preferences import parse_shares
 from firm.fronts.certificate import Certificate
 from firm.fronts.front import FRONT_NAME, Front
 from firm.fronts.json_record import read_record, write_record
-from firm.fronts.preferences import parse_shares
 from firm.fronts.reach import mean_preference, reaching
 from firm.fronts.requirements import certified, meeting, parse_requirements
 from firm.serving.chat_templates import check_exported

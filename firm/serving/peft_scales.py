@@ -7,7 +7,8 @@ from typing import Any
 from peft import PeftModel
 from peft.tuners.lora import LoraLayer
 
-from firm.alignment.policy import PolicyConfig, load_base_model, without_needless_warnings
+from firm.alignment.policy import load_base_model, without_needless_warnings
+from firm.alignment.policy_config import PolicyConfig
 from firm.run.shipped import with_shipped_paths
 from firm.serving.front import ServedFront
 

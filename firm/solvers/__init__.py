@@ -8,14 +8,19 @@ arguments of wrong shape or range, NaN, infinities, or a G that is not symmetric
 semidefinite up to rounding, and ``RuntimeError`` if the result fails its optimality check.
 """
 
-from firm.solvers.constraints import linear_constraints
-from firm.solvers.fedcmoo import fedcmoo_pref_weights, fedcmoo_weights
-from firm.solvers.fixed import fixed_weights
-from firm.solvers.kkt import kkt_gap
-from firm.solvers.min_norm import min_norm_weights
-from firm.solvers.projections import project_to_simplex
-from firm.solvers.regularised import firm_weights
-from firm.solvers.smoothed import smoothed_weights
+from typing import TYPE_CHECKING
+
+from firm.base.lazy import lazy
+
+if TYPE_CHECKING:
+    from firm.solvers.constraints import linear_constraints
+    from firm.solvers.fedcmoo import fedcmoo_pref_weights, fedcmoo_weights
+    from firm.solvers.fixed import fixed_weights
+    from firm.solvers.kkt import kkt_gap
+    from firm.solvers.min_norm import min_norm_weights
+    from firm.solvers.projections import project_to_simplex
+    from firm.solvers.regularised import firm_weights
+    from firm.solvers.smoothed import smoothed_weights
 
 __all__ = [
     "fedcmoo_pref_weights",
@@ -28,3 +33,5 @@ __all__ = [
     "project_to_simplex",
     "smoothed_weights",
 ]
+
+__getattr__, __dir__ = lazy(__name__)

@@ -7,6 +7,8 @@ import numpy as np
 import torch
 from scipy.linalg import get_lapack_funcs
 
+from firm.solvers.settings import check_shares
+
 (potrf,) = get_lapack_funcs(("potrf",), dtype=np.float64)
 
 EPS = float(np.finfo(np.float64).eps)
@@ -95,13 +97,8 @@ def as_shares(
     values: Sequence[float] | np.ndarray, num_objectives: int, *, name: str
 ) -> np.ndarray:
     """Returns non-negative numbers, one per objective, scaled to sum 1; float64, shape [M]."""
+    check_shares(values, num_objectives, name=name)
     shares = np.array(values, dtype=np.float64)
-    if shares.shape != (num_objectives,):
-        raise ValueError(
-            f"{name} must have one entry for each of the {num_objectives} objectives, got {values}."
-        )
-    if not (np.isfinite(shares).all() and shares.min() >= 0 and shares.max() > 0):
-        raise ValueError(f"{name} must be finite, non-negative and not all zero, got {values}.")
     shares /= shares.max()  # before summing, which may overflow
     return shares / shares.sum()
 

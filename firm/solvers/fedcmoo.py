@@ -10,6 +10,7 @@ import torch
 from firm.solvers.checks import ArrayT, as_beside, as_gram, as_shares, as_weights, like
 from firm.solvers.programs import linear_program
 from firm.solvers.projections import box_projection, simplex_projection
+from firm.solvers.settings import check_steps, check_targets
 from firm.solvers.simplex_qp import simplex_qp
 
 logger = logging.getLogger(__name__)
@@ -50,8 +51,7 @@ def fedcmoo_weights(
     """
     matrix = as_gram(gram)
     point = as_weights(weights, matrix)
-    if not 0 < step_size < np.inf:
-        raise ValueError(f"step_size must be positive and finite, got {step_size}.")
+    check_steps(step_size)
     if num_steps < 1:
         raise ValueError(f"num_steps must be at least 1, got {num_steps}.")
     if normalize:
@@ -133,13 +133,7 @@ def fedcmoo_pref_weights(
 
 
 def _check_options(threshold: float, min_weight: float, variant: str, num_active: int) -> None:
-    if not threshold >= 0:
-        raise ValueError(f"threshold must be non-negative, got {threshold}.")
-    if not 0 <= min_weight <= 1 / num_active:
-        raise ValueError(
-            f"min_weight must be between 0 and 1/{num_active}, one over the number of objectives, "
-            f"got {min_weight}."
-        )
+    check_targets(threshold, min_weight, num_active)
     if variant not in ("printed", "released"):
         raise ValueError(f"variant must be 'printed' or 'released', got {variant!r}.")
 

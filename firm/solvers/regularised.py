@@ -2,16 +2,14 @@
 
 from collections.abc import Sequence
 from math import inf
-from typing import Literal
 
 import numpy as np
 
 from firm.solvers.checks import ArrayT, as_gram, as_shares, like
 from firm.solvers.constraints import check_feasible
 from firm.solvers.programs import constrained_qp
+from firm.solvers.settings import Solver, check_strength
 from firm.solvers.simplex_qp import simplex_qp
-
-Solver = Literal["exact", "cvxpy"]
 
 
 def firm_weights(
@@ -113,8 +111,5 @@ def _as_rows(
 
 
 def _strength(name: str, value: float) -> float:
-    if not value >= 0:
-        raise ValueError(f"{name} must be non-negative, got {value}.")
-    if np.isinf(value):
-        raise ValueError(f"{name} must be finite, got {value}; 1e6 has the same effect.")
+    check_strength(name, value)
     return value

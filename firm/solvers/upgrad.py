@@ -3,6 +3,8 @@
 Quinton and Rey (2024), "Jacobian Descent for Multi-Objective Optimization", arXiv:2406.16232.
 """
 
+from collections.abc import Callable
+
 import torch
 
 from firm.base.extras import install_command
@@ -22,15 +24,19 @@ def upgrad_weights(gram: torch.Tensor) -> torch.Tensor:
     Raises:
         ValueError: When TorchJD is not installed, or finds no solution.
     """
+    matrix = gram.double()
+    trace = matrix.trace()
+    return require_torchjd()(matrix / trace if trace > 0 else matrix)
+
+
+def require_torchjd() -> Callable[[torch.Tensor], torch.Tensor]:
+    """Returns TorchJD's weighting; raises ``ValueError`` if it is not installed."""
     try:
         from torchjd.aggregation import UPGradWeighting  # pyright: ignore[reportMissingImports]
 
-        weighting = UPGradWeighting()
+        return UPGradWeighting()
     except ImportError:
         raise ValueError(
             "UPGrad is solved by TorchJD and its projector, which are not all installed: "
             f"{install_command('torchjd')}."
         ) from None
-    matrix = gram.double()
-    trace = matrix.trace()
-    return weighting(matrix / trace if trace > 0 else matrix)

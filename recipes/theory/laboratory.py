@@ -8,7 +8,8 @@ import numpy as np
 
 from firm.base.fields import NOT_IN_PAPER, NumClients, PositiveInt, configuration
 from firm.federation import LocalEngine, ServerState, derive_seed
-from firm.federation.strategies.firm import FirmConfig, firm_round
+from firm.federation.strategies.firm import firm_round
+from firm.federation.strategy_configs import FirmConfig
 from recipes.theory.client import ActorCriticConfig, TabularClient
 from recipes.theory.exact import gradient_bound
 from recipes.theory.mdp import Mdp, MdpConfig, random_mdp

@@ -21,7 +21,7 @@ from transformers import (
 
 from firm.alignment import KLConfig, MultiObjectiveTrainer, RolloutConfig, build_trainer
 from firm.alignment import head as heads
-from firm.alignment.estimators import ESTIMATORS
+from firm.alignment.estimator_config import ESTIMATORS
 from firm.alignment.policy import without_needless_warnings
 
 LETTERS = "abcdefghij "

@@ -1,9 +1,11 @@
 import pytest
 import torch
 
-from firm.alignment.attacks import AttackConfig, as_attacker, attacked_judges
+from firm.alignment.attacks import as_attacker, attacked_judges
+from firm.alignment.calibration import Calibration
+from firm.alignment.client_config import AttackConfig
 from firm.alignment.prompts import Prompt
-from firm.alignment.rewards import Calibration, Judges, ScoringRequest, scored_together
+from firm.alignment.rewards import Judges, ScoringRequest, scored_together
 from firm.federation.attackers import Attacker
 
 OBJECTIVES = ("length", "vowels")

@@ -19,10 +19,11 @@ from firm.alignment.prompts import prompt_of
 from firm.federation import LocalEngine, RandomStream, ServerState
 from firm.federation.objective_training import ObjectiveTraining, objective_training
 from firm.federation.strategies import STRATEGIES
-from firm.federation.strategies.fedavg import FedAvgConfig, fedavg
-from firm.federation.strategies.fedcmoo import FedCmooConfig, fedcmoo
-from firm.federation.strategies.firm import FirmConfig, firm_round
-from firm.federation.strategies.fsmgda import FsmgdaConfig, fsmgda
+from firm.federation.strategies.fedavg import fedavg
+from firm.federation.strategies.fedcmoo import fedcmoo
+from firm.federation.strategies.firm import firm_round
+from firm.federation.strategies.fsmgda import fsmgda
+from firm.federation.strategy_configs import FedAvgConfig, FedCmooConfig, FirmConfig, FsmgdaConfig
 from firm.gradients import gram_matrix
 from firm.solvers import firm_weights
 from tests.cabs import PROMPTS

@@ -15,15 +15,9 @@ from transformers import (
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from firm.alignment.advantages import masked_mean
-from firm.alignment.estimators import ESTIMATORS
-from firm.alignment.policy import (
-    LoraSettings,
-    PolicyConfig,
-    adapter_parameters,
-    add_adapter,
-    borrowed,
-    set_mode,
-)
+from firm.alignment.estimator_config import ESTIMATORS
+from firm.alignment.policy import LoraSettings, adapter_parameters, add_adapter, borrowed, set_mode
+from firm.alignment.policy_config import PolicyConfig
 from firm.alignment.prompts import Prompt
 from tests.stages import experience_of, rollouts_of
 

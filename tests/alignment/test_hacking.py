@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from firm.alignment import evaluation
-from firm.alignment.generation import RolloutConfig
 from firm.alignment.hacking import ReplyText, hacking_signs
 from firm.alignment.prompts import AUTO, Prompt
+from firm.alignment.rollout_config import RolloutConfig
 
 ENGLISH = (
     "the a of and to in is it you that he was for on are with as his they be at one have this from "

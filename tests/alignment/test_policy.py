@@ -9,7 +9,6 @@ from transformers import AutoTokenizer, BloomConfig
 from firm.alignment.adapter_files import load_adapters, select_adapter
 from firm.alignment.policy import (
     LoraSettings,
-    PolicyConfig,
     adapter_parameters,
     check_context,
     check_vocabulary,
@@ -20,6 +19,7 @@ from firm.alignment.policy import (
     load_tokenizer,
     take_device,
 )
+from firm.alignment.policy_config import PolicyConfig
 from firm.alignment.prompts import PromptFormat
 from firm.federation import RandomStream
 

@@ -11,9 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import TrainerState
 
+from firm.alignment.calibration import Calibration
 from firm.alignment.prompts import Prompt, prompt_of
 from firm.alignment.rewards import (
-    Calibration,
     Judges,
     ScoringRequest,
     calibrate,

@@ -11,7 +11,7 @@ import os
 import sys
 import torch
 from firm.alignment import LoraSettings, PolicyConfig, load_policy, load_tokenizer
-from firm.alignment.generation import RolloutConfig
+from firm.alignment.rollout_config import RolloutConfig
 from firm.alignment.policy import adapter_parameters
 from firm.alignment.rollout import Sampler, encode_prompts, rollout
 from firm.alignment.prompts import Prompt

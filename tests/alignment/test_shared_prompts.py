@@ -11,12 +11,12 @@ import torch
 from firm.alignment import LoraSettings, MultiObjectiveTrainer
 from firm.alignment import head as heads
 from firm.alignment.adapters.conditioned import ConditioningConfig
-from firm.alignment.estimators import ESTIMATORS
-from firm.alignment.estimators.critic_free import CriticFreeConfig
+from firm.alignment.estimator_config import ESTIMATORS, CriticFreeConfig
 from firm.alignment.estimators.estimator import Policy
-from firm.alignment.generation import RolloutConfig
-from firm.alignment.policy import PolicyConfig, adapter_parameters, add_adapter, set_mode
+from firm.alignment.policy import adapter_parameters, add_adapter, set_mode
+from firm.alignment.policy_config import PolicyConfig
 from firm.alignment.prompts import Prompt
+from firm.alignment.rollout_config import RolloutConfig
 from firm.alignment.rollout_engines import SampleRequest, transformers
 from firm.alignment.sequences import Queries, Sequences, left_padded, may_pass_prompts_once
 from firm.alignment.stacked import model as stacked_model

@@ -28,7 +28,8 @@ from firm.alignment.stacked.trainer import stacked_trainers
 from firm.federation import LocalEngine, RandomStream, ServerState
 from firm.federation.engines.stacked import StackedEngine
 from firm.federation.strategies import STRATEGIES
-from firm.federation.strategies.firm import FirmConfig, firm_round
+from firm.federation.strategies.firm import firm_round
+from firm.federation.strategy_configs import FirmConfig
 from tests.cabs import PROMPTS
 
 PROMPTS = [*PROMPTS, *(prompt_of(f"\n\nHuman: {letter}\n\nAssistant:") for letter in "abcdefghij")]

@@ -14,7 +14,8 @@ from firm.alignment.prompts import prompt_of
 from firm.alignment.trainer import MultiObjectiveTrainer
 from firm.base.randomness import RandomStream
 from firm.federation import LocalEngine, ServerState
-from firm.federation.strategies.firm import FirmConfig, firm_round
+from firm.federation.strategies.firm import firm_round
+from firm.federation.strategy_configs import FirmConfig
 
 stock = pytest.importorskip("trl.experimental.ppo", reason="TRL has no PPO from 1.13 on")
 ours = pytest.importorskip("firm.alignment.trl_ppo")

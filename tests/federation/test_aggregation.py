@@ -17,8 +17,10 @@ from firm.federation.aggregation import (
     update_matrix,
     weighted_mean,
 )
-from firm.federation.options.privacy import PrivacyConfig, ServerNoise
-from firm.federation.strategies.fedavg import FedAvgConfig, fedavg
+from firm.federation.options.noise import ServerNoise
+from firm.federation.options.privacy import PrivacyConfig
+from firm.federation.strategies.fedavg import fedavg
+from firm.federation.strategy_configs import FedAvgConfig
 
 PRIVACY = PrivacyConfig(clip_norm=1.0, noise_multiplier=0.0)
 

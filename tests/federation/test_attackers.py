@@ -8,11 +8,18 @@ from firm.federation.aggregation import flat, update_length
 from firm.federation.attackers import Attacker, common_direction
 from firm.federation.serialization import pack
 from firm.federation.sharing import shared_columns
-from firm.federation.strategies.afl import AflConfig, afl
-from firm.federation.strategies.fedavg import FedAvgConfig, fedavg
-from firm.federation.strategies.fedcmoo import FedCmooConfig, fedcmoo
-from firm.federation.strategies.firm import FirmConfig, firm_round
-from firm.federation.strategies.fsmgda import FsmgdaConfig, fsmgda
+from firm.federation.strategies.afl import afl
+from firm.federation.strategies.fedavg import fedavg
+from firm.federation.strategies.fedcmoo import fedcmoo
+from firm.federation.strategies.firm import firm_round
+from firm.federation.strategies.fsmgda import fsmgda
+from firm.federation.strategy_configs import (
+    AflConfig,
+    FedAvgConfig,
+    FedCmooConfig,
+    FirmConfig,
+    FsmgdaConfig,
+)
 from firm.federation.training import LocalTraining, local_training, served_objectives
 
 FIRM = {"weighting": "firm", "weighting_options": {"beta": 0.1}}

@@ -9,7 +9,8 @@ from firm.federation import Failure, LocalEngine, RoundFailed
 from firm.federation.options.privacy import PrivacyConfig
 from firm.federation.options.robust import RobustConfig
 from firm.federation.rounds import with_retries
-from firm.federation.strategies.fedavg import FedAvgConfig, fedavg
+from firm.federation.strategies.fedavg import fedavg
+from firm.federation.strategy_configs import FedAvgConfig
 
 NAMES = [f"client_{index}" for index in range(8)]
 

@@ -9,9 +9,9 @@ from firm.federation import Failure, Reply, RoundFailed, ServerState, Update
 from firm.federation.diagnostics import disagreement_drift
 from firm.federation.engines.engine import checked_reply
 from firm.federation.server import accept, round_metrics
-from firm.federation.strategies.fedavg import FedAvgConfig
-from firm.federation.strategies.firm import FirmConfig, firm_round
+from firm.federation.strategies.firm import firm_round
 from firm.federation.strategy import StrategyConfig
+from firm.federation.strategy_configs import FedAvgConfig, FirmConfig
 from firm.federation.training import LocalTraining
 from firm.gradients import gram_matrix
 from firm.solvers import firm_weights

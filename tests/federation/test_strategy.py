@@ -6,9 +6,8 @@ import pytest
 from firm.federation import Client
 from firm.federation.rounds import Round
 from firm.federation.strategies import STRATEGIES, StrategyConfig, strategy
-from firm.federation.strategies.fedavg import FedAvgConfig
-from firm.federation.strategies.firm import FirmConfig
-from firm.federation.strategies.qfedavg import QFedAvgConfig
+from firm.federation.strategy import CONFIGS
+from firm.federation.strategy_configs import FedAvgConfig, FirmConfig, QFedAvgConfig
 from firm.federation.training import LocalTraining
 from firm.run.config import UserError, compose
 
@@ -45,7 +44,7 @@ class Config:
 def registered():
     strategy(first)
     yield
-    del STRATEGIES["first"]
+    del STRATEGIES["first"], CONFIGS["first"]
 
 
 def test_a_registered_strategy_is_configured_and_runs(registered, new_client, start, run_rounds):
@@ -78,11 +77,11 @@ def test_clients_are_refused_by_the_capability_that_they_lack():
         capabilities = frozenset({"losses", "epochs"})
 
     for cfg in (FirmConfig(), QFedAvgConfig(), FedAvgConfig(num_local_epochs=2)):
-        cfg.check_clients(Full)
-    FirmConfig().check_clients(Client)
+        cfg.check_clients("Full", Full.capabilities)
+    FirmConfig().check_clients("Client", Client.capabilities)
     with pytest.raises(
         ValueError, match="name qfedavg needs losses on a client's whole shard, which Client does"
     ):
-        QFedAvgConfig().check_clients(Client)
+        QFedAvgConfig().check_clients("Client", Client.capabilities)
     with pytest.raises(ValueError, match=r"fedavg needs the number of batches .*num_local_steps"):
-        FedAvgConfig(num_local_epochs=2).check_clients(Client)
+        FedAvgConfig(num_local_epochs=2).check_clients("Client", Client.capabilities)

@@ -11,13 +11,17 @@ from torch import nn
 
 from firm.federation import LocalEngine, ServerState
 from firm.federation.strategies import STRATEGIES
-from firm.federation.strategies.afl import AflConfig
-from firm.federation.strategies.fedavg import FedAvgConfig, fedavg
-from firm.federation.strategies.fedcmoo import FedCmooConfig, fedcmoo
-from firm.federation.strategies.fedmgda import FedMgdaConfig
-from firm.federation.strategies.firm import FirmConfig
-from firm.federation.strategies.fsmgda import FsmgdaConfig
-from firm.federation.strategies.qfedavg import QFedAvgConfig
+from firm.federation.strategies.fedavg import fedavg
+from firm.federation.strategies.fedcmoo import fedcmoo
+from firm.federation.strategy_configs import (
+    AflConfig,
+    FedAvgConfig,
+    FedCmooConfig,
+    FedMgdaConfig,
+    FirmConfig,
+    FsmgdaConfig,
+    QFedAvgConfig,
+)
 from firm.fmoo.attacks import LossAttackConfig
 from firm.fmoo.client import SupervisedClient
 from firm.fmoo.models import Dropout, MultiTaskModel

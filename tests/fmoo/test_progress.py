@@ -3,8 +3,9 @@
 import torch
 
 from firm.federation import LocalEngine, ServerState
-from firm.federation.strategies.fedavg import FedAvgConfig, fedavg
-from firm.federation.strategies.fsmgda import FsmgdaConfig, fsmgda
+from firm.federation.strategies.fedavg import fedavg
+from firm.federation.strategies.fsmgda import fsmgda
+from firm.federation.strategy_configs import FedAvgConfig, FsmgdaConfig
 from firm.fmoo import LocalConfig, ModelConfig, SupervisedClient, TaskData, Workspace, build_model
 from firm.fmoo.progress import local_models
 

@@ -9,8 +9,8 @@ from torch import nn
 from firm.federation import LocalEngine, ServerState
 from firm.federation.engines import StackedEngine
 from firm.federation.strategies import STRATEGIES
-from firm.federation.strategies.fedavg import FedAvgConfig
-from firm.federation.strategies.firm import FirmConfig, firm_round
+from firm.federation.strategies.firm import firm_round
+from firm.federation.strategy_configs import FedAvgConfig, FirmConfig
 from firm.fmoo import workspace as workspaces
 from firm.fmoo.client import SupervisedClient
 from firm.fmoo.models import Dropout, MultiTaskModel

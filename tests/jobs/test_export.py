@@ -20,7 +20,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from firm.alignment.adapter_files import load_adapters, read_adapter
 from firm.alignment.adapters.conditioned import fold
-from firm.alignment.policy import PolicyConfig, without_needless_warnings
+from firm.alignment.policy import without_needless_warnings
+from firm.alignment.policy_config import PolicyConfig
 from firm.alignment.prompts import hh_text
 from firm.base.extras import install_command
 from firm.cli.main import COMMANDS, main

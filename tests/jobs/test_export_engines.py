@@ -21,7 +21,8 @@ from transformers import AutoTokenizer
 
 from firm.alignment.adapter_files import load_adapters, save_adapter
 from firm.alignment.adapters.conditioned import ConditioningConfig
-from firm.alignment.policy import PolicyConfig, adapter_parameters, load_policy
+from firm.alignment.policy import adapter_parameters, load_policy
+from firm.alignment.policy_config import PolicyConfig
 from firm.federation import RandomStream
 from firm.fronts import Front, Point
 from firm.jobs.export import ExportConfig, main

@@ -8,7 +8,8 @@ from dataclasses import replace
 
 import pytest
 
-from firm.alignment.policy import PolicyConfig, load_base_model, load_tokenizer
+from firm.alignment.policy import load_base_model, load_tokenizer
+from firm.alignment.policy_config import PolicyConfig
 from firm.cli.main import COMMANDS, main
 from firm.jobs import fetch as module
 from firm.jobs.fetch import MODELS, SOURCE_NAME, Source, Wheel, fetch, fetch_policy

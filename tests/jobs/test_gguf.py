@@ -9,7 +9,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from firm.alignment.policy import PolicyConfig, is_stored_at, load_base_model, load_tokenizer
+from firm.alignment.policy import is_stored_at, load_base_model, load_tokenizer
+from firm.alignment.policy_config import PolicyConfig
 from firm.base.extras import install_command
 from firm.cli.main import COMMANDS, main
 from firm.jobs.init import InitConfig, init

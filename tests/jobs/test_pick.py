@@ -10,9 +10,9 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from firm.base.preferences import parse_shares
 from firm.cli.main import COMMANDS
 from firm.fronts import Front, Point
-from firm.fronts.preferences import parse_shares
 from firm.jobs.pick import PickConfig, main
 from firm.run import parse, run_cli
 from tests.runs import edit_adapter, read_adapter

@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 from transformers import AutoTokenizer
 
-from firm.alignment.generation import RolloutConfig
 from firm.alignment.pairs import RankedPairsConfig
 from firm.alignment.policy import load_tokenizer
 from firm.alignment.prompt_data import PromptsConfig
 from firm.alignment.prompts import Prompt, PromptFormat, format_prompt
 from firm.alignment.rewards import Judges, ScoringRequest, scored
+from firm.alignment.rollout_config import RolloutConfig
 from firm.federation import RandomStream
 from firm.federation.engines.processes import Processes
 from firm.jobs.alignment_config import AlignmentConfig
@@ -24,7 +24,7 @@ from firm.jobs.alignment_loading import load
 from firm.run.config import compose
 from firm.run.errors import UserError
 from reward_models import RewardModelConfig, load_reward_models
-from reward_models.golden import GoldenScore
+from reward_models.config import GoldenScore
 from tests.smoke import POLICY, ROOT, SMOKE
 
 TURNS = [

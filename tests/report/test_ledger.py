@@ -9,9 +9,7 @@ from firm.federation.client import Client, Gradients
 from firm.federation.engines import LocalEngine
 from firm.federation.server import ServerState
 from firm.federation.strategies import STRATEGIES
-from firm.federation.strategies.fedcmoo import FedCmooConfig
-from firm.federation.strategies.firm import FirmConfig
-from firm.federation.strategies.fsmgda import FsmgdaConfig
+from firm.federation.strategy_configs import FedCmooConfig, FirmConfig, FsmgdaConfig
 from firm.report.ledger import RIVALS, total_bytes, uploads_so_far
 from firm.report.record import read_record
 from firm.report.tables import Setting

@@ -14,7 +14,7 @@ from reward_models import (
     load_reward_model,
     reward_model,
 )
-from reward_models.formats import CallFormat
+from reward_models.config import CallFormat
 
 PROMPT = "\n\nHuman: Where to now?\n\nAssistant:"
 TEMPLATE = "{% for m in messages %}<{{ m.role }}> {{ m.content }} {% endfor %}"

@@ -5,10 +5,12 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 import pytest
 
+from firm.base.preferences import parse_shares
 from firm.base.quantities import of_clients
 from firm.cli.main import main
-from firm.federation.attackers import Attacker, UpdateAttack
-from firm.federation.engines.engine import ENGINES
+from firm.federation.attackers import Attacker
+from firm.federation.capabilities import UpdateAttack
+from firm.federation.engine_registry import ENGINES
 from firm.federation.options.robust import RULES, RobustConfig
 from firm.federation.rounds import sample_clients
 from firm.federation.tasks import TASKS
@@ -16,7 +18,6 @@ from firm.fmoo import DatasetConfig, ModelConfig
 from firm.fmoo.data import DATASETS
 from firm.fmoo.models import MODELS
 from firm.fmoo.task_data import LOSSES
-from firm.fronts.preferences import parse_shares
 from firm.jobs.alignment_config import AlignmentConfig
 from firm.jobs.compare import CompareConfig
 from firm.jobs.fmoo_config import ClassicConfig

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 import pytest
 
 from firm.federation.strategies import StrategyConfig
-from firm.federation.strategies.firm import FirmConfig
+from firm.federation.strategy_configs import FirmConfig
 from firm.run import compose, parse, to_yaml
 from firm.run.errors import UserError
 from firm.run.plugins import import_file

@@ -45,13 +45,14 @@ from firm.alignment import (
     load_tokenizer,
     save_adapter,
 )
-from firm.alignment.estimators.critic_free import CriticFreeConfig
+from firm.alignment.estimator_config import CriticFreeConfig
 from firm.alignment.policy import set_mode
 from firm.alignment.stacked.trainer import stacked_trainers
 from firm.federation import LocalEngine, RandomStream, ServerState
 from firm.federation.engines.stacked import StackedEngine
 from firm.federation.serialization import pack, unpack
-from firm.federation.strategies.firm import FirmConfig, firm_round
+from firm.federation.strategies.firm import firm_round
+from firm.federation.strategy_configs import FirmConfig
 from firm.gradients import PerSequenceGradients
 from tests.zoo import oracle
 from tests.zoo.architectures import ARCHITECTURES, swap_outputs_

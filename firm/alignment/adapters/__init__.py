@@ -4,17 +4,26 @@
 kinds, `forward` computes adapted layers, and `target_modules` selects the layers.
 """
 
-from firm.alignment.adapters.conditioned import Conditioned, PreferenceStream, preference_sampler
-from firm.alignment.adapters.forward import adapt_, forward_of
-from firm.alignment.adapters.lora import (
-    ADAPTERS,
-    Lora,
-    LoraSettings,
-    PassRows,
-    adapted_modules,
-    register_adapter,
-)
-from firm.alignment.adapters.lora_xs import LoraXS
+from typing import TYPE_CHECKING
+
+from firm.base.lazy import lazy
+
+if TYPE_CHECKING:
+    from firm.alignment.adapters.conditioned import (
+        Conditioned,
+        PreferenceStream,
+        preference_sampler,
+    )
+    from firm.alignment.adapters.forward import adapt_, forward_of
+    from firm.alignment.adapters.lora import (
+        ADAPTERS,
+        Lora,
+        LoraSettings,
+        PassRows,
+        adapted_modules,
+        register_adapter,
+    )
+    from firm.alignment.adapters.lora_xs import LoraXS
 
 __all__ = [
     "ADAPTERS",
@@ -30,3 +39,5 @@ __all__ = [
     "preference_sampler",
     "register_adapter",
 ]
+
+__getattr__, __dir__ = lazy(__name__)

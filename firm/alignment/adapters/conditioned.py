@@ -9,17 +9,19 @@ values of an adapter, and PARM (ICML 2025), which conditions a core between its 
 """
 
 from collections.abc import Callable, Collection, Sequence
-from typing import Annotated, Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
 
-import torch
 from annotated_types import Interval
-from torch import nn
 
 from firm.alignment.adapters.lora import Lora, PassRows, adapted_modules
 from firm.base.fields import NOT_IN_PAPER, PositiveFloat, configuration
-from firm.base.randomness import RandomStream
 from firm.base.registry import OneOf, Registry
-from firm.federation.client import Adapter
+
+if TYPE_CHECKING:
+    import torch
+
+    from firm.base.randomness import RandomStream
+    from firm.federation.client import Adapter
 
 PREFERENCE_SAMPLERS: Registry[str, "PreferenceSampler"] = Registry("sampler")
 """Samplers by the value of `policy.conditioning.sampler`."""
@@ -52,7 +54,7 @@ class ConditioningConfig:
         return None if self.kind == "none" else PreferenceStream(self, *arguments, **options)
 
 
-PreferenceSampler = Callable[[ConditioningConfig, int, torch.Tensor], torch.Tensor]
+PreferenceSampler = Callable[[ConditioningConfig, int, "torch.Tensor"], "torch.Tensor"]
 """Returns `count` preferences [count, M] from the settings, `count` and corners [K, M].
 
 Preferences are mixtures of the corners, whose rows sum to 1: the identity for the whole simplex, a
@@ -72,8 +74,10 @@ def preference_sampler(name: str) -> Callable[[Sampler], Sampler]:
 
 
 @preference_sampler("dirichlet")
-def dirichlet(config: ConditioningConfig, count: int, corners: torch.Tensor) -> torch.Tensor:
+def dirichlet(config: ConditioningConfig, count: int, corners: "torch.Tensor") -> "torch.Tensor":
     """Returns mixtures of the corners with Dirichlet weights; some are a single corner."""
+    import torch  # here, since settings are read without it
+
     concentrations = torch.full((len(corners),), config.concentration, dtype=torch.float64)
     shares = torch.distributions.Dirichlet(concentrations).sample((count,))
     alone = torch.eye(len(corners), dtype=torch.float64)
@@ -96,15 +100,17 @@ class PreferenceStream:
     def __init__(
         self,
         config: ConditioningConfig,
-        stream: RandomStream,
+        stream: "RandomStream",
         num_objectives: int,
         corners: Sequence[Sequence[float]] | None = None,
     ) -> None:
+        import torch
+
         self._config, self._stream = config, stream
         shares = torch.tensor(corners or torch.eye(num_objectives).tolist(), dtype=torch.float64)
         self._corners = shares / shares.sum(1, keepdim=True)
 
-    def draw(self, count: int) -> torch.Tensor:
+    def draw(self, count: int) -> "torch.Tensor":
         """Returns the preferences of the next prompts, [count, M], with rows that sum to 1."""
         num_draws = count if self._config.draw_per == "prompt" else 1
         with self._stream:
@@ -134,7 +140,7 @@ def check_estimator(name: str, *, compares: bool) -> None:
         )
 
 
-def gates(preferences: torch.Tensor) -> torch.Tensor:
+def gates(preferences: "torch.Tensor") -> "torch.Tensor":
     """Returns the factors of B_1 to B_{M-1}, M p_j - 1, shape [b, M - 1].
 
     Args:
@@ -144,8 +150,8 @@ def gates(preferences: torch.Tensor) -> torch.Tensor:
 
 
 def weighted_by_preference(
-    coefficients: torch.Tensor, own: torch.Tensor, wanted: torch.Tensor | None = None
-) -> torch.Tensor:
+    coefficients: "torch.Tensor", own: "torch.Tensor", wanted: "torch.Tensor | None" = None
+) -> "torch.Tensor":
     """Returns the coefficients of the replies' gradients in the rows of a Jacobian.
 
     Args:
@@ -204,6 +210,9 @@ class Conditioned(Lora):
 
     def prepare_(self, policy: Any) -> None:
         """Adds the B_j, initialised to zero, so that the preference has no effect yet."""
+        import torch
+        from torch import nn
+
         self.kind.prepare_(policy)
         for layer in adapted_modules(policy).values():
             zeros = torch.zeros_like(layer.lora_B["default"].weight)
@@ -213,16 +222,16 @@ class Conditioned(Lora):
                 layer.add_module(name, nn.ModuleDict({"default": matrix}))
 
     def output(
-        self, layer: Any, rows: PassRows, x: torch.Tensor, result: torch.Tensor
-    ) -> torch.Tensor:
+        self, layer: Any, rows: PassRows, x: "torch.Tensor", result: "torch.Tensor"
+    ) -> "torch.Tensor":
         """Returns the kind's output with B(p) instead of B, [b, ..., out]."""
         return self.kind.output(layer, _AtPreferences(rows, self.names), x, result)
 
-    def as_lora(self, policy: Any, adapter: Adapter) -> Adapter:
+    def as_lora(self, policy: Any, adapter: "Adapter") -> "Adapter":
         """Returns the adapter with B₀ and B_j as LoRA matrices, for `fold`."""
         return self.kind.as_lora(policy, adapter)
 
-    def from_lora(self, policy: Any, adapter: Adapter, problem: str) -> Adapter:
+    def from_lora(self, policy: Any, adapter: "Adapter", problem: str) -> "Adapter":
         """Converts a PEFT file's adapter to the kind's parameters."""
         return self.kind.from_lora(policy, adapter, problem)
 
@@ -235,7 +244,7 @@ class _AtPreferences:
         self.is_base, self.dropped = rows.is_base, rows.dropped
         self._rows, self._names = rows, names
 
-    def product(self, layer: Any, name: str, x: torch.Tensor) -> torch.Tensor:
+    def product(self, layer: Any, name: str, x: "torch.Tensor") -> "torch.Tensor":
         total = self._rows.product(layer, name, x)
         if name != "lora_B" or self.preferences is None:
             return total
@@ -250,7 +259,7 @@ def is_conditioned(name: str) -> bool:
     return "lora_B" in name and not name.endswith(("lora_B.weight", "lora_B.default.weight"))
 
 
-def fold(adapter: Adapter, preference: Sequence[float]) -> Adapter:
+def fold(adapter: "Adapter", preference: Sequence[float]) -> "Adapter":
     """Folds a conditioned adapter into an ordinary LoRA adapter at a preference.
 
     Args:
@@ -261,6 +270,8 @@ def fold(adapter: Adapter, preference: Sequence[float]) -> Adapter:
         ValueError: When the preference is invalid or does not have one share per objective, or a
             layer lacks one of its matrices.
     """
+    import torch
+
     shares = torch.tensor(preference, dtype=torch.float64)
     if shares.ndim != 1 or not bool((shares >= 0).all() and 0 < shares.sum() < float("inf")):
         raise ValueError(

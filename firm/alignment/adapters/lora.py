@@ -7,16 +7,20 @@ derives from `Lora`, overrides the methods that differ, and is registered with `
 
 from collections.abc import Collection
 from dataclasses import field
-from typing import Annotated, Any, ClassVar, Protocol, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Protocol, TypeVar
 
-import torch
 from annotated_types import Interval, MinLen
-from peft.tuners.lora import LoraLayer
 
-from firm.alignment.adapters.target_modules import ATTENTION
 from firm.base.fields import NOT_IN_PAPER, BoundedInt, Paper, PositiveFloat, configuration
 from firm.base.registry import Registry
-from firm.federation.client import Adapter
+
+if TYPE_CHECKING:
+    import torch
+
+    from firm.federation.client import Adapter
+
+ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj"]
+"""Attention projections of Llama and most later models, as in Appendix A.1 of the paper."""
 
 
 @configuration(source=Paper("section 5"))
@@ -47,18 +51,18 @@ class PassRows(Protocol):
     matrices of each row's client, and it is where gradients are separated by sequence.
     """
 
-    preferences: torch.Tensor | None
+    preferences: "torch.Tensor | None"
     """Shares of the M objectives by row, [b, M]; None for equal shares."""
 
     def is_base(self, layer: Any) -> bool:
         """Returns whether the rows use the base model without an adapter."""
         ...
 
-    def dropped(self, layer: Any, x: torch.Tensor) -> torch.Tensor:
+    def dropped(self, layer: Any, x: "torch.Tensor") -> "torch.Tensor":
         """Returns x [b, ..., in] after the adapter's dropout."""
         ...
 
-    def product(self, layer: Any, name: str, x: torch.Tensor) -> torch.Tensor:
+    def product(self, layer: Any, name: str, x: "torch.Tensor") -> "torch.Tensor":
         """Returns x Wᵀ, [b, ..., out], with the matrix W called `name`, such as "lora_A"."""
         ...
 
@@ -124,13 +128,13 @@ class Lora:
         if self.settings.freeze_a:
             freeze_a_(policy)
 
-    def update(self, layer: Any, rows: PassRows, x: torch.Tensor) -> torch.Tensor:
+    def update(self, layer: Any, rows: PassRows, x: "torch.Tensor") -> "torch.Tensor":
         """Returns the adapter's contribution to the output before scaling, for x [b, ..., in]."""
         return rows.product(layer, "lora_B", rows.product(layer, "lora_A", x))
 
     def output(
-        self, layer: Any, rows: PassRows, x: torch.Tensor, result: torch.Tensor
-    ) -> torch.Tensor:
+        self, layer: Any, rows: PassRows, x: "torch.Tensor", result: "torch.Tensor"
+    ) -> "torch.Tensor":
         """Returns a layer's output [b, ..., out].
 
         Args:
@@ -141,9 +145,9 @@ class Lora:
         """
         x = rows.dropped(layer, x.to(layer.lora_A["default"].weight.dtype))
         update = self.update(layer, rows, x)
-        return torch.add(result, update, alpha=layer.scaling["default"]).to(result.dtype)
+        return result.add(update, alpha=layer.scaling["default"]).to(result.dtype)
 
-    def as_lora(self, policy: Any, adapter: Adapter) -> Adapter:
+    def as_lora(self, policy: Any, adapter: "Adapter") -> "Adapter":
         """Converts the policy's adapter to an ordinary LoRA adapter for PEFT.
 
         Args:
@@ -152,7 +156,7 @@ class Lora:
         """
         return adapter
 
-    def from_lora(self, policy: Any, adapter: Adapter, problem: str) -> Adapter:
+    def from_lora(self, policy: Any, adapter: "Adapter", problem: str) -> "Adapter":
         """Converts a PEFT file's adapter to parameters of this kind; inverts `as_lora`.
 
         Raises:
@@ -164,7 +168,9 @@ class Lora:
 
 Kind = TypeVar("Kind", bound=type[Lora])
 
-ADAPTERS: Registry[str, type[Lora]] = Registry("adapter", {"lora": Lora})
+ADAPTERS: Registry[str, type[Lora]] = Registry(
+    "adapter", {"lora": Lora, "lora_xs": "firm.alignment.adapters.lora_xs"}
+)
 """Kinds of adapters by the value of `policy.adapter`."""
 
 
@@ -179,6 +185,8 @@ def register_adapter(kind: Kind) -> Kind:
 
 def adapted_modules(model: Any) -> dict[str, Any]:
     """Returns PEFT's LoRA layers in a model, by their full names."""
+    from peft.tuners.lora import LoraLayer  # here, since settings are read without PEFT
+
     return {name: m for name, m in model.named_modules() if isinstance(m, LoraLayer)}
 
 

@@ -11,8 +11,7 @@ from peft.utils.constants import TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPP
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
-ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj"]
-"""Attention projections of Llama and most later models, as in Appendix A.1 of the paper."""
+from firm.alignment.adapters.lora import ATTENTION
 
 _READ_BY_KERNELS = {"dt_proj", "out_proj"}
 """Layers of state-space models whose weights fused kernels read directly, bypassing adapters."""

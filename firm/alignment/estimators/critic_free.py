@@ -5,38 +5,29 @@ that all objectives share. All M gradients therefore take one backward pass
 (`PerSequenceGradients`), or two with PPO's clip, which depends on the advantage's sign.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Any
 
 import torch
-from annotated_types import Ge, Interval
 
 from firm.alignment.adapters.conditioned import weighted_by_preference
 from firm.alignment.advantages import KLPenalty, masked_mean
+from firm.alignment.estimator_config import CriticFreeConfig
 from firm.alignment.estimators.estimator import (
     APPROX_KL,
     LOG_RATIO,
-    EstimatorConfig,
     Experience,
     MinibatchGradients,
     Policy,
     approx_kl,
     mean_square_log_ratio,
-    register_estimator,
 )
 from firm.alignment.policy import set_mode
 from firm.alignment.sequences import (
     BY_OBJECTIVE,
     INVALID_LOGPROB,
     Rollouts,
-)
-from firm.base.fields import (
-    NOT_IN_PAPER,
-    BoundedInt,
-    NonNegativeFloat,
-    PositiveFloat,
-    configuration,
 )
 from firm.base.quantities import PERCENT, Quantity, register
 from firm.base.schema import ByObjective, Share
@@ -52,77 +43,6 @@ register(
         axis=PERCENT,
     )
 )
-
-
-@register_estimator
-@configuration(source=NOT_IN_PAPER)
-class CriticFreeConfig(EstimatorConfig):
-    """Hyperparameters of critic-free policy gradients."""
-
-    needs_independent_rows: ClassVar[bool] = True
-    shares_prompts: ClassVar[bool] = True
-
-    name: Literal["critic_free"] = "critic_free"
-    """Estimator."""
-    num_replies: Annotated[BoundedInt, Ge(2)] = 4
-    """Group size G, the number of replies per prompt; must divide batch_size, which counts
-    replies."""
-    baseline: Literal["group", "leave_one_out"] = "group"
-    """Baseline of a reply's reward: the mean of its group (GRPO, arXiv:2402.03300), or of the other
-    replies in the group (RLOO, arXiv:2402.14740)."""
-    scale: Literal["group_std", "batch_std", "none"] = "batch_std"
-    """Normalisation of advantages: by the standard deviation of the group's rewards (GRPO), by that
-    of all advantages in the batch, or none (RLOO; Dr. GRPO, arXiv:2503.20783)."""
-    advantage_scale: Literal["by_objective", "shared"] = "by_objective"
-    """Standard deviation that normalises advantages. by_objective: each objective's own (with fixed
-    weights this is GDPO, arXiv:2601.05242: normalise, then sum); shared: that of the objectives'
-    mean (with equal fixed weights: GRPO on the summed reward)."""
-    std_floor: NonNegativeFloat = 1e-4
-    """Constant added to standard deviations. If rewards saturate, a larger value avoids amplifying
-    tiny differences."""
-    num_epochs: BoundedInt = 1
-    """Epochs over each batch."""
-    ratio: Literal["auto", "cispo", "ppo", "none"] = "auto"
-    """Importance weighting of off-policy tokens. cispo: by the probability ratio, capped at
-    `ratio_cap` and detached (CISPO, arXiv:2506.13585); ppo: the clipped surrogate, with a second
-    backward pass; none: no weighting. auto: cispo in a single epoch, ppo in several, since nothing
-    in cispo stops a policy that has left its batch, and long runs then run away."""
-    ratio_level: Literal["token", "reply"] = "token"
-    """Level of the ratios: per token, or per reply (RLOO)."""
-    ratio_cap: PositiveFloat = 2.0
-    """Largest probability ratio of CISPO."""
-    clip_range: Annotated[float, Interval(gt=0, lt=1)] = 0.2
-    """Clip range of PPO's ratio, 1 ± this."""
-    loss_mean: Literal["replies", "tokens", "constant"] = "tokens"
-    """Reduction of the loss. replies: mean over replies of their means over tokens (GRPO); tokens:
-    mean over all tokens of the minibatch (DAPO, arXiv:2503.14476); constant: sum over tokens
-    divided by the number of replies and max_new_tokens (Dr. GRPO)."""
-    kl_in: Literal["reward", "advantage"] = "reward"
-    """Quantity from which the KL penalty is subtracted. reward: every reward, before advantages are
-    computed and normalised; advantage: every advantage, with a leave-one-out baseline and
-    unscaled."""
-
-    @property
-    def ratio_form(self) -> str:
-        """The form of the ratio: that of `ratio`, with auto resolved."""
-        if self.ratio != "auto":
-            return self.ratio
-        return "cispo" if self.num_epochs == 1 else "ppo"
-
-    @property
-    def replies_per_prompt(self) -> int:
-        """Group size, G."""
-        return self.num_replies
-
-    def estimator(
-        self,
-        policy: Policy,
-        *,
-        critic: torch.nn.Module | None,
-        optimizer: Callable[..., torch.optim.Optimizer],
-    ) -> "CriticFree":
-        """Returns a fresh estimator; see `EstimatorConfig`."""
-        return CriticFree(self, policy)
 
 
 @dataclass(frozen=True)

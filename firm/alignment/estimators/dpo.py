@@ -7,24 +7,17 @@ gradient of objective j sums the pairs that it ranks, so that all M gradients ta
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import field, replace
-from typing import Annotated, Any, ClassVar, Literal, get_args
+from dataclasses import replace
+from typing import Any, get_args
 
 import torch
-from annotated_types import Interval
 from torch.nn.functional import logsigmoid
 
 from firm.alignment.adapters.conditioned import weighted_by_preference
-from firm.alignment.advantages import KLConfig
-from firm.alignment.estimators.estimator import (
-    EstimatorConfig,
-    MinibatchGradients,
-    Policy,
-    register_estimator,
-)
+from firm.alignment.estimator_config import DPOConfig, LossType
+from firm.alignment.estimators.estimator import MinibatchGradients, Policy
 from firm.alignment.pair_tokens import PairBatch
 from firm.alignment.policy import set_mode
-from firm.base.fields import NOT_IN_PAPER, BoundedInt, PositiveFloat, configuration
 from firm.base.quantities import PERCENT, Quantity, register
 from firm.base.schema import ByObjective, Finite, Share
 
@@ -60,92 +53,6 @@ register(
         axis={},
     ),
 )
-
-LossType = Literal[
-    "sigmoid",
-    "sigmoid_norm",
-    "hinge",
-    "ipo",
-    "robust",
-    "exo_pair",
-    "nca_pair",
-    "sppo_hard",
-    "apo_zero",
-    "apo_down",
-]
-
-
-@register_estimator
-@configuration(source=NOT_IN_PAPER)
-class DPOConfig(EstimatorConfig):
-    """Hyperparameters of direct preference optimisation; names and defaults follow TRL's."""
-
-    learns_from: ClassVar[str] = "pairs"
-    needs_independent_rows: ClassVar[bool] = True
-    shares_prompts: ClassVar[bool] = True
-
-    name: Literal["dpo"] = "dpo"
-    """Estimator."""
-    batch_size: BoundedInt = 16
-    """Pairs per local step, divided evenly among the objectives that a client has pairs of."""
-    minibatch_size: BoundedInt = 16
-    """Pairs per optimizer step; must divide batch_size."""
-    num_epochs: BoundedInt = 1
-    """Epochs over each batch."""
-    loss_type: LossType = "sigmoid"
-    """Loss of a pair, by its name in TRL. sigmoid: DPO; sigmoid_norm: DPO with log-probabilities
-    per token; hinge: SLiC (arXiv:2305.10425); ipo: IPO, per token (arXiv:2310.12036); robust: DPO
-    corrected for labels that are flipped with probability `label_smoothing` (arXiv:2403.00409);
-    exo_pair (arXiv:2402.00856); nca_pair (arXiv:2402.05369); sppo_hard (arXiv:2405.00675);
-    apo_zero and apo_down (arXiv:2408.06266)."""
-    beta: PositiveFloat = 0.1
-    """β: larger values keep the policy closer to the reference; the regularisation τ of ipo."""
-    label_smoothing: Annotated[float, Interval(ge=0, lt=0.5)] = 0.0
-    """Probability of a flipped label; for robust and exo_pair only."""
-    kl: KLConfig = field(default_factory=lambda: KLConfig(controller="fixed"))
-    """Not used: `beta` keeps the policy near the reference."""
-    reference_free: bool = False
-    """Use a uniform reference: the loss depends on the policy's log-probabilities alone."""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        smooths = self.loss_type in ("robust", "exo_pair")
-        if self.label_smoothing and not smooths:
-            raise ValueError(
-                f"label_smoothing must be 0 with loss_type {self.loss_type}, got "
-                f"{self.label_smoothing:g}; choose robust, or leave it out."
-            )
-        if self.loss_type == "exo_pair" and not self.label_smoothing:
-            raise ValueError(
-                "label_smoothing must be positive with loss_type exo_pair, got 0; set it to 0.001, "
-                "for example."
-            )
-        unused = {
-            "kl": KLConfig(controller="fixed"),
-            "missing_end_penalty": 0.0,
-            "max_approx_kl": EstimatorConfig.max_approx_kl,
-        }
-        for name, default in unused.items():
-            if getattr(self, name) != default:
-                raise ValueError(
-                    f"{name} must be left out with estimator dpo, which samples no replies, got "
-                    f"{getattr(self, name)}; beta keeps the policy near the reference."
-                )
-
-    @property
-    def compares_replies(self) -> bool:
-        """True: the two replies of a pair are compared with each other."""
-        return True
-
-    def estimator(
-        self,
-        policy: Policy,
-        *,
-        critic: torch.nn.Module | None,
-        optimizer: Callable[..., torch.optim.Optimizer],
-    ) -> "DPO":
-        """Returns a fresh estimator; see `EstimatorConfig`."""
-        return DPO(self, policy)
 
 
 class DPO:

@@ -4,16 +4,16 @@ Each estimator has its own file, with a configuration (``EstimatorConfig``) that
 estimator itself (``Estimator``), of which every learner has an instance.
 """
 
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
-from typing import Annotated, Any, ClassVar, Literal, Protocol, Self, TypeVar
+from typing import Any, Protocol, Self
 
 import torch
 
-from firm.alignment.advantages import MAX_KL_ERROR, KLConfig, masked_mean
-from firm.alignment.generation import RolloutConfig
+from firm.alignment.advantages import masked_mean
+from firm.alignment.rollout_config import RolloutConfig
 from firm.alignment.sequences import (
     BY_OBJECTIVE,
     SINGLE_PROCESS,
@@ -30,17 +30,7 @@ from firm.alignment.sequences import (
     set_preferences,
     token_scores,
 )
-from firm.base.fields import (
-    NOT_IN_PAPER,
-    BoundedInt,
-    NonNegativeFloat,
-    Paper,
-    PositiveFloat,
-    PositiveInt,
-    configuration,
-)
 from firm.base.quantities import Quantity, register
-from firm.base.registry import Registry
 from firm.federation.engines.processes import Team
 from firm.gradients.jacobian import jacobian
 from firm.gradients.per_sequence import BackwardPasses, PerSequenceGradients, taken_rows
@@ -273,127 +263,3 @@ class Estimator(Protocol):
     def restore(self, state: Mapping[str, Any]) -> None:
         """Restores a state, of which this estimator takes ownership."""
         ...
-
-
-@configuration
-class EstimatorConfig(ABC):
-    """Hyperparameters of a local step common to all estimators; defaults follow Appendix A.1.
-
-    Subclasses set the default of `name`, by which configurations select them.
-    """
-
-    learns_from: ClassVar[str] = "prompts"
-    """Examples of a batch: prompts, to which the policy replies, or pairs of ranked replies."""
-    needs_independent_rows: ClassVar[bool] = False
-    """True if gradients come from products per row, which rows that interact would falsify."""
-    shares_prompts: ClassVar[bool] = False
-    """True if batches have several replies to a prompt, and gradients allow for passes that take
-    the prompt once: they give `Policy.forward` the `expand` of `Policy.per_sequence`, and that the
-    weights."""
-
-    name: str = ""
-    """Estimator."""
-    batch_size: Annotated[BoundedInt, Paper("A.1", (16,))] = 16
-    """Responses per local step, each to a fresh prompt unless the estimator compares several
-    responses to the same prompt."""
-    minibatch_size: Annotated[BoundedInt, Paper("A.1", (8,))] = 8
-    """Responses per optimizer step; must divide batch_size."""
-    micro_batch_size: Annotated[PositiveInt | None, NOT_IN_PAPER] = None
-    """Responses per forward and backward pass, to limit memory and padding: those of similar length
-    share a pass. By default the whole minibatch. Gradients are accumulated over the minibatch,
-    which remains one optimizer step."""
-    num_epochs: Annotated[BoundedInt, Paper("A.1", (3,))] = 3
-    """Epochs over each batch."""
-    actor_learning_rate: Annotated[PositiveFloat, Paper("A.1")] = 6e-5
-    """Learning rate of the adapter."""
-    actor_optimizer: Annotated[Literal["adam", "sgd"], NOT_IN_PAPER] = "adam"
-    """Adam, or plain SGD as in Algorithm 1; the paper does not state which of them its experiments
-    used."""
-    learning_rate_schedule: Annotated[Literal["constant", "linear"], NOT_IN_PAPER] = "constant"
-    """Constant, or linear decay to zero over the rounds of the run, independent of a client's
-    participation."""
-    missing_end_penalty: Annotated[NonNegativeFloat, NOT_IN_PAPER] = 0.0
-    """Penalty subtracted from every reward of a response without an end token or stop string."""
-    max_gradient_norm: Annotated[PositiveFloat | None, NOT_IN_PAPER] = None
-    """Maximum norm of the combined gradient, which is clipped to it."""
-    max_approx_kl: Annotated[PositiveFloat | None, NOT_IN_PAPER] = 2.0
-    """KL of the update, in nats per token, above which a client skips the rest of its round: the
-    policy no longer resembles the one that sampled the batch. null: no limit."""
-    kl: KLConfig = field(default_factory=KLConfig)
-    """KL penalty and its controller."""
-
-    def __post_init__(self) -> None:
-        if self.batch_size % self.minibatch_size:
-            raise ValueError(
-                f"batch_size must be a multiple of minibatch_size, got {self.batch_size} "
-                f"and {self.minibatch_size}."
-            )
-        if self.batch_size % self.replies_per_prompt:
-            raise ValueError(
-                f"batch_size must be a multiple of the {self.replies_per_prompt} replies to a "
-                f"prompt, got {self.batch_size}."
-            )
-        if self.kl.horizon <= MAX_KL_ERROR * self.batch_size:
-            raise ValueError(
-                f"kl.horizon must exceed a fifth of batch_size ({self.batch_size}), got "
-                f"{self.kl.horizon}: otherwise one step of the controller could flip the penalty's "
-                "sign."
-            )
-
-    @classmethod
-    def forms(cls) -> list[type["EstimatorConfig"]]:
-        """Returns the registered configurations of this kind, distinguished by `name`."""
-        return [form for _, form in sorted(ESTIMATORS.items()) if issubclass(form, cls)]
-
-    @property
-    def replies_per_prompt(self) -> int:
-        """Number of replies to a prompt that the estimator compares."""
-        return 1
-
-    @property
-    def compares_replies(self) -> bool:
-        """True if a reply is compared with others to the same prompt, not with a common value."""
-        return self.replies_per_prompt > 1
-
-    @property
-    def num_prompts(self) -> int:
-        """Fresh prompts, or pairs, per local step."""
-        return self.batch_size // self.replies_per_prompt
-
-    def new_critic(self, policy: Any, num_objectives: int) -> torch.nn.Module | None:
-        """Returns a new critic, trained by Adam, or None if the estimator has none.
-
-        The policy, with its adapter, may be on the meta device.
-        """
-        return None
-
-    @abstractmethod
-    def estimator(
-        self,
-        policy: Policy,
-        *,
-        critic: torch.nn.Module | None,
-        optimizer: Callable[..., torch.optim.Optimizer],
-    ) -> Estimator:
-        """Returns a new estimator on the shared policy.
-
-        Args:
-            policy: The policy.
-            critic: The estimator's own copy of the critic from `new_critic`.
-            optimizer: Adam factory, called with parameters and `lr`.
-        """
-
-
-ESTIMATORS: Registry[str, type[EstimatorConfig]] = Registry("estimator")
-"""Configurations of all estimators, by name."""
-
-Config = TypeVar("Config", bound=type[EstimatorConfig])
-
-
-def register_estimator(config: Config) -> Config:
-    """Registers an estimator by its configuration; a class decorator.
-
-    Raises:
-        ValueError: When the name is taken or missing.
-    """
-    return ESTIMATORS.add(config.__dataclass_fields__["name"].default, config)

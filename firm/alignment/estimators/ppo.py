@@ -7,7 +7,7 @@ coefficient it equals TRL's PPO bit for bit.
 import copy
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Annotated, Any, Literal
+from typing import Any
 
 import torch
 from transformers import (
@@ -23,16 +23,15 @@ from firm.alignment.advantages import (
     whiten,
     whiten_together,
 )
+from firm.alignment.estimator_config import PPOConfig
 from firm.alignment.estimators.estimator import (
     APPROX_KL,
     LOG_RATIO,
-    EstimatorConfig,
     Experience,
     MinibatchGradients,
     Policy,
     approx_kl,
     mean_square_log_ratio,
-    register_estimator,
 )
 from firm.alignment.policy import set_mode
 from firm.alignment.sequences import (
@@ -40,14 +39,6 @@ from firm.alignment.sequences import (
     INVALID_LOGPROB,
     Rollouts,
     Sequences,
-)
-from firm.base.fields import (
-    NOT_IN_PAPER,
-    Fraction,
-    NonNegativeFloat,
-    Paper,
-    PositiveFloat,
-    configuration,
 )
 from firm.base.quantities import Quantity, register
 from firm.base.schema import Share
@@ -59,63 +50,23 @@ register(
 )
 
 
-@register_estimator
-@configuration
-class PPOConfig(EstimatorConfig):
-    """Hyperparameters of PPO; defaults follow Appendix A.1."""
+def new_critic(kind: str, policy: Any, num_objectives: int) -> torch.nn.Module:
+    """Returns value heads, or a sequence classifier of the policy's architecture.
 
-    name: Literal["ppo"] = "ppo"
-    """Estimator."""
-    critic_learning_rate: Annotated[PositiveFloat, Paper("A.1")] = 1e-4
-    """Learning rate of the critic."""
-    critic: Annotated[Literal["heads", "network"], NOT_IN_PAPER] = "heads"
-    """Critic. heads: one linear value head per objective on the policy's last hidden state,
-    detached, as T-FIRM's linear critic; network: a separate value network with one output per
-    objective."""
-    clip_range: Annotated[PositiveFloat, NOT_IN_PAPER] = 0.2
-    """Clip range of the probability ratio, 1 ± this."""
-    value_clip_range: Annotated[NonNegativeFloat, NOT_IN_PAPER] = 0.2
-    """Clip range of new values around the old ones."""
-    gamma: Annotated[Fraction, NOT_IN_PAPER] = 1.0
-    """Discount per token."""
-    gae_lambda: Annotated[Fraction, NOT_IN_PAPER] = 0.95
-    """λ of generalised advantage estimation."""
-    whiten_rewards: Annotated[bool, NOT_IN_PAPER] = False
-    """Scale per-token rewards to unit variance."""
-    advantage_scale: Annotated[Literal["by_objective", "shared"], NOT_IN_PAPER] = "by_objective"
-    """Scaling of advantages. by_objective: each objective's are whitened separately (with fixed
-    weights this is GDPO, arXiv:2601.05242: normalise, then sum); shared: all are scaled by a common
-    factor, which preserves the relative spread of the rewards (with fixed weights: linear
-    scalarisation)."""
-
-    def new_critic(self, policy: Any, num_objectives: int) -> torch.nn.Module:
-        """Returns value heads, or a sequence classifier of the policy's architecture.
-
-        Raises:
-            ValueError: When transformers has no sequence classifier of the architecture.
-        """
-        if self.critic == "heads":
-            return ValueHeads(policy.config.get_text_config().hidden_size, num_objectives)
-        architecture: Any = copy.deepcopy(policy.get_base_model().config.get_text_config())
-        if type(architecture) not in MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING:
-            raise ValueError(
-                "estimator.critic must be heads for the policy's architecture "
-                f"{architecture.model_type}, for which transformers has no sequence classifier, "
-                f"got {self.critic}."
-            )
-        architecture.num_labels = num_objectives
-        return AutoModelForSequenceClassification.from_config(architecture).eval()
-
-    def estimator(
-        self,
-        policy: Policy,
-        *,
-        critic: torch.nn.Module | None,
-        optimizer: Callable[..., torch.optim.Optimizer],
-    ) -> "PPO":
-        """Returns a fresh estimator; see `EstimatorConfig`."""
-        assert critic is not None
-        return PPO(self, policy, critic, optimizer)
+    Raises:
+        ValueError: When transformers has no sequence classifier of the architecture.
+    """
+    if kind == "heads":
+        return ValueHeads(policy.config.get_text_config().hidden_size, num_objectives)
+    architecture: Any = copy.deepcopy(policy.get_base_model().config.get_text_config())
+    if type(architecture) not in MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING:
+        raise ValueError(
+            "estimator.critic must be heads for the policy's architecture "
+            f"{architecture.model_type}, for which transformers has no sequence classifier, "
+            f"got {kind}."
+        )
+    architecture.num_labels = num_objectives
+    return AutoModelForSequenceClassification.from_config(architecture).eval()
 
 
 class ValueHeads(torch.nn.Module):

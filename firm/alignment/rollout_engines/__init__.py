@@ -4,21 +4,17 @@ Configurations select an engine by its `name`. To add one, write a file with a c
 decorated with `register_rollout_engine` and an implementation of `RolloutEngine`.
 """
 
-from firm.alignment.rollout_engines.engine import (
+from firm.alignment.rollout_config import (
     ROLLOUT_ENGINES,
-    RolloutEngine,
     RolloutEngineConfig,
-    SampleRequest,
-    Samples,
     SeparateEngineConfig,
+    TransformersConfig,
+    VLLMConfig,
     register_rollout_engine,
 )
-from firm.alignment.rollout_engines.transformers import (
-    TransformersConfig,
-    TransformersEngine,
-    generate,
-)
-from firm.alignment.rollout_engines.vllm import VLLMConfig, VLLMEngine
+from firm.alignment.rollout_engines.engine import RolloutEngine, SampleRequest, Samples
+from firm.alignment.rollout_engines.transformers import TransformersEngine, generate
+from firm.alignment.rollout_engines.vllm import VLLMEngine
 
 __all__ = [
     "ROLLOUT_ENGINES",

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import torch
 from transformers import (
@@ -14,13 +14,7 @@ from transformers import (
 )
 
 from firm.alignment.decoding import SamplingState, decode_, random_numbers, sampled_tokens
-from firm.alignment.rollout_engines.engine import (
-    RolloutEngine,
-    RolloutEngineConfig,
-    SampleRequest,
-    Samples,
-    register_rollout_engine,
-)
+from firm.alignment.rollout_engines.engine import SampleRequest, Samples
 from firm.alignment.sequences import (
     INVALID_LOGPROB,
     TEMPERATURE_GUARD,
@@ -30,31 +24,9 @@ from firm.alignment.sequences import (
     set_preferences,
     shares_prompts,
 )
-from firm.base.fields import NOT_IN_PAPER, configuration
 
 if TYPE_CHECKING:  # its default is the configuration below
-    from firm.alignment.generation import RolloutConfig
-
-
-@register_rollout_engine
-@configuration(source=NOT_IN_PAPER)
-class TransformersConfig(RolloutEngineConfig):
-    """The policy's own passes."""
-
-    name: Literal["transformers"] = "transformers"
-    """Rollout engine."""
-
-    def engine(
-        self, policy: Any, tokenizer: PreTrainedTokenizerBase, config: "RolloutConfig"
-    ) -> "TransformersEngine":
-        """Returns the engine; see `RolloutEngineConfig`."""
-        return TransformersEngine(policy, tokenizer)
-
-    def stacked(
-        self, engine: RolloutEngine, joint: Callable[[list[SampleRequest]], Sequence[Samples]]
-    ) -> RolloutEngine:
-        """Returns an engine that samples by joint passes; see `RolloutEngineConfig`."""
-        return _JointEngine(joint)
+    from firm.alignment.rollout_config import RolloutConfig
 
 
 class TransformersEngine:
@@ -80,7 +52,7 @@ class TransformersEngine:
         return Samples(*generate(self._model, request, self._tokenizer))
 
 
-class _JointEngine:
+class JointEngine:
     """Samples for several adapters by the policy's joint passes; implements `RolloutEngine`."""
 
     def __init__(self, joint: Callable[[list[SampleRequest]], Sequence[Samples]]) -> None:

@@ -16,31 +16,21 @@ import tempfile
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import field
 from importlib import import_module
-from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import torch
-from annotated_types import Interval
-from transformers import PreTrainedTokenizerBase
 
 from firm.alignment.adapter_files import lora_state, save_state
 from firm.alignment.adapters.conditioned import fold, is_conditioned
 from firm.alignment.policy import is_gguf
-from firm.alignment.rollout_engines.engine import (
-    SampleRequest,
-    Samples,
-    SeparateEngineConfig,
-    register_rollout_engine,
-)
+from firm.alignment.rollout_config import VLLMConfig
+from firm.alignment.rollout_engines.engine import SampleRequest, Samples
 from firm.alignment.sequences import INVALID_LOGPROB
-from firm.base.extras import install_command
-from firm.base.fields import NOT_IN_PAPER, PositiveFloat, configuration
 
 if TYPE_CHECKING:  # it imports this package
-    from firm.alignment.generation import RolloutConfig
+    from firm.alignment.rollout_config import RolloutConfig
 
 RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 """Maximum ranks that vLLM supports."""
@@ -56,56 +46,6 @@ ENVIRONMENT = {
 
 
 _VISIBLE = "CUDA_VISIBLE_DEVICES"
-
-
-@register_rollout_engine
-@configuration(source=NOT_IN_PAPER)
-class VLLMConfig(SeparateEngineConfig):
-    """A copy of the base model in vLLM, which takes the adapters of many rows in one batch."""
-
-    name: Literal["vllm"] = "vllm"
-    """Rollout engine."""
-    max_loras: Annotated[int, Interval(ge=1, le=1024)] = 16
-    """Largest number of adapters in a batch of vLLM, which reserves memory for each. An adapter at
-    each of several preferences counts as several."""
-    cache_gb: PositiveFloat = 1.0
-    """Memory of vLLM's key-value cache in GiB."""
-    devices: list[Annotated[int, Interval(ge=0, le=1023)]] | None = None
-    """GPUs on which vLLM samples, by index, with each layer divided among several; null: the
-    policy's. Others than the policy's keep its memory free for training."""
-    options: dict[str, Any] = field(default_factory=dict)
-    """Further arguments of `vllm.LLM`, such as {gpu_memory_utilization: 0.5}."""
-
-    def __post_init__(self) -> None:
-        devices = self.devices
-        if devices is not None and not 0 < len(devices) == len({*devices}):
-            raise ValueError(
-                f"rollout.engine.devices must be distinct indices of GPUs, or null, got {devices}."
-            )
-
-    @property
-    def own_devices(self) -> tuple[str, ...]:
-        """Names of the GPUs on which vLLM samples; see `RolloutEngineConfig`."""
-        return tuple(f"cuda:{index}" for index in self.devices or ())
-
-    def num_bytes(self, policy_bytes: int, adapter_bytes: int) -> int:
-        """Returns the bytes of the copy, of the cache and of `max_loras` adapters."""
-        return policy_bytes + int(self.cache_gb * 2**30) + self.max_loras * adapter_bytes
-
-    def engine(
-        self, policy: Any, tokenizer: PreTrainedTokenizerBase, config: "RolloutConfig"
-    ) -> "VLLMEngine":
-        """Returns the engine, which starts vLLM when it first samples.
-
-        Raises:
-            ValueError: When vLLM is not installed, or does not support the policy.
-        """
-        if find_spec("vllm") is None:
-            raise ValueError(
-                "rollout.engine.name vllm needs the package vllm, which is not installed: "
-                f"{install_command('vllm')}, or use rollout.engine.name transformers."
-            )
-        return VLLMEngine(self, policy, config)
 
 
 class VLLMEngine:

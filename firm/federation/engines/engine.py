@@ -3,9 +3,8 @@
 import errno
 import os
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol
 
-from firm.base.registry import Registry
 from firm.base.sanitize import printable
 from firm.base.state import State
 from firm.federation.client import Failure, Reply
@@ -47,20 +46,6 @@ class Engine(Protocol):
 
 EngineFactory = Callable[..., Engine]
 """Builds an engine in this process from its clients, with the options of ``LocalEngine``."""
-
-ENGINES: Registry[str, EngineFactory] = Registry("engine")
-"""Engines that a configuration may choose, by name."""
-
-Factory = TypeVar("Factory", bound=EngineFactory)
-
-
-def engine(name: str) -> Callable[[Factory], Factory]:
-    """Returns a decorator that registers an engine, or a function that builds one, under a name.
-
-    Raises:
-        ValueError: The name is taken.
-    """
-    return ENGINES.register(name)
 
 
 def checked_reply(

@@ -19,11 +19,11 @@ from firm.base.errors import TeamLost
 from firm.base.state import State
 from firm.base.user_code import ENDS
 from firm.federation.client import Client, Failure, Reply
+from firm.federation.engine_registry import engine
 from firm.federation.engines.engine import (
     check_states,
     checked_reply,
     divided,
-    engine,
     error_kind,
     request_sizes,
     tell_finished,

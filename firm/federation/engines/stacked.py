@@ -5,7 +5,8 @@ from functools import partial
 from typing import Any
 
 from firm.federation.client import Client, Failure, Reply
-from firm.federation.engines.engine import divided, engine, request_sizes
+from firm.federation.engine_registry import engine
+from firm.federation.engines.engine import divided, request_sizes
 from firm.federation.engines.local import LocalEngine
 from firm.federation.lockstep import clock, lockstep
 from firm.federation.messages import Request

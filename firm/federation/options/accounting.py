@@ -23,9 +23,9 @@ from firm.base.extras import install_command
 from firm.base.quantities import Quantity, register
 from firm.base.schema import Finite, NonNegative, Share
 from firm.base.state import State
-from firm.federation.messages import Update
 
 if TYPE_CHECKING:
+    from firm.federation.messages import Update
     from firm.federation.options.privacy import PrivacyConfig
 
 
@@ -86,7 +86,7 @@ def gaussian_epsilon(
 def spend(
     cfg: "PrivacyConfig",
     ledger: State,
-    updates: Sequence[Update],
+    updates: Sequence["Update"],
     *,
     asked: Sequence[str],
     num_clients: int,
@@ -160,7 +160,7 @@ def message_epsilon(cfg: "PrivacyConfig", num_messages: int) -> float:
     return _compose(message, statistics, cfg.delta)
 
 
-def share_clipped(updates: Sequence[Update]) -> State:
+def share_clipped(updates: Sequence["Update"]) -> State:
     """Returns {"clipped": mean of the clients' reports}; empty without reports."""
     shares = [update.metrics["clipped"] for update in updates if "clipped" in update.metrics]
     return {"clipped": fmean(shares)} if shares else {}

@@ -6,7 +6,7 @@ mean(B)·mean(A) differs from mean(B·A), which is computed here and truncated t
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import ClassVar, Literal
+from typing import ClassVar
 
 import torch
 
@@ -14,8 +14,6 @@ from firm.federation.aggregation import Mean, ServerStep, Transform
 from firm.federation.client import Adapter
 from firm.federation.option import Need, Option
 from firm.federation.round_config import RoundConfig
-
-LoraMean = Literal["factors", "products"]
 
 RANK_TOLERANCE = 1e-8
 """Singular values below this share of the largest count as zero; float32 resolves 6e-8."""

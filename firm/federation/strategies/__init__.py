@@ -1,16 +1,11 @@
 """Strategies: each file implements and registers one paper's algorithm, written as one round.
 
-Every module in this package is imported, so that ``STRATEGIES`` contains all of them. Strategies of
-other packages are registered by the same decorator when they are imported (a configuration's
-``plugins``).
+Their configurations are in ``firm.federation.strategy_configs``; a strategy is imported when it is
+first used. Strategies of other packages are registered, with their configurations, by the decorator
+``strategy`` when they are imported (a configuration's ``plugins``).
 """
 
-from importlib import import_module
-from pkgutil import iter_modules
-
+import firm.federation.strategy_configs  # noqa: F401  # registers the shipped ones
 from firm.federation.strategy import STRATEGIES, StrategyConfig, strategy
-
-for _module in iter_modules(__path__):
-    import_module(f"{__name__}.{_module.name}")
 
 __all__ = ["STRATEGIES", "StrategyConfig", "strategy"]

@@ -6,37 +6,17 @@ Mohri et al. (2019), "Agnostic Federated Learning", arXiv:1902.00146, in the for
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Any
 
 import torch
 
-from firm.base.fields import Hint, NonNegativeFloat, configuration
 from firm.federation.aggregation import by_client, moved, server_step
 from firm.federation.engines.engine import Engine
 from firm.federation.rounds import Round, losses_of
 from firm.federation.server import ServerState
-from firm.federation.strategies.fedavg import ScalarConfig
 from firm.federation.strategy import strategy
+from firm.federation.strategy_configs import AflConfig
 from firm.solvers.projections import project_to_simplex
-
-
-@configuration
-class AflConfig(ScalarConfig):
-    """Options of AFL; γ_w is the server learning rate."""
-
-    name: Literal["afl"] = "afl"
-    """Strategy."""
-    weights_learning_rate: NonNegativeFloat = 0.1
-    """Step size γ_λ of the ascent on the clients' weights."""
-    average_iterates: bool = False
-    """Return the mean of all rounds' iterates, as in Mohri et al., instead of the last
-    one; training always continues from the last."""
-
-    aggregation: Annotated[Literal["uniform"], Hint("AFL learns the clients' weights")] = "uniform"
-    """Fixed, because AFL learns the clients' weights."""
-
-    averages: ClassVar[bool] = False
-    reads_losses: ClassVar[bool] = True
 
 
 @strategy

@@ -5,99 +5,16 @@ with any number of constraints and local training on clients.
 """
 
 from collections.abc import Sequence
-from dataclasses import field
 from statistics import fmean
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Any
 
-from firm.base.fields import Hint, PositiveFloat, configuration
-from firm.base.quantities import Quantity, register
-from firm.base.registry import did_you_mean
-from firm.base.schema import ByObjective, Finite, NonNegative
 from firm.federation.engines.engine import Engine
-from firm.federation.messages import DECIDED_BY_SERVER, Request, Update
+from firm.federation.messages import Update
 from firm.federation.rounds import Round
 from firm.federation.server import ServerState
-from firm.federation.strategy import StrategyConfig, strategy
+from firm.federation.strategy import strategy
+from firm.federation.strategy_configs import ConstrainedConfig
 from firm.solvers.checks import as_shares
-
-register(
-    Quantity("rewards", type=ByObjective[Finite | None]),
-    Quantity(
-        "multipliers",
-        "Multipliers of the constraints",
-        "multiplier",
-        "A constraint's multiplier grows by multiplier_learning_rate times the reward that its "
-        "objective lacks, and falls to zero while the constraint holds.",
-        kind="round",
-        type=ByObjective[NonNegative],
-        section="training",
-    ),
-)
-
-
-@configuration
-class ConstrainedConfig(StrategyConfig):
-    """Options of dual ascent on constraints."""
-
-    name: Literal["constrained"] = "constrained"
-    """Strategy."""
-    min_rewards: dict[str, float] = field(default_factory=dict)
-    """Constraints: the minimum expected reward in [0, 1] of objectives by name."""
-    weights: Annotated[
-        tuple[float, ...] | None, Hint("null weights those without a constraint equally")
-    ] = None
-    """Weight w of each objective in what is maximised, scaled to sum 1; null weights the objectives
-    without a constraint equally, and the others by 0."""
-    multiplier_learning_rate: PositiveFloat = 1.0
-    """Step size η of the ascent on the constraints' multipliers. The default moves a multiplier by
-    0.1 in a round in which its objective lacks a reward of 0.1."""
-
-    reads_rewards: ClassVar[bool] = True
-
-    def __post_init__(self) -> None:
-        for name, bound in self.min_rewards.items():
-            if not 0 <= bound <= 1:
-                raise ValueError(f"min_rewards.{name} must be in [0, 1], got {bound:g}.")
-        if self.weights is not None:
-            as_shares(self.weights, len(self.weights), name="weights")
-        super().__post_init__()
-
-    def check(self, objectives: Sequence[str]) -> None:
-        """Raises ``ValueError`` if the constraints do not fit these objectives."""
-        if not self.min_rewards:
-            raise ValueError(
-                "min_rewards must have at least one constraint, got none: set for example "
-                "min_rewards {harmless: 0.6}, or use strategy fedavg."
-            )
-        for name in self.min_rewards:
-            if name not in objectives:
-                raise ValueError(
-                    f"min_rewards has the unknown objective {name!r}; choose from "
-                    f"{', '.join(objectives)}{did_you_mean(name, objectives)}"
-                )
-        if self.weights is None and len(self.min_rewards) == len(objectives):
-            raise ValueError(
-                "min_rewards constrains all objectives, so weights must say what is maximised, got "
-                "null: set weights, or leave one objective without a constraint."
-            )
-        self.base_weights(objectives)
-
-    def base_weights(self, objectives: Sequence[str]) -> list[float]:
-        """Returns the weights w of what is maximised, shape [M], which sum to 1."""
-        own = self.weights or [float(name not in self.min_rewards) for name in objectives]
-        return as_shares(own, len(objectives), name="weights").tolist()
-
-    def local_training(self) -> dict[str, Any]:
-        """Returns the fields of each round's ``LocalTraining`` request, without the weights."""
-        return {
-            **self.training(),
-            "weighting": "fixed",
-            "weighting_options": DECIDED_BY_SERVER,
-        }
-
-    def requests(self, objectives: Sequence[str]) -> dict[type[Request], dict[str, Any]]:
-        """Returns the requests of a round; see ``StrategyConfig``."""
-        return self.training_requests(self.local_training())
 
 
 @strategy
@@ -119,7 +36,7 @@ def constrained(
     """
     this_round = Round(state, clients, engine, cfg)
     multipliers = dict.fromkeys(cfg.min_rewards, 0.0) | state.memory.get("multipliers", {})
-    base = cfg.base_weights(state.objectives)
+    base = as_shares(cfg.base_weights(state.objectives), len(state.objectives), name="weights")
     total = [w + multipliers.get(n, 0.0) for n, w in zip(state.objectives, base, strict=True)]
     weights = as_shares(total, len(total), name="weights").tolist()
 

@@ -5,17 +5,14 @@ arXiv:2410.16398: Algorithms 1 to 3 and 6, 9 and 10 as in the theory.
 """
 
 from collections.abc import Sequence
-from typing import Annotated, Any, Literal
+from typing import Any
 
-import numpy as np
 import torch
 
-from firm.base.fields import NOT_IN_PAPER, BoundedInt, PositiveInt, configuration
 from firm.federation.diagnostics import stationarity
 from firm.federation.engines.engine import Engine
 from firm.federation.gram_estimate import (
     Estimate,
-    GramConfig,
     estimate_gram,
     estimate_two_sample_gram,
     train_on_sum,
@@ -24,6 +21,7 @@ from firm.federation.rivals import FLOAT_BYTES, RIVALS, Rival
 from firm.federation.rounds import Round
 from firm.federation.server import ServerState
 from firm.federation.strategy import strategy
+from firm.federation.strategy_configs import FedCmooConfig
 from firm.solvers.fedcmoo import fedcmoo_weights
 from firm.solvers.projections import project_to_simplex
 from firm.solvers.regularised import firm_weights
@@ -35,62 +33,6 @@ RIVALS["FedCMOO-A"] = Rival(  # one-way FedCMOO without a compressor, on adapter
     ),
     f"the adapter and an uncompressed Jacobian of M × d numbers of {FLOAT_BYTES} bytes",
 )
-
-BIASED = ("low_rank", "top_k", "random_mask")
-"""Compressors that are not unbiased, as Assumption 5 requires."""
-
-
-@configuration
-class FedCmooConfig(GramConfig):
-    """Options of FedCMOO."""
-
-    name: Literal["fedcmoo"] = "fedcmoo"
-    """Strategy."""
-    gram_clients: PositiveInt | None = None
-    """Clients n' in each of the two samples; null uses the number of clients that train."""
-    solver: Literal["steps", "exact", "upgrad"] = "steps"
-    """Solver of the weights. steps: projected gradient steps from the last round's weights
-    (Algorithm 2); exact: the exact solution (Eq. 3); upgrad: UPGrad (``upgrad_weights``), a
-    different algorithm that needs the extra torchjd."""
-    step_size: float = 0.001
-    """Step size β of Algorithm 2."""
-    num_steps: BoundedInt = 1000
-    """Steps K of Algorithm 2; the theory uses 1."""
-    normalize_gram: Annotated[bool, NOT_IN_PAPER] = True
-    """Normalise the Gram matrix. The steps divide it by the squared mean gradient norm,
-    as in the authors' experiments, which makes the step size scale-invariant; the exact solver
-    divides it by the mean of its diagonal, which does the same for β (Eq. 9 of FIRM)."""
-    beta: Annotated[float, NOT_IN_PAPER] = 0.0
-    """Strength of FIRM's regularisation β of the exact solution towards uniform weights."""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.solver == "upgrad":
-            upgrad_weights(torch.eye(1))  # raises if TorchJD is missing
-        firm_weights(np.eye(1), beta=self.beta)
-        if self.beta > 0 and self.solver != "exact":
-            raise ValueError(f"beta requires solver exact, got {self.beta} with {self.solver}.")
-        num_steps = min(1, self.num_steps)
-        fedcmoo_weights(np.ones(1), np.eye(1), step_size=self.step_size, num_steps=num_steps)
-        if self.communication != "two_sample":
-            if self.gram_clients is not None:
-                raise ValueError("gram_clients requires communication two_sample.")
-            return
-        if self.gram_clients is not None and self.gram_clients <= len(self.always):
-            raise ValueError(
-                f"gram_clients must exceed the number of clients in always, {len(self.always)}, "
-                f"got {self.gram_clients}."
-            )
-        if self.compressor in BIASED:
-            raise ValueError(
-                f"communication two_sample needs an unbiased compressor, got {self.compressor}; "
-                "use quantizing, count_sketch, hybrid or none."
-            )
-        if self.solver != "steps" or self.normalize_gram:
-            raise ValueError(
-                "communication two_sample estimates a matrix that may be indefinite; use solver "
-                "steps and normalize_gram false, as in the theory."
-            )
 
 
 @strategy

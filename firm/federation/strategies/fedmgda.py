@@ -5,11 +5,10 @@ Algorithm 1 with Eq. 22, 23 and 25; MGDA-Prox with a proximal term in the local 
 """
 
 from collections.abc import Sequence
-from typing import Any, ClassVar, Literal
+from typing import Any
 
 import torch
 
-from firm.base.fields import Fraction, configuration
 from firm.federation.aggregation import (
     by_client,
     per_length,
@@ -22,26 +21,10 @@ from firm.federation.aggregation import (
 from firm.federation.engines.engine import Engine
 from firm.federation.rounds import Round
 from firm.federation.server import ServerState
-from firm.federation.strategies.fedavg import ScalarConfig
 from firm.federation.strategy import strategy
+from firm.federation.strategy_configs import FedMgdaConfig
 from firm.gradients.jacobian import gram_matrix
 from firm.solvers.min_norm import min_norm_weights
-
-
-@configuration
-class FedMgdaConfig(ScalarConfig):
-    """Options of FedMGDA+; FedMGDA is the same without normalisation."""
-
-    name: Literal["fedmgda"] = "fedmgda"
-    """Strategy."""
-    normalize_updates: bool = True
-    """Normalise every update to norm 1 first (FedMGDA+); a zero update stays zero."""
-    epsilon: Fraction = 1.0
-    """Maximum deviation ε of a client's weight from its aggregation weight λ₀ (Eq. 25): 0 is FedAvg
-    (FedAvg-n with normalisation), 1 is unconstrained."""
-
-    averages: ClassVar[bool] = False
-    solves_on_server: ClassVar[bool] = True
 
 
 @strategy

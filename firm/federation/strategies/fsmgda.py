@@ -13,18 +13,18 @@ rounds.
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any, ClassVar, Literal
+from typing import Any
 
-from firm.base.fields import PositiveFloat, configuration
 from firm.federation.aggregation import moved, server_step, shares, update_matrix, weighted_mean
 from firm.federation.client import Reply
 from firm.federation.engines.engine import Engine
-from firm.federation.messages import Request, Update
+from firm.federation.messages import Update
 from firm.federation.objective_training import ObjectiveTraining, ObjectiveUpdates
 from firm.federation.rivals import RIVALS, Rival
 from firm.federation.rounds import Round
 from firm.federation.server import ServerState, too_long
-from firm.federation.strategy import StrategyConfig, strategy
+from firm.federation.strategy import strategy
+from firm.federation.strategy_configs import FsmgdaConfig
 from firm.gradients.jacobian import gram_matrix
 from firm.solvers.min_norm import min_norm_weights
 
@@ -32,40 +32,6 @@ RIVALS["FSMGDA"] = Rival(
     lambda num_objectives, num_trainable, adapter_bytes: num_objectives * adapter_bytes,
     "one adapter for each objective",
 )
-
-
-@configuration
-class FsmgdaConfig(StrategyConfig):
-    """Options of FSMGDA."""
-
-    name: Literal["fsmgda"] = "fsmgda"
-    """Strategy."""
-    server_learning_rate: PositiveFloat = 1.0
-    """Factor of the combined update, a difference of parameters. The paper's global learning rate
-    η_t multiplies sums of gradients; with SGD it equals this factor times the local learning
-    rate."""
-    gram_columns: Literal["shared", "all"] = "shared"
-    """Parameters used to compute the weights: the shared ones, or all, including the objectives'
-    heads. The paper's models have shared parameters only."""
-
-    averages: ClassVar[bool] = False
-    solves_on_server: ClassVar[bool] = True
-
-    def __post_init__(self) -> None:
-        if self.share_gram:
-            raise ValueError(
-                "fsmgda does not support share_gram: its clients train one objective at a time."
-            )
-        if self.upload is not None:
-            raise ValueError(
-                "upload supports one update per client, but fsmgda sends one per objective; it "
-                f"must be null, got {self.upload.bits} bits."
-            )
-        super().__post_init__()
-
-    def requests(self, objectives: Sequence[str]) -> dict[type[Request], dict[str, Any]]:
-        """Returns the requests of a round; see ``StrategyConfig``."""
-        return {ObjectiveTraining: self.local_work()}
 
 
 @strategy

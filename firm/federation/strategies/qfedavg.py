@@ -4,48 +4,17 @@ Li et al. (2020), "Fair Resource Allocation in Federated Learning", arXiv:1905.1
 """
 
 from collections.abc import Sequence
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Any
 
-from firm.base.fields import Hint, NonNegativeFloat, PositiveFloat, configuration
 from firm.federation.aggregation import by_client, moved, per_length, update_lengths, zero_updates
 from firm.federation.engines.engine import Engine
 from firm.federation.rounds import Round, losses_of
 from firm.federation.server import ServerState
-from firm.federation.strategies.fedavg import ScalarConfig
 from firm.federation.strategy import strategy
+from firm.federation.strategy_configs import QFedAvgConfig
 
 MIN_LOSS = 1e-10
 """Lower bound of losses, since the power q - 1 of a zero loss is infinite for q < 1."""
-
-
-@configuration
-class QFedAvgConfig(ScalarConfig):
-    """Options of q-FedAvg."""
-
-    name: Literal["qfedavg"] = "qfedavg"
-    """Strategy."""
-    q: NonNegativeFloat = 1.0
-    """Exponent q of the losses: 0 is FedAvg with uniform weights; large q focuses on the worst
-    client."""
-    lipschitz: PositiveFloat = 1.0
-    """Estimate of the Lipschitz constant L of the losses' gradients at q = 0. Li et al. use one
-    over the local learning rate; Hu et al. tried 0.1, 1 and 10."""
-    normalize_updates: bool = False
-    """Normalise every update to norm 1 first, which Hu et al. found unstable for large
-    q. A zero update stays zero."""
-
-    losses: Literal["mean", "total"] = "mean"
-    """Definition of F_k: the client's mean loss, as in Li et al., or its total, the mean times the
-    number of examples, with which large clients dominate at large q. Hu et al. use the total, as
-    the sum of their batches' mean losses."""
-
-    aggregation: Annotated[Literal["uniform"], Hint("q-FedAvg weights clients by their losses")] = (
-        "uniform"
-    )
-    """Fixed, because q-FedAvg weights clients by their losses."""
-
-    averages: ClassVar[bool] = False
-    reads_losses: ClassVar[bool] = True
 
 
 @strategy

@@ -12,7 +12,7 @@ from transformers import AutoModelForSequenceClassification, PretrainedConfig
 from firm.alignment.hyperparameters import hyperparameters
 from firm.alignment.placement import bytes_by_device, devices_by_module
 from firm.alignment.policy import adapter_parameters, read_architecture, read_tokenizer
-from firm.alignment.rollout_engines import TransformersConfig
+from firm.alignment.rollout_config import TransformersConfig
 from firm.alignment.sharding import gathered_bytes, part_bytes
 from firm.base.devices import dtype_note, named_device
 from firm.base.sanitize import first_line
@@ -38,7 +38,8 @@ from firm.jobs.plan.record import (
 from firm.jobs.plan.rehearsal import policy_without_storage, rehearsed
 from firm.jobs.plan.seconds import estimated_seconds
 from firm.jobs.plan.traffic import Traffic, num_passes, round_traffic
-from reward_models.registry import RewardModelConfig, owners
+from reward_models.config import RewardModelConfig
+from reward_models.registry import owners
 from reward_models.sequence_classifier import adapter_base, adapter_sizes
 
 LEFT_OUT = (

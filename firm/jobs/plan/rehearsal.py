@@ -24,10 +24,11 @@ from transformers import AutoModelForCausalLM, PretrainedConfig
 
 from firm.alignment.decoding import random_numbers, sampled_tokens
 from firm.alignment.pair_tokens import PairBatch
-from firm.alignment.policy import PolicyConfig, add_adapter, set_mode
+from firm.alignment.policy import add_adapter, set_mode
+from firm.alignment.policy_config import PolicyConfig
 from firm.alignment.prompts import Prompt
 from firm.alignment.rollout import Sampler
-from firm.alignment.rollout_engines import TransformersConfig
+from firm.alignment.rollout_config import TransformersConfig
 from firm.alignment.sequences import Queries, Rollouts, cached_pass, set_preferences
 from firm.alignment.stacked.trainer import stacked_trainers
 from firm.alignment.trainer import Learner, MultiObjectiveTrainer

@@ -21,8 +21,9 @@ from firm.alignment.sequences import Sequences, forward, response_logprobs, set_
 from firm.alignment.stacked.trainer import stacked_trainers
 from firm.federation import LocalEngine, RandomStream, ServerState
 from firm.federation.engines.stacked import StackedEngine
-from firm.federation.strategies.fedavg import FedAvgConfig, fedavg
-from firm.federation.strategies.firm import FirmConfig, firm_round
+from firm.federation.strategies.fedavg import fedavg
+from firm.federation.strategies.firm import firm_round
+from firm.federation.strategy_configs import FedAvgConfig, FirmConfig
 from firm.federation.training import LocalTraining, local_training
 from firm.gradients import gram_matrix
 from firm.solvers import firm_weights

@@ -28,7 +28,8 @@ from firm.alignment.sequences import forward, response_logprobs, set_preferences
 from firm.alignment.stacked.trainer import stacked_trainers
 from firm.federation import LocalEngine, RandomStream, ServerState
 from firm.federation.engines.stacked import StackedEngine
-from firm.federation.strategies.firm import FirmConfig, firm_round
+from firm.federation.strategies.firm import firm_round
+from firm.federation.strategy_configs import FirmConfig
 from tests.cabs import PROMPTS, TOKENS
 
 LORA = LoraSettings(r=3, alpha=6.0, dropout=0.0, target_modules=["q_proj", "v_proj"])

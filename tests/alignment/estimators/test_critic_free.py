@@ -13,11 +13,8 @@ from hypothesis import strategies as st
 from peft import LoraConfig, get_peft_model
 from trl import GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer
 
-from firm.alignment.estimators.critic_free import (
-    CriticFreeConfig,
-    group_advantages,
-    reply_losses,
-)
+from firm.alignment.estimator_config import CriticFreeConfig
+from firm.alignment.estimators.critic_free import group_advantages, reply_losses
 from firm.alignment.policy import set_mode, without_needless_warnings
 from firm.alignment.sequences import INVALID_LOGPROB, response_logprobs
 from firm.gradients import jacobian

@@ -11,7 +11,7 @@ from trl import DPOTrainer
 
 from firm.alignment import KLConfig, RolloutConfig
 from firm.alignment.batches import PairSource
-from firm.alignment.estimators import DPOConfig
+from firm.alignment.estimator_config import DPOConfig
 from firm.alignment.pair_tokens import collate
 from firm.alignment.pairs import Pair
 from firm.alignment.prompts import Prompt, PromptFormat

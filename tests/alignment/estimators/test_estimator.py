@@ -7,11 +7,17 @@ import pytest
 import torch
 
 from firm.alignment import AlignmentClient, copy_adapter
-from firm.alignment.estimators import ESTIMATORS, EstimatorConfig, PPOConfig, register_estimator
+from firm.alignment.estimator_config import (
+    ESTIMATORS,
+    EstimatorConfig,
+    PPOConfig,
+    register_estimator,
+)
 from firm.alignment.sequences import token_logprobs
 from firm.federation import LocalEngine, ServerState
-from firm.federation.strategies.fedcmoo import FedCmooConfig, fedcmoo
-from firm.federation.strategies.firm import FirmConfig, firm_round
+from firm.federation.strategies.fedcmoo import fedcmoo
+from firm.federation.strategies.firm import firm_round
+from firm.federation.strategy_configs import FedCmooConfig, FirmConfig
 from firm.run.plugins import import_plugin
 from tests.cabs import PROMPTS
 from tests.plugins import plugins_forgotten

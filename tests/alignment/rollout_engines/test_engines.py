@@ -11,11 +11,17 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from firm.alignment.estimators.critic_free import CriticFreeConfig, reply_losses
+from firm.alignment.estimator_config import CriticFreeConfig
+from firm.alignment.estimators.critic_free import reply_losses
 from firm.alignment.estimators.ppo import policy_losses
-from firm.alignment.generation import RolloutConfig, find_ends
+from firm.alignment.generation import find_ends
 from firm.alignment.rollout import Sampler, rollout
-from firm.alignment.rollout_engines import ROLLOUT_ENGINES, TransformersConfig, VLLMConfig
+from firm.alignment.rollout_config import (
+    ROLLOUT_ENGINES,
+    RolloutConfig,
+    TransformersConfig,
+    VLLMConfig,
+)
 from firm.alignment.rollout_engines.vllm import VLLMEngine
 from firm.run.plugins import import_plugin
 from tests.plugins import plugins_forgotten

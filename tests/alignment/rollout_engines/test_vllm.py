@@ -13,18 +13,18 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from firm.alignment.adapters.conditioned import ConditioningConfig
-from firm.alignment.generation import RolloutConfig
 from firm.alignment.policy import (
-    PolicyConfig,
     adapter_parameters,
     copy_adapter,
     load_adapter_,
     load_policy,
     load_tokenizer,
 )
+from firm.alignment.policy_config import PolicyConfig
 from firm.alignment.prompts import Prompt
 from firm.alignment.rollout import encode_prompts
-from firm.alignment.rollout_engines import SampleRequest, TransformersEngine, VLLMConfig, vllm
+from firm.alignment.rollout_config import RolloutConfig, VLLMConfig
+from firm.alignment.rollout_engines import SampleRequest, TransformersEngine, vllm
 from firm.alignment.rollout_engines.vllm import SHARED_MEMORY
 from firm.alignment.sequences import Sequences, response_logprobs, set_preferences
 from firm.federation import RandomStream

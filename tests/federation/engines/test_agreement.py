@@ -12,9 +12,7 @@ from firm.federation.options.accounting import message_epsilon
 from firm.federation.options.privacy import PrivacyConfig
 from firm.federation.schema import Invalid
 from firm.federation.serialization import pack, unpack
-from firm.federation.strategies.fedcmoo import FedCmooConfig
-from firm.federation.strategies.firm import FirmConfig
-from firm.federation.strategies.fsmgda import FsmgdaConfig
+from firm.federation.strategy_configs import FedCmooConfig, FirmConfig, FsmgdaConfig
 from firm.federation.training import LocalTraining
 from firm.network.agreement import Agreement, Budget, Ledger, Refused
 from firm.network.site import Site, SitePolicy

@@ -10,9 +10,7 @@ from firm.federation import Engine, LocalEngine, Processes, ProcessesEngine, Ser
 from firm.federation.options.privacy import PrivacyConfig
 from firm.federation.serialization import pack
 from firm.federation.strategies import STRATEGIES
-from firm.federation.strategies.fedcmoo import FedCmooConfig
-from firm.federation.strategies.firm import FirmConfig
-from firm.federation.strategies.fsmgda import FsmgdaConfig
+from firm.federation.strategy_configs import FedCmooConfig, FirmConfig, FsmgdaConfig
 
 QuadraticClient = runpy.run_path(str(Path(__file__).parents[1] / "conftest.py"))["QuadraticClient"]
 NAMES = [f"client_{index}" for index in range(5)]

@@ -3,7 +3,7 @@
 import pytest
 
 from firm.federation import LocalEngine
-from firm.federation.engines import ENGINES, engine
+from firm.federation.engine_registry import ENGINES, engine
 
 pytestmark = pytest.mark.usefixtures("new_plugins")
 

@@ -11,8 +11,7 @@ from firm.federation.engines import MemoryStates
 from firm.federation.options.uploads import UploadConfig
 from firm.federation.serialization import pack, unpack
 from firm.federation.strategies import STRATEGIES
-from firm.federation.strategies.fedcmoo import FedCmooConfig
-from firm.federation.strategies.firm import FirmConfig
+from firm.federation.strategy_configs import FedCmooConfig, FirmConfig
 from firm.network.agreement import Agreement
 from firm.network.site import Site, SitePolicy
 from firm.network.sites import SitesEngine, SitesReturned

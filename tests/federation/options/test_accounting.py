@@ -12,7 +12,7 @@ from firm.federation import Update
 from firm.federation.options import accounting
 from firm.federation.options.accounting import gaussian_epsilon, spend
 from firm.federation.options.privacy import PrivacyConfig
-from firm.federation.strategies.firm import FirmConfig
+from firm.federation.strategy_configs import FirmConfig
 
 DELTA = 1e-5
 

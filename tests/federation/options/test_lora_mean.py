@@ -8,13 +8,18 @@ from hypothesis import strategies as st
 from benchmarks.lora_errors import averaging_error, truncation_error
 from firm.federation.aggregation import weighted_mean
 from firm.federation.options.lora_mean import lora_pairs, product_mean
-from firm.federation.strategies.afl import AflConfig
-from firm.federation.strategies.fedavg import FedAvgConfig, fedavg
-from firm.federation.strategies.fedcmoo import FedCmooConfig, fedcmoo
-from firm.federation.strategies.fedmgda import FedMgdaConfig
-from firm.federation.strategies.firm import FirmConfig, firm_round
-from firm.federation.strategies.fsmgda import FsmgdaConfig
-from firm.federation.strategies.qfedavg import QFedAvgConfig
+from firm.federation.strategies.fedavg import fedavg
+from firm.federation.strategies.fedcmoo import fedcmoo
+from firm.federation.strategies.firm import firm_round
+from firm.federation.strategy_configs import (
+    AflConfig,
+    FedAvgConfig,
+    FedCmooConfig,
+    FedMgdaConfig,
+    FirmConfig,
+    FsmgdaConfig,
+    QFedAvgConfig,
+)
 
 A, B = "layer.q.lora_A.weight", "layer.q.lora_B.weight"
 RANK, NUM_IN, NUM_OUT = 3, 10, 7

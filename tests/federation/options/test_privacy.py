@@ -11,8 +11,7 @@ from hypothesis import strategies as st
 from firm.federation import Failure, LocalEngine, Reply, ServerState, Update
 from firm.federation.aggregation import update_length
 from firm.federation.options.accounting import gaussian_epsilon
-from firm.federation.options.privacy import (
-    PrivacyConfig,
+from firm.federation.options.noise import (
     clipped,
     gaussian,
     noise_source,
@@ -20,16 +19,21 @@ from firm.federation.options.privacy import (
     protected,
     statistics_radius,
 )
+from firm.federation.options.privacy import PrivacyConfig
 from firm.federation.options.robust import RobustConfig
 from firm.federation.serialization import pack
 from firm.federation.server import accept
-from firm.federation.strategies.fedavg import FedAvgConfig, fedavg
-from firm.federation.strategies.fedcmoo import FedCmooConfig
-from firm.federation.strategies.fedcmoo_pref import FedCmooPrefConfig
-from firm.federation.strategies.firm import FirmConfig, firm_round
-from firm.federation.strategies.fsmgda import FsmgdaConfig
-from firm.federation.strategies.qfedavg import QFedAvgConfig
+from firm.federation.strategies.fedavg import fedavg
+from firm.federation.strategies.firm import firm_round
 from firm.federation.strategy import StrategyConfig
+from firm.federation.strategy_configs import (
+    FedAvgConfig,
+    FedCmooConfig,
+    FedCmooPrefConfig,
+    FirmConfig,
+    FsmgdaConfig,
+    QFedAvgConfig,
+)
 from firm.federation.training import LocalTraining
 
 SEEDED = PrivacyConfig(clip_norm=0.05, noise_multiplier=1.0, noise_seed=3)

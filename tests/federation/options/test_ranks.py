@@ -12,9 +12,9 @@ from firm.federation.options.robust import RobustConfig
 from firm.federation.options.uploads import UploadConfig
 from firm.federation.schema import Invalid, Reading, read
 from firm.federation.serialization import pack, unpack
-from firm.federation.strategies.fedavg import FedAvgConfig, fedavg
-from firm.federation.strategies.fedcmoo import FedCmooConfig
-from firm.federation.strategies.firm import FirmConfig, firm_round
+from firm.federation.strategies.fedavg import fedavg
+from firm.federation.strategies.firm import firm_round
+from firm.federation.strategy_configs import FedAvgConfig, FedCmooConfig, FirmConfig
 from tests.update_wire import received, sent, training
 
 A, B, FURTHER = "q.lora_A.weight", "q.lora_B.weight", "q.lora_B1.weight"

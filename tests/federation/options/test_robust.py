@@ -10,21 +10,28 @@ from scipy.stats import trim_mean
 from firm.federation import LocalEngine, RoundFailed, Update
 from firm.federation.aggregation import update_length, weighted_mean
 from firm.federation.attackers import Attacker
-from firm.federation.options.robust import RobustConfig, robust_updates
+from firm.federation.options.robust import RobustConfig
 from firm.federation.options.robust.krum import krum, krum_scores, squared_distances
 from firm.federation.options.robust.median import coordinate_median
 from firm.federation.options.robust.norm_clipping import clip_factors
 from firm.federation.options.robust.normalization import normalization_factors
 from firm.federation.options.robust.trimmed_mean import trimmed_mean
-from firm.federation.strategies.afl import AflConfig
-from firm.federation.strategies.fedavg import FedAvgConfig, fedavg
-from firm.federation.strategies.fedcmoo import FedCmooConfig, fedcmoo
-from firm.federation.strategies.fedcmoo_pref import FedCmooPrefConfig, fedcmoo_pref
-from firm.federation.strategies.fedmgda import FedMgdaConfig
-from firm.federation.strategies.firm import FirmConfig, firm_round
-from firm.federation.strategies.fsmgda import FsmgdaConfig
-from firm.federation.strategies.qfedavg import QFedAvgConfig
+from firm.federation.options.robust.updates import robust_updates
+from firm.federation.strategies.fedavg import fedavg
+from firm.federation.strategies.fedcmoo import fedcmoo
+from firm.federation.strategies.fedcmoo_pref import fedcmoo_pref
+from firm.federation.strategies.firm import firm_round
 from firm.federation.strategy import StrategyConfig
+from firm.federation.strategy_configs import (
+    AflConfig,
+    FedAvgConfig,
+    FedCmooConfig,
+    FedCmooPrefConfig,
+    FedMgdaConfig,
+    FirmConfig,
+    FsmgdaConfig,
+    QFedAvgConfig,
+)
 
 RULES = ["median", "trimmed_mean", "krum", "multi_krum", "norm_clipping", "normalization"]
 

@@ -9,13 +9,14 @@ from firm.federation import LocalEngine, ServerState, Update
 from firm.federation.aggregation import flat
 from firm.federation.messages import SentParameters
 from firm.federation.options.privacy import PrivacyConfig
+from firm.federation.options.quantized import CARRIED
 from firm.federation.options.robust import RobustConfig
-from firm.federation.options.uploads import CARRIED, UploadConfig
+from firm.federation.options.uploads import UploadConfig
 from firm.federation.schema import Invalid, Reading, read
 from firm.federation.serialization import pack, unpack
-from firm.federation.strategies.fedavg import FedAvgConfig, fedavg
-from firm.federation.strategies.firm import FirmConfig, firm_round
-from firm.federation.strategies.fsmgda import FsmgdaConfig
+from firm.federation.strategies.fedavg import fedavg
+from firm.federation.strategies.firm import firm_round
+from firm.federation.strategy_configs import FedAvgConfig, FirmConfig, FsmgdaConfig
 from tests.update_wire import received, sent, training
 
 START = {"first": torch.zeros(30, 20), "second": torch.full((57,), 0.5)}

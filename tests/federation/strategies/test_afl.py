@@ -3,8 +3,9 @@ from dataclasses import replace
 import pytest
 import torch
 
-from firm.federation.strategies.afl import AflConfig, afl
-from firm.federation.strategies.fedavg import FedAvgConfig, fedavg
+from firm.federation.strategies.afl import afl
+from firm.federation.strategies.fedavg import fedavg
+from firm.federation.strategy_configs import AflConfig, FedAvgConfig
 
 
 def test_two_rounds_of_two_clients_by_hand(two_clients, origin, run_rounds, point):

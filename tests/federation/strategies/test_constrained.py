@@ -5,8 +5,9 @@ import torch
 
 from firm.federation import ServerState
 from firm.federation.serialization import pack, unpack
-from firm.federation.strategies.constrained import ConstrainedConfig, constrained
-from firm.federation.strategies.fedavg import FedAvgConfig, fedavg
+from firm.federation.strategies.constrained import constrained
+from firm.federation.strategies.fedavg import fedavg
+from firm.federation.strategy_configs import ConstrainedConfig, FedAvgConfig
 
 
 @pytest.fixture

@@ -11,15 +11,17 @@ import torch
 from firm.federation import LocalEngine, RoundFailed, ServerState
 from firm.federation.serialization import pack, unpack
 from firm.federation.strategies import STRATEGIES
-from firm.federation.strategies.afl import AflConfig
-from firm.federation.strategies.constrained import ConstrainedConfig
-from firm.federation.strategies.fedavg import FedAvgConfig
-from firm.federation.strategies.fedcmoo import FedCmooConfig
-from firm.federation.strategies.fedcmoo_pref import FedCmooPrefConfig
-from firm.federation.strategies.fedmgda import FedMgdaConfig
-from firm.federation.strategies.firm import FirmConfig
-from firm.federation.strategies.fsmgda import FsmgdaConfig
-from firm.federation.strategies.qfedavg import QFedAvgConfig
+from firm.federation.strategy_configs import (
+    AflConfig,
+    ConstrainedConfig,
+    FedAvgConfig,
+    FedCmooConfig,
+    FedCmooPrefConfig,
+    FedMgdaConfig,
+    FirmConfig,
+    FsmgdaConfig,
+    QFedAvgConfig,
+)
 
 TARGETS = {"left": [1.0, 0.0, 2.0], "right": [0.0, 3.0, 1.0], "far": [-4.0, 5.0, 3.0]}
 SAMPLED = {"clients_per_round": 2}

@@ -4,7 +4,8 @@ import pytest
 import torch
 
 from firm.federation import LocalEngine
-from firm.federation.strategies.fedavg import FedAvgConfig, fedavg
+from firm.federation.strategies.fedavg import fedavg
+from firm.federation.strategy_configs import FedAvgConfig
 
 
 def test_fixed_weights_equal_gradient_descent_on_the_weighted_sum(new_client, start):

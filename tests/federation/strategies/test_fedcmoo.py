@@ -8,9 +8,10 @@ import torch
 
 from firm.federation import LocalEngine, RoundFailed
 from firm.federation.strategies import STRATEGIES
-from firm.federation.strategies.fedavg import FedAvgConfig, fedavg
-from firm.federation.strategies.fedcmoo import FedCmooConfig, fedcmoo
-from firm.federation.strategies.fedcmoo_pref import FedCmooPrefConfig, fedcmoo_pref
+from firm.federation.strategies.fedavg import fedavg
+from firm.federation.strategies.fedcmoo import fedcmoo
+from firm.federation.strategies.fedcmoo_pref import fedcmoo_pref
+from firm.federation.strategy_configs import FedAvgConfig, FedCmooConfig, FedCmooPrefConfig
 from firm.solvers import fedcmoo_pref_weights, fedcmoo_weights
 
 LEFT, RIGHT = [4.0, 0.0, 0.0], [0.0, 2.0, 0.0]

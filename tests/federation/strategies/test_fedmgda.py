@@ -6,8 +6,9 @@ import pytest
 import torch
 
 from firm.federation import LocalEngine, Reply, ServerState, Update
-from firm.federation.strategies.fedavg import FedAvgConfig, fedavg
-from firm.federation.strategies.fedmgda import FedMgdaConfig, fedmgda
+from firm.federation.strategies.fedavg import fedavg
+from firm.federation.strategies.fedmgda import fedmgda
+from firm.federation.strategy_configs import FedAvgConfig, FedMgdaConfig
 
 FEDMGDA = FedMgdaConfig(normalize_updates=False)
 

@@ -7,7 +7,8 @@ import pytest
 import torch
 
 from firm.federation import LocalEngine
-from firm.federation.strategies.firm import FirmConfig, firm_round
+from firm.federation.strategies.firm import firm_round
+from firm.federation.strategy_configs import FirmConfig
 from firm.gradients import gram_matrix
 from firm.solvers import firm_weights
 

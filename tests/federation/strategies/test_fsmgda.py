@@ -4,8 +4,9 @@ from dataclasses import replace
 import pytest
 import torch
 
-from firm.federation.strategies.fedavg import FedAvgConfig, fedavg
-from firm.federation.strategies.fsmgda import FsmgdaConfig, fsmgda
+from firm.federation.strategies.fedavg import fedavg
+from firm.federation.strategies.fsmgda import fsmgda
+from firm.federation.strategy_configs import FedAvgConfig, FsmgdaConfig
 from firm.solvers import min_norm_weights
 
 LEFT, RIGHT = [4.0, 0.0, 0.0], [0.0, 2.0, 0.0]

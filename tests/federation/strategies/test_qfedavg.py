@@ -2,8 +2,9 @@ import pytest
 import torch
 
 from firm.federation import RoundFailed
-from firm.federation.strategies.fedavg import FedAvgConfig, fedavg
-from firm.federation.strategies.qfedavg import QFedAvgConfig, qfedavg
+from firm.federation.strategies.fedavg import fedavg
+from firm.federation.strategies.qfedavg import qfedavg
+from firm.federation.strategy_configs import FedAvgConfig, QFedAvgConfig
 
 
 def test_one_round_of_two_clients_by_hand(two_clients, origin, run_rounds, point):

@@ -8,8 +8,9 @@ import pytest
 import torch
 
 from firm.base.extras import install_command
-from firm.federation.strategies.fedavg import FedAvgConfig, fedavg
-from firm.federation.strategies.fedcmoo import FedCmooConfig, fedcmoo
+from firm.federation.strategies.fedavg import fedavg
+from firm.federation.strategies.fedcmoo import fedcmoo
+from firm.federation.strategy_configs import FedAvgConfig, FedCmooConfig
 from firm.solvers.upgrad import upgrad_weights
 
 

@@ -9,7 +9,8 @@ from firm.base.state import State
 from firm.federation.aggregation import by_client
 from firm.federation.client import Adapter
 from firm.federation.messages import Update
-from firm.federation.options.robust.rule import RobustConfig, robust_rule, stacks
+from firm.federation.options.robust.rule import RobustConfig, robust_rule
+from firm.federation.options.robust.updates import stacks
 
 
 def squared_distances(rows: torch.Tensor) -> torch.Tensor:

@@ -8,12 +8,8 @@ from firm.base.state import State
 from firm.federation.aggregation import by_client, update_lengths
 from firm.federation.client import Adapter
 from firm.federation.messages import Update
-from firm.federation.options.robust.rule import (
-    RobustConfig,
-    merged_update,
-    robust_rule,
-    stacks,
-)
+from firm.federation.options.robust.rule import RobustConfig, robust_rule
+from firm.federation.options.robust.updates import merged_update, stacks
 
 
 def coordinate_median(rows: torch.Tensor) -> torch.Tensor:

@@ -9,7 +9,8 @@ from firm.federation.aggregation import by_client, update_lengths
 from firm.federation.client import Adapter
 from firm.federation.messages import Update
 from firm.federation.options.robust.median import coordinate_median
-from firm.federation.options.robust.rule import RobustConfig, robust_rule, scaled
+from firm.federation.options.robust.rule import RobustConfig, robust_rule
+from firm.federation.options.robust.updates import scaled
 
 
 def normalization_factors(lengths: torch.Tensor) -> torch.Tensor:

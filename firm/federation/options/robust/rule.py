@@ -1,38 +1,47 @@
 """Robust aggregation: bounds the influence of a few attackers on the mean of updates.
 
 A rule takes the updates of N clients, up to f of which are attackers that may send any finite
-values. It computes in float64.
+values.
 """
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
-from typing import Annotated, ClassVar, TypeVar
-
-import torch
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, TypeVar
 
 from firm.base.fields import NOT_IN_PAPER, Hint, NonNegativeInt, PositiveFloat, configuration
 from firm.base.registry import OneOf, Registry
-from firm.base.state import State
-from firm.federation.aggregation import ServerStep, Transform, moved
-from firm.federation.client import Adapter, Failure
-from firm.federation.messages import Update
 from firm.federation.option import Need, Option
 from firm.federation.round_config import RoundConfig
 
-Function = TypeVar("Function", bound=Callable[..., tuple[list[Update], State]])
+if TYPE_CHECKING:
+    from firm.federation.aggregation import Transform
+    from firm.federation.client import Failure
+
+Function = TypeVar("Function", bound=Callable[..., tuple[list[Any], dict[str, Any]]])
 
 
 @dataclass(frozen=True)
 class Rule:
     """A registered rule; see ``robust_rule``."""
 
-    function: Callable[..., tuple[list[Update], State]]
+    function: Callable[..., tuple[list[Any], dict[str, Any]]]
     margin: int
     needs_attackers: bool
 
 
-RULES: Registry[str, Rule] = Registry("robust rule")
+_PACKAGE = "firm.federation.options.robust"
+RULES: Registry[str, Rule] = Registry(
+    "robust rule",
+    {
+        "krum": f"{_PACKAGE}.krum",
+        "median": f"{_PACKAGE}.median",
+        "multi_krum": f"{_PACKAGE}.krum",
+        "norm_clipping": f"{_PACKAGE}.norm_clipping",
+        "normalization": f"{_PACKAGE}.normalization",
+        "trimmed_mean": f"{_PACKAGE}.trimmed_mean",
+    },
+)
 """Robust rules by name."""
 
 
@@ -137,7 +146,7 @@ class RobustConfig(Option):
                 f"clients_per_round of at least {self.min_updates}, got {cfg.clients_per_round}."
             )
 
-    def exposes(self, failure: Failure) -> bool:
+    def exposes(self, failure: "Failure") -> bool:
         """Returns whether a silent client counts as an attacker."""
         return self.count_silent and self.rule != "none"
 
@@ -146,73 +155,8 @@ class RobustConfig(Option):
         left = self.attackers_left(num_refused)
         return self.updates_needed(left), f" of robust.rule {self.rule} with {left} attackers left"
 
-    def steps(self, steps: Sequence[Transform], cfg: RoundConfig) -> Sequence[Transform]:
+    def steps(self, steps: "Sequence[Transform]", cfg: RoundConfig) -> "Sequence[Transform]":
         """Returns the steps with the robust rule as the first."""
-        return [self._chosen, *steps]
+        from firm.federation.options.robust.updates import RobustUpdates
 
-    def _chosen(self, step: ServerStep) -> ServerStep:
-        updates, entries = robust_updates(
-            step.start, step.updates, self, num_refused=step.num_refused
-        )
-        return replace(step, updates=updates, entries={**step.entries, **entries})
-
-
-def robust_updates(
-    start: Adapter, updates: Sequence[Update], cfg: RobustConfig, *, num_refused: int = 0
-) -> tuple[list[Update], State]:
-    """Returns the updates to be averaged with equal weights, and an entry of the round's row.
-
-    Coordinates, norms and distances are computed on LoRA's A and B, not on their products.
-
-    Args:
-        start: θ_t.
-        updates: At least the number of updates that the rule needs with the remaining attackers,
-            all finite and with the names and shapes of ``start``.
-        cfg: Configuration of the rule.
-        num_refused: Number of clients with refused answers, which count as attackers.
-
-    Returns:
-        The updates, and {"robust": ...} with "rule" and either the clients that were "chosen" or
-        "clipped", or each client's distance from the result. Without a rule, the given updates and
-        no entry. Equal updates are returned bitwise unchanged, unless they exceed a given
-        ``clip_norm``.
-    """
-    if cfg.rule == "none":
-        return list(updates), {}
-    num_attackers = cfg.attackers_left(num_refused)
-    needed = cfg.updates_needed(num_attackers)
-    if len(updates) < needed:
-        raise ValueError(
-            f"{cfg.rule} needs {needed} updates with {num_attackers} attackers left, "
-            f"got {len(updates)}."
-        )
-    counted, entry = RULES[cfg.rule].function(start, updates, cfg, num_attackers)
-    return counted, {"robust": {"rule": cfg.rule, "num_attackers": num_attackers, **entry}}
-
-
-def stacks(start: Adapter, updates: Sequence[Update]) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yields one parameter of all adapters at a time, float64 [N, ...], to save memory."""
-    for name in start:
-        yield name, torch.stack([update.adapter[name].double() for update in updates])
-
-
-def scaled(start: Adapter, updates: Sequence[Update], factors: torch.Tensor) -> list[Update]:
-    """Returns the updates with θ_t + a (θ_c - θ_t); θ_c itself where the factor a is 1."""
-    return [
-        update if factor == 1 else replace(update, adapter=moved(start, [update.adapter], [factor]))
-        for update, factor in zip(updates, factors.tolist(), strict=True)
-    ]
-
-
-def merged_update(merged: Adapter, start: Adapter) -> Update:
-    """Returns a single update that replaces all others, in the adapter's dtypes."""
-    adapter = {name: merged[name].to(parameter.dtype) for name, parameter in start.items()}
-    return Update("merged", adapter, 1, {})
-
-
-def mean_of_rows(rows: torch.Tensor) -> torch.Tensor:
-    """Returns the mean over the rows, summed in their order, unlike ``torch.mean``."""
-    total = torch.zeros_like(rows[0])
-    for row in rows:
-        total += row
-    return total / len(rows)
+        return [RobustUpdates(self), *steps]

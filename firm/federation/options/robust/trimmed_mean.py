@@ -8,13 +8,8 @@ from firm.base.state import State
 from firm.federation.aggregation import by_client
 from firm.federation.client import Adapter
 from firm.federation.messages import Update
-from firm.federation.options.robust.rule import (
-    RobustConfig,
-    mean_of_rows,
-    merged_update,
-    robust_rule,
-    stacks,
-)
+from firm.federation.options.robust.rule import RobustConfig, robust_rule
+from firm.federation.options.robust.updates import mean_of_rows, merged_update, stacks
 
 
 def trimmed_mean(rows: torch.Tensor, num_trimmed: int) -> torch.Tensor:

@@ -1,14 +1,19 @@
 """Secure aggregation: the server learns the mean of updates, and no update.
 
-``protocol`` has the cryptography, ``part`` a client's side of one sum, ``engine`` the sites' side
-of a run, ``option`` and ``opening`` the server's.
+``config`` has the settings, ``protocol`` the cryptography, ``part`` a client's side of one sum,
+``engine`` the sites' side of a run, ``option`` and ``opening`` the server's.
 """
 
-from firm.federation.options.secure.engine import FEWEST, SecureEngine
-from firm.federation.options.secure.messages import NUM_BYTES, TASKS
-from firm.federation.options.secure.option import MasksConfig, Secure, SecureSums
-from firm.federation.options.secure.part import MemoryLedger, SumLedger
-from firm.federation.options.secure.protocol import Identities, KeyRing
+from typing import TYPE_CHECKING
+
+from firm.base.lazy import lazy
+
+if TYPE_CHECKING:
+    from firm.federation.options.secure.config import FEWEST, NUM_BYTES, TASKS, MasksConfig, Secure
+    from firm.federation.options.secure.engine import SecureEngine
+    from firm.federation.options.secure.option import SecureSums
+    from firm.federation.options.secure.part import MemoryLedger, SumLedger
+    from firm.federation.options.secure.protocol import Identities, KeyRing
 
 __all__ = [
     "FEWEST",
@@ -23,3 +28,5 @@ __all__ = [
     "SecureSums",
     "SumLedger",
 ]
+
+__getattr__, __dir__ = lazy(__name__)

@@ -11,6 +11,8 @@ from firm.federation.aggregation import flat
 from firm.federation.client import Adapter, Failure, Reply
 from firm.federation.engines.engine import Engine, checked_reply, divided, request_sizes
 from firm.federation.messages import Request, Update
+from firm.federation.options.noise import share_of_noise
+from firm.federation.options.secure.config import FEWEST
 from firm.federation.options.secure.messages import MaskedTraining, SumRequest, Trained
 from firm.federation.options.secure.part import MemoryLedger, Origin, Part, SumLedger, Terms
 from firm.federation.options.secure.protocol import Identities, assumed_colluders
@@ -20,8 +22,6 @@ from firm.federation.server import too_long
 EXAMPLES_PER_WEIGHT = 256
 """Examples of a client that weighs 1, where clients count by their number of examples: so large
 weights and small ones are both exact enough."""
-FEWEST = 2
-"""Fewest updates in a sum that does not tell of each."""
 MAX_SKIPPED = 100
 """Most batches that a request can skip."""
 
@@ -174,6 +174,6 @@ def _noise(request: MaskedTraining, client: str) -> Callable[[int], np.ndarray] 
     size = sum(parameter.numel() for parameter in request.adapter.values())
 
     def noise(num_honest: int) -> np.ndarray:
-        return np.append(privacy.share_of_noise(client, request.round, size, num_honest), 0.0)
+        return np.append(share_of_noise(privacy, client, request.round, size, num_honest), 0.0)
 
     return noise

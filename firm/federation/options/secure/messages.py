@@ -11,10 +11,10 @@ from pydantic import PlainValidator, ValidationInfo
 from firm.base.schema import NonNegative
 from firm.federation.client import Client
 from firm.federation.messages import Answer, Count, Request, Sizes, Steps, Update
+from firm.federation.options.secure.config import NUM_BYTES, Neighbours
 from firm.federation.options.secure.masking import MAX_UPDATES
 from firm.federation.options.secure.part import Part
 from firm.federation.options.secure.protocol import (
-    Neighbours,
     PublicKeys,
     SealedShares,
     Share,
@@ -23,9 +23,6 @@ from firm.federation.options.secure.protocol import (
 from firm.federation.schema import Invalid, Metrics, Text, context, invalid, read_record
 from firm.federation.tasks import task
 from firm.federation.training import LocalTraining
-
-NUM_BYTES: dict[str, int] = {"uniform": 6, "by_examples": 8}
-"""Bytes of a number, by how clients count: 10⁹ examples in 256ths need more than 48 bits."""
 
 Clients = Annotated[list[Text], Len(1, MAX_UPDATES)]
 
@@ -247,8 +244,6 @@ class RevealShares(SumRequest):
 
 STEPS: tuple[type[SumRequest], ...] = (ShareKeys, SendMasked, ConfirmMembers, RevealShares)
 """Requests that follow the training, in order."""
-TASKS = (MaskedTraining.task, *(kind.task for kind in STEPS))
-"""Tasks of a client in a round with secure sums."""
 
 
 def _without_a_site(client: Client, request: Request) -> Answer:

@@ -13,24 +13,21 @@ later.
 import time
 from collections.abc import Collection, Sequence
 from dataclasses import replace
-from typing import Annotated, Any, ClassVar, Literal, NotRequired, TypedDict
+from typing import Any, ClassVar
 
 import torch
 
 from firm.base.errors import RoundFailed
-from firm.base.fields import NOT_IN_PAPER, Hint, NonNegativeInt, configuration
-from firm.base.quantities import Quantity, register
 from firm.base.sanitize import by_reason
-from firm.base.schema import Count, NonNegative
 from firm.federation.aggregation import ServerStep, Transform, flat, unflattened
 from firm.federation.client import Reply
 from firm.federation.engines.engine import Engine
-from firm.federation.messages import DECIDED_BY_SERVER, Update
-from firm.federation.option import Need, Option, Requests
-from firm.federation.options.secure.engine import FEWEST, SecureEngine
+from firm.federation.messages import Update
+from firm.federation.option import DECIDED_BY_SERVER, Need, Option, Requests
+from firm.federation.options.secure.config import FEWEST, NUM_BYTES, MasksConfig
+from firm.federation.options.secure.engine import SecureEngine
 from firm.federation.options.secure.masking import MAX_UPDATES, STEP
 from firm.federation.options.secure.messages import (
-    NUM_BYTES,
     ConfirmMembers,
     MaskedTraining,
     RevealShares,
@@ -41,7 +38,6 @@ from firm.federation.options.secure.messages import (
 )
 from firm.federation.options.secure.opening import opened_sum
 from firm.federation.options.secure.protocol import (
-    Neighbours,
     OwnIdentities,
     Plan,
     assumed_colluders,
@@ -51,34 +47,6 @@ from firm.federation.options.secure.protocol import (
 from firm.federation.round_config import RoundConfig
 from firm.federation.rounds import Round
 from firm.federation.training import LocalTraining
-
-Secure = Literal["masks"]
-
-
-class SecureFigures(TypedDict):
-    """Metrics of a secure sum, in the row of its round."""
-
-    num_updates: Count
-    masked_bytes: NotRequired[Count]
-    seconds: NotRequired[NonNegative]
-    rounding: NotRequired[NonNegative]
-
-
-register(Quantity("secure", kind="round", type=SecureFigures))
-
-
-@configuration(source=NOT_IN_PAPER)
-class MasksConfig:
-    """Assumptions of the masks of secure sums."""
-
-    num_colluders: Annotated[NonNegativeInt | None, Hint("null is a third of the clients")] = None
-    """Number f of the federation's clients that may collude with the server, which may ask all of
-    them in one round. A sum of n clients requires at least f + 2, and more than (n + f) / 2 that
-    stay to its end; null is a third of the federation, rounded down."""
-    neighbours: Neighbours = "all"
-    """Pairs of clients that share a mask. all: every pair. few: each client and its neighbours in a
-    random graph, which fails to protect with a probability of at most 2^-40; for hundreds of
-    clients, few of which collude."""
 
 
 class SecureSums(Option):

@@ -13,10 +13,10 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 
+from firm.federation.options.secure.config import Neighbours
 from firm.federation.options.secure.masking import SEED_BYTES, as_bytes, mask, whole_numbers
 from firm.federation.options.secure.protocol import (
     Identities,
-    Neighbours,
     Plan,
     PrivateKeys,
     PublicKeys,

@@ -16,7 +16,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from math import lgamma, log
-from typing import Annotated, Literal, Protocol, Self
+from typing import Annotated, Protocol, Self
 
 import numpy as np
 from cryptography.exceptions import InvalidSignature, InvalidTag
@@ -29,6 +29,7 @@ from cryptography.hazmat.primitives.ciphers.aead import ChaCha20Poly1305
 from cryptography.hazmat.primitives.kdf.hkdf import HKDF
 from pydantic import StringConstraints
 
+from firm.federation.options.secure.config import Neighbours
 from firm.federation.options.secure.masking import mask
 from firm.federation.options.secure.shamir import SHARE_BYTES
 
@@ -38,8 +39,6 @@ DROPPED_SHARE = 0.1
 """Share of a round's clients that may drop out of a sparse graph."""
 ABORT_BITS = 20
 """Such a sum fails with a probability of at most 2⁻²⁰."""
-
-Neighbours = Literal["all", "few"]
 
 
 def _hex(num_bytes: int, most: int | None = None) -> StringConstraints:

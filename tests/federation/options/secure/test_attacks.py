@@ -35,7 +35,8 @@ from firm.federation.options.secure.protocol import (
     unsealed,
 )
 from firm.federation.options.secure.shamir import combine
-from firm.federation.strategies.fedavg import FedAvgConfig, fedavg
+from firm.federation.strategies.fedavg import fedavg
+from firm.federation.strategy_configs import FedAvgConfig
 from firm.network.site import SitePolicy
 from tests.federation.options.secure.conftest import NAMES, key_rings
 

@@ -11,7 +11,8 @@ from firm.federation.options.secure import MasksConfig
 from firm.federation.options.secure.messages import STEPS, MaskedTraining
 from firm.federation.schema import Reading
 from firm.federation.serialization import pack, unpack
-from firm.federation.strategies.fedavg import FedAvgConfig, fedavg
+from firm.federation.strategies.fedavg import fedavg
+from firm.federation.strategy_configs import FedAvgConfig
 
 NAMES = ["a", "b", "c", "d"]
 CFG = FedAvgConfig(secure="masks", masks=MasksConfig(num_colluders=0))  # one may drop out

@@ -23,11 +23,15 @@ from firm.federation.options.secure.messages import (
 )
 from firm.federation.options.secure.part import Part
 from firm.federation.options.secure.protocol import sparse_graph
-from firm.federation.strategies.fedavg import FedAvgConfig, fedavg
-from firm.federation.strategies.fedcmoo import FedCmooConfig
-from firm.federation.strategies.firm import FirmConfig, firm_round
-from firm.federation.strategies.fsmgda import FsmgdaConfig
-from firm.federation.strategies.qfedavg import QFedAvgConfig
+from firm.federation.strategies.fedavg import fedavg
+from firm.federation.strategies.firm import firm_round
+from firm.federation.strategy_configs import (
+    FedAvgConfig,
+    FedCmooConfig,
+    FirmConfig,
+    FsmgdaConfig,
+    QFedAvgConfig,
+)
 from firm.network.agreement import Agreement, Ledger
 from firm.network.site import SitePolicy
 from tests.federation.options.secure.conftest import NAMES, Losing
