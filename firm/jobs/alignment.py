@@ -60,7 +60,7 @@ from firm.jobs.fetch import about_policy, fetch_policy
 from firm.jobs.hub import push
 from firm.jobs.loop import Logbook, RoundResult, Task, train
 from firm.jobs.model_card import markdown_table, model_card, model_name
-from firm.jobs.plan.printing import print_plan
+from firm.jobs.plan.tables import print_plan
 from firm.jobs.sources import check_sources
 from firm.jobs.threads import set_threads, with_recorded_threads
 from firm.jobs.workspace import show_layout

@@ -9,7 +9,7 @@ from typing import Any
 from firm.base.fields import PositiveFloat, Seed, configuration
 from firm.base.sanitize import legible
 from firm.jobs.alignment_config import AlignmentConfig
-from firm.jobs.plan.printing import print_plans
+from firm.jobs.plan.tables import print_plans
 from firm.jobs.points import PointsConfig, point_config, run_points
 from firm.jobs.workspace import show_layout
 from firm.report.criteria import criteria_of

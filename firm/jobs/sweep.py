@@ -20,7 +20,7 @@ from firm.federation.strategies import StrategyConfig
 from firm.fronts.front import Front, seed_hypervolumes
 from firm.jobs.alignment import SCORES_NAME
 from firm.jobs.alignment_config import AlignmentConfig
-from firm.jobs.plan.printing import print_plans
+from firm.jobs.plan.tables import print_plans
 from firm.jobs.points import PointsConfig, point_config, run_points, tracking_group
 from firm.jobs.workspace import show_layout
 from firm.report.front_page import front_figure, write_front_page

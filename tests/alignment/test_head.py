@@ -11,10 +11,10 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from firm.alignment import head as heads
 from firm.alignment.head import Head, chosen_logprobs, head_of
+from firm.alignment.live_bytes import LiveBytes
 from firm.alignment.self_check import check_passes
 from firm.alignment.sequences import Queries, Sequences, forward, token_scores
 from firm.gradients.per_sequence import PerSequenceGradients
-from firm.jobs.plan.rehearsal import LiveBytes
 from tests.tokens import queries
 from tests.zoo.architectures import ARCHITECTURES, cases
 

@@ -33,6 +33,7 @@ from firm.alignment import (
 )
 from firm.alignment.adapters.conditioned import ConditioningConfig
 from firm.alignment.hyperparameters import departures, hyperparameters
+from firm.alignment.live_bytes import LiveBytes
 from firm.alignment.policy import adapter_parameters, without_needless_warnings
 from firm.alignment.prompts import prompt_of
 from firm.alignment.stacked.trainer import stacked_trainers
@@ -45,7 +46,7 @@ from firm.jobs.alignment_data import data_of
 from firm.jobs.plan import make_plan, paper_tables, plan_tables, planning
 from firm.jobs.plan.passes import preferences_of_minibatch
 from firm.jobs.plan.record import RewardFigures
-from firm.jobs.plan.rehearsal import EVALUATION_BATCH, LiveBytes, evaluated_rows
+from firm.jobs.plan.rehearsal import EVALUATION_BATCH, evaluated_rows
 from firm.run import parse, print_table
 from tests.runs import read_rows
 from tests.smoke import POLICY, ROOT, SMOKE
@@ -105,7 +106,6 @@ def test_sizes_and_messages_are_those_of_the_run(tmp_path):
     main(cfg)
     (about,) = read_rows(cfg.out, "run")
     assert plan.policy.num_trainable == about["num_trainable"]
-    assert sum(plan.policy.trainable_by_module.values()) == about["num_trainable"]
     sizes = [len(shard) for shard in shards_of(cfg)]
     assert plan.work.prompts_per_client == (min(sizes), max(sizes))
     assert plan.policy.adapter_bytes == about["adapter_bytes"]
@@ -177,7 +177,7 @@ def test_fedcmoo_a_takes_the_memory_of_a_jacobian_of_the_whole_batch(shallow):
 def test_compressed_jacobians_are_counted_from_some_of_their_columns(compressor, monkeypatch):
     cfg = config("--strategy.name", "fedcmoo", "--strategy.compressor", compressor)
     whole = plan_without_memory(cfg).policy
-    monkeypatch.setattr("firm.jobs.plan.traffic.SAMPLED_PARAMETERS", whole.num_trainable // 3)
+    monkeypatch.setattr("firm.federation.traffic.SAMPLED_PARAMETERS", whole.num_trainable // 3)
     part = plan_without_memory(cfg).policy
     assert part.bytes_up == pytest.approx(whole.bytes_up, rel=0.02)
     assert part.bytes_down == pytest.approx(whole.bytes_down, rel=0.02)
@@ -262,9 +262,9 @@ def test_the_memory_of_an_update_is_what_the_trainer_takes(
         "--estimator.batch_size", 16, "--estimator.minibatch_size", 8,
     )  # fmt: skip
     memory = plan_of(cfg).memory
-    assert memory.update[checkpointing] == pytest.approx(taken, rel=0.1)
+    assert memory.update == pytest.approx(taken, rel=0.1)
     assert memory.jacobian == gradients.jacobian.nbytes
-    assert memory.saved[True] < memory.saved[False] < memory.update[False]
+    assert memory.saved < memory.update
 
 
 def test_the_memory_of_gradients_by_preference_is_what_the_trainer_takes(
@@ -299,7 +299,7 @@ def test_the_memory_of_gradients_by_preference_is_what_the_trainer_takes(
     memory = plan_of(cfg).memory
     assert len(gradients.jacobian) == 4 * 2
     assert memory.jacobian == gradients.jacobian.nbytes
-    assert memory.update[False] == pytest.approx(live.peak - memory.jacobian, rel=0.1)
+    assert memory.update == pytest.approx(live.peak - memory.jacobian, rel=0.1)
 
 
 @pytest.mark.slow
@@ -333,7 +333,7 @@ def test_the_memory_of_stacked_updates_is_what_their_trainers_take(
     )  # fmt: skip
     memory = plan_of(cfg).memory
     assert memory.jacobian == sum(gradients.jacobian.nbytes for gradients in found)
-    assert memory.update[False] + memory.jacobian == pytest.approx(live.peak, rel=0.1)
+    assert memory.update + memory.jacobian == pytest.approx(live.peak, rel=0.1)
 
 
 @pytest.mark.parametrize("estimator", ["ppo", "critic_free"])
@@ -377,7 +377,7 @@ def test_a_frozen_a_halves_the_adapter_and_all_that_grows_with_it(shallow):
     assert 2 * half.policy.adapter_bytes == whole.policy.adapter_bytes  # layers are square
     assert 2 * half.memory.jacobian == whole.memory.jacobian
     assert half.memory.training < whole.memory.training
-    assert half.memory.saved[False] < whole.memory.saved[False]
+    assert half.memory.saved < whole.memory.saved
 
 
 @pytest.mark.slow
@@ -386,8 +386,8 @@ def test_a_minibatch_in_parts_and_a_team_take_less(shallow):
     whole = plan_of(config(*sizes)).memory
     parts = plan_of(config(*sizes, "--estimator.micro_batch_size", 1)).memory
     team = plan_of(config(*sizes, "--processes_per_client", 4), num_processes=4).memory
-    assert parts.update[False] == pytest.approx(team.update[False], rel=0.1)
-    assert max(parts.update[False], team.update[False]) < whole.update[False] / 2
+    assert parts.update == pytest.approx(team.update, rel=0.1)
+    assert max(parts.update, team.update) < whole.update / 2
     assert parts.jacobian == 2 * whole.jacobian  # a part's and the sum
     assert team.jacobian == whole.jacobian
 
@@ -656,10 +656,13 @@ def test_absolute_positions_and_conv1d_layers_are_planned_too(tmp_path):
     ).save_pretrained(tmp_path)
     cfg = config("--policy.path", tmp_path, "--policy.lora.target_modules", "[c_attn]")
     plan = plan_of(cfg)
-    assert plan.policy.trainable_by_module == {"c_attn": 2 * 4 * (16 + 48)}
+    assert plan.policy.num_trainable == 2 * 4 * (16 + 48)
     assert plan.policy.layers_by_module == {"c_attn": 2}
     assert dict(rows_of(plan, "Models"))["adapted layers"] == "c_attn in 2 layers"
-    assert plan.memory.update[True] < plan.memory.update[False]
+    saving = replace(cfg, policy=replace(cfg.policy, gradient_checkpointing=True))
+    checkpointed = plan_of(saving).memory
+    assert checkpointed.update < plan.memory.update
+    assert checkpointed.saved < plan.memory.saved
 
 
 def test_layers_are_counted_by_target_module(make_model, tmp_path):

@@ -12,6 +12,7 @@ from firm.alignment import decoding
 from firm.alignment.advantages import kl_penalty
 from firm.alignment.decoding import random_numbers, sampled_tokens
 from firm.alignment.generation import end_token_ids, find_ends
+from firm.alignment.live_bytes import LiveBytes
 from firm.alignment.prompts import Prompt, PromptFormat
 from firm.alignment.rollout import Sampler, encode_prompts, rollout
 from firm.alignment.rollout_config import RolloutConfig
@@ -25,7 +26,6 @@ from firm.alignment.sequences import (
     token_logprobs,
 )
 from firm.federation import RandomStream, Team
-from firm.jobs.plan.rehearsal import LiveBytes
 from tests.sampling import generate
 from tests.tokens import queries
 

@@ -10,12 +10,7 @@ from torch.utils.flop_counter import FlopCounterMode, flop_registry
 from benchmarks.plan_memory import BFLOAT16, CHECKPOINTED, CRITIC_FREE, STACKED, Shape
 from benchmarks.plan_memory import configuration as random_run
 from benchmarks.random_models import dialogues
-from firm.base import devices
-from firm.federation import Processes
-from firm.jobs.alignment import main
-from firm.jobs.alignment_config import AlignmentConfig, client_names
-from firm.jobs.plan import make_plan, plan_tables
-from firm.jobs.plan.roofline import (
+from firm.alignment.roofline import (
     FLOPS,
     LARGEST_SIDE,
     SMALLEST_SIDE,
@@ -23,6 +18,11 @@ from firm.jobs.plan.roofline import (
     OperationCounter,
     Speeds,
 )
+from firm.base import devices
+from firm.federation import Processes
+from firm.jobs.alignment import main
+from firm.jobs.alignment_config import AlignmentConfig, client_names
+from firm.jobs.plan import make_plan, plan_tables
 from firm.run import compose
 
 COMMON = {"policy.lora.r": 2, "rollout.logprobs": "forward"}  # which does not depend on the round
@@ -148,7 +148,7 @@ def test_an_operation_takes_the_longest_of_start_bytes_and_arithmetic(monkeypatc
 
 
 def test_the_speeds_of_this_machine_are_measured_once(monkeypatch):
-    monkeypatch.setattr("firm.jobs.plan.roofline.COPIED_BYTES", 1_000)
+    monkeypatch.setattr("firm.alignment.roofline.COPIED_BYTES", 1_000)
     times = iter(range(1_000))
     speeds = Speeds(CPU, clock=lambda: float(next(times)))  # everything takes a second
     assert speeds.flops_per_second(torch.float32) == 2 * SMALLEST_SIDE**3

@@ -6,7 +6,6 @@ estimate; `LEFT_OUT` lists what it excludes.
 """
 
 from firm.jobs.plan.planning import LEFT_OUT, make_plan
-from firm.jobs.plan.printing import print_plan, print_plans
-from firm.jobs.plan.tables import paper_tables, plan_tables
+from firm.jobs.plan.tables import paper_tables, plan_tables, print_plan, print_plans
 
 __all__ = ["LEFT_OUT", "make_plan", "paper_tables", "plan_tables", "print_plan", "print_plans"]

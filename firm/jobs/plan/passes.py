@@ -3,9 +3,9 @@
 import math
 
 from firm.federation.engines.stacked import MAX_ROWS
+from firm.federation.traffic import Traffic
 from firm.jobs.alignment_config import AlignmentConfig, solves_at_preferences
 from firm.jobs.plan.record import Passes
-from firm.jobs.plan.traffic import Traffic, num_passes
 
 
 def updates(cfg: AlignmentConfig, traffic: Traffic, num_clients: int) -> Passes:
@@ -26,6 +26,12 @@ def updates(cfg: AlignmentConfig, traffic: Traffic, num_clients: int) -> Passes:
     if traffic.takes_whole_batches:
         count += max(1, traffic.num_solves) * parts(cfg.estimator.batch_size)
     return _joined(cfg, num_clients, rows=part, count=count)
+
+
+def num_passes(cfg: AlignmentConfig) -> int:
+    """Returns the optimizer steps of one local training."""
+    num_minibatches = cfg.estimator.batch_size // cfg.estimator.minibatch_size
+    return cfg.strategy.num_local_steps * cfg.estimator.num_epochs * num_minibatches
 
 
 def minibatch_share(cfg: AlignmentConfig, traffic: Traffic) -> int:

@@ -1,6 +1,6 @@
 """Makes a plan from a configuration, without reading weights or data from a hub."""
 
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -12,11 +12,14 @@ from transformers import AutoModelForSequenceClassification, PretrainedConfig
 from firm.alignment.hyperparameters import hyperparameters
 from firm.alignment.placement import bytes_by_device, devices_by_module
 from firm.alignment.policy import adapter_parameters, read_architecture, read_tokenizer
+from firm.alignment.rollout import logprobs_from
 from firm.alignment.rollout_config import TransformersConfig
+from firm.alignment.roofline import Speeds
 from firm.alignment.sharding import gathered_bytes, part_bytes
 from firm.base.devices import dtype_note, named_device
 from firm.base.sanitize import first_line
 from firm.federation.engines.processes import Processes
+from firm.federation.traffic import Traffic, round_traffic
 from firm.jobs.alignment_config import (
     AlignmentConfig,
     is_front_due,
@@ -25,7 +28,7 @@ from firm.jobs.alignment_config import (
 )
 from firm.jobs.alignment_data import data_of
 from firm.jobs.inspection import inspect_policy
-from firm.jobs.plan.passes import rollouts, updates
+from firm.jobs.plan.passes import num_passes, rollouts, updates
 from firm.jobs.plan.record import (
     Memory,
     Placement,
@@ -35,9 +38,13 @@ from firm.jobs.plan.record import (
     Seconds,
     Work,
 )
-from firm.jobs.plan.rehearsal import policy_without_storage, rehearsed
-from firm.jobs.plan.seconds import estimated_seconds
-from firm.jobs.plan.traffic import Traffic, num_passes, round_traffic
+from firm.jobs.plan.rehearsal import (
+    Rehearsed,
+    Sampled,
+    evaluated_rows,
+    policy_without_storage,
+    rehearsed,
+)
 from reward_models.config import RewardModelConfig
 from reward_models.registry import owners
 from reward_models.sequence_classifier import adapter_base, adapter_sizes
@@ -66,22 +73,26 @@ def make_plan(cfg: AlignmentConfig, clients: Sequence[str], processes: Processes
             too few for the clients.
     """
     notes: list[str] = []
-    policy, memory, seconds, traffic = None, None, None, round_traffic(cfg, clients)
+    policy = memory = seconds = inspection = None
     policy_bytes: dict[str, int] = {}
     hosted = max(len(processes.hosted(clients, rank)) for rank in range(processes.size))
     busiest = min(hosted, cfg.strategy.clients_per_round or hosted)
     architecture = _architecture(cfg.policy.path, "--policy.path", notes)
-    if architecture is not None:
-        model = policy_without_storage(architecture, cfg.policy, len(cfg.objectives))
-        traffic = round_traffic(cfg, clients, adapter_parameters(model))
+    model = architecture and policy_without_storage(architecture, cfg.policy, len(cfg.objectives))
+    traffic = round_traffic(
+        cfg.strategy,
+        cfg.objectives,
+        clients,
+        num_passes=num_passes(cfg),
+        adapter=adapter_parameters(model) if model else {},
+    )
+    if model is not None:
         policy = _policy_figures(model, traffic, cfg)
         try:
             devices = devices_by_module(model.get_base_model(), cfg.policy.device_map)
             policy_bytes = bytes_by_device(model.get_base_model(), devices)
         except ValueError as error:  # the devices of another machine
             notes.append(f"{error} The policy is counted on one device.")
-    inspection = None
-    if architecture is not None:
         inspection = inspect_policy(
             cfg.policy.path,
             cfg.rollout,
@@ -103,9 +114,9 @@ def make_plan(cfg: AlignmentConfig, clients: Sequence[str], processes: Processes
             "needed for limits on tokens, are not on this machine."
         )
     work = _work(cfg, len(clients), traffic, busiest, shares)
-    if architecture is not None and policy is not None:
+    if policy is not None:
         try:
-            memory, seconds = _costs(architecture, policy, cfg, traffic, busiest, work, notes)
+            memory, seconds = _costs(model, policy, cfg, traffic, busiest, work, notes)
         except (AttributeError, RuntimeError, TypeError, ValueError) as error:
             # operations that depend on tensors' content, or that the engine lacks
             notes.append(
@@ -132,7 +143,7 @@ def make_plan(cfg: AlignmentConfig, clients: Sequence[str], processes: Processes
 
 
 def _costs(
-    architecture: PretrainedConfig,
+    model: Any,
     policy: PolicyFigures,
     cfg: AlignmentConfig,
     traffic: Traffic,
@@ -146,17 +157,47 @@ def _costs(
     speeds cannot be measured, which a note then says.
     """
     device = _device_here(cfg.policy.device)
-    found = rehearsed(architecture, policy, cfg, traffic, busiest, device)
+    rehearsal = rehearsed(model, policy, cfg, traffic, busiest, device)
     is_here = cfg.policy.device.partition(":")[0] in ("auto", device.type)
     if not is_here or not isinstance(cfg.rollout.engine, TransformersConfig):
-        return found.memory, None
+        return rehearsal.memory, None
     if note := dtype_note(device, getattr(torch, cfg.policy.dtype), "--policy.dtype"):
         notes.append(note)
+    threads = torch.get_num_threads()
+    if isinstance(cfg.num_threads, int):
+        torch.set_num_threads(cfg.num_threads)
     try:
-        return found.memory, estimated_seconds(cfg, found, work, device)
-    except RuntimeError as error:
+        return rehearsal.memory, _seconds(cfg, rehearsal, work, Speeds(device))
+    except RuntimeError as error:  # the device is too full, or cannot multiply a dtype
         notes.append(f"{device}: no estimate of the time ({first_line(error)}).")
-        return found.memory, None
+        return rehearsal.memory, None
+    finally:
+        torch.set_num_threads(threads)
+
+
+def _seconds(cfg: AlignmentConfig, rehearsal: Rehearsed, work: Work, speeds: Speeds) -> Seconds:
+    """Returns the time of a run on this machine, if all rows have the maximum length."""
+    update, rollout = rehearsal.update, cfg.rollout
+    trained = work.updates.count * speeds.seconds(update.operations) / update.num_passes
+    num_scorings = 2  # a pair has two replies
+    if work.training_replies:
+        # of the base model, and of the policy unless sampling gives its log-probabilities
+        num_scorings = 1 + (logprobs_from(cfg.policy.dtype, rollout) == "forward")
+
+    def rollout_seconds(sampled: Sampled) -> float:
+        """Returns the seconds of a rollout, with its log-probabilities."""
+        share = rollout.max_prompt_tokens / (rollout.max_prompt_tokens + rollout.max_new_tokens)
+        prompts = share * speeds.seconds(sampled.whole)
+        tokens = rollout.max_new_tokens * speeds.seconds(sampled.token)
+        return prompts + tokens + num_scorings * speeds.seconds(sampled.scoring)
+
+    sampling = 0.0
+    if work.training_replies:
+        advantages = speeds.seconds(update.advantages)
+        sampling = work.rollouts.count * (rollout_seconds(rehearsal.rollout) + advantages)
+    num_evaluated = work.evaluation_rows / evaluated_rows(cfg)
+    evaluated = num_evaluated * rollout_seconds(rehearsal.evaluation)
+    return Seconds(trained + sampling, work.rounds * (trained + sampling) + evaluated)
 
 
 def _device_here(name: str) -> torch.device:
@@ -195,17 +236,6 @@ def _prompts_per_client(cfg: AlignmentConfig, *, has_tokenizer: bool) -> tuple[i
     return min(sizes), max(sizes)
 
 
-def _reward_models(cfg: AlignmentConfig) -> list[tuple[str, str, RewardModelConfig]]:
-    """Returns configuration key, name and settings of every reward model."""
-    places = {"rewards": cfg.rewards, "evaluation.metrics": cfg.evaluation.metrics}
-    models = [(f"{key}.{n}", n, reward) for key, own in places.items() for n, reward in own.items()]
-    return models + [
-        (f"groups.{group}.rewards.{name}", f"{group}/{name}", reward)
-        for group, others in cfg.groups.items()
-        for name, reward in others.rewards.items()
-    ]
-
-
 def _architecture(path: str, key: str, notes: list[str]) -> PretrainedConfig | None:
     """Returns a model's configuration; if missing, appends a note with the remedy."""
     try:
@@ -222,13 +252,7 @@ def _architecture(path: str, key: str, notes: list[str]) -> PretrainedConfig | N
 def _policy_figures(model: Any, traffic: Traffic, cfg: AlignmentConfig) -> PolicyFigures:
     shares = cfg.processes_per_client if cfg.policy.shard else 1
     trainable = adapter_parameters(model)
-    by_module: Counter[str] = Counter()
-    layers: dict[str, set[str]] = defaultdict(set)
-    for name, parameter in trainable.items():
-        layer = name.rsplit(".lora_", 1)[0]
-        module = layer.rsplit(".", 1)[-1]
-        by_module[module] += parameter.numel()
-        layers[module].add(layer)
+    layers = dict.fromkeys(name.rsplit(".lora_", 1)[0] for name in trainable)
     frozen = [p for p in model.parameters() if not p.requires_grad]
     bytes_by_dtype: Counter[str] = Counter()
     for parameter in frozen:
@@ -241,8 +265,7 @@ def _policy_figures(model: Any, traffic: Traffic, cfg: AlignmentConfig) -> Polic
         part_bytes=num_bytes - part_bytes(model, 1) + part_bytes(model, shares),
         gathered_bytes=gathered_bytes(model) if shares > 1 else 0,
         num_trainable=sum(p.numel() for p in trainable.values()),
-        trainable_by_module=dict(by_module),
-        layers_by_module={module: len(own) for module, own in layers.items()},
+        layers_by_module=dict(Counter(layer.rsplit(".", 1)[-1] for layer in layers)),
         adapter_bytes=sum(p.nbytes for p in trainable.values()),
         bytes_down=traffic.bytes_down // traffic.num_clients,
         bytes_up=traffic.bytes_up // traffic.num_clients,
@@ -300,12 +323,16 @@ def _rewards(cfg: AlignmentConfig, notes: list[str]) -> dict[str, RewardFigures]
 
     Metrics share none with rewards; see `reward_models.registry.load_reward_models`.
     """
-    found = {**owners(reward_configs(cfg)), **owners(cfg.evaluation.metrics)}
+    keys = {name: f"rewards.{name}" for name in cfg.rewards}
+    keys |= {name: f"evaluation.metrics.{name}" for name in cfg.evaluation.metrics}
+    first = {**owners(reward_configs(cfg)), **owners(cfg.evaluation.metrics)}
     figures: dict[str, RewardFigures] = {}
-    for key, name, reward in _reward_models(cfg):
+    for name, reward in {**reward_configs(cfg), **cfg.evaluation.metrics}.items():
+        group, _, objective = name.rpartition("/")
+        key = keys.get(name, f"groups.{group}.rewards.{objective}")
         own = _reward_figures(reward, f"--{key}.path", notes)
-        if found[name] != name and own.num_bytes:
-            own = replace(own, source=f"{own.source}, shared with {found[name]}", num_bytes=0)
+        if first[name] != name and own.num_bytes:
+            own = replace(own, source=f"{own.source}, shared with {first[name]}", num_bytes=0)
         figures[name] = own
     return figures
 

@@ -1,19 +1,10 @@
 """Records of a plan: sizes, bytes, memory, work and placement."""
 
-from collections import defaultdict
+from collections import Counter
 from dataclasses import dataclass
 
 from firm.alignment.hyperparameters import Hyperparameter
 from firm.jobs.inspection import Inspection
-
-
-@dataclass(frozen=True)
-class PlanTable:
-    """A table for `firm.run.print_table`: title, headings and rows of text."""
-
-    title: str
-    header: tuple[str, ...]
-    rows: list[tuple[str, ...]]
 
 
 @dataclass(frozen=True)
@@ -30,10 +21,8 @@ class PolicyFigures:
     gathered_bytes: int
     """Bytes of frozen parameters that a pass gathers at a time; 0 unless they are sharded."""
     num_trainable: int
-    trainable_by_module: dict[str, int]
-    """Trainable parameters by the last part of a module's name, such as "q_proj"."""
     layers_by_module: dict[str, int]
-    """Number of layers with an adapter, by the same names."""
+    """Number of layers with an adapter, by the last part of a module's name, such as "q_proj"."""
     adapter_bytes: int
     bytes_down: int
     """Bytes to a client per round, over all requests of the strategy, as counted by engines."""
@@ -56,10 +45,9 @@ class Memory:
     """Number of clients in training at a time."""
     jacobian: int
     """The M gradients of the clients in training, and running sums over micro-batches, if any."""
-    update: dict[bool, int]
-    """Peak of forward and backward pass in addition to parameters and Jacobian, by gradient
-    checkpointing."""
-    saved: dict[bool, int]
+    update: int
+    """Peak of forward and backward pass in addition to parameters and Jacobian."""
+    saved: int
     """The part of `update` saved for the backward pass."""
     values: int
     """Peak of the pass of the critic over a batch, if any, and of the advantages."""
@@ -176,7 +164,7 @@ class RunPlan:
 
     def memory_by_device(self) -> dict[str, int]:
         """Returns the peak bytes by device, summed over its processes."""
-        total: dict[str, int] = defaultdict(int)
+        total: Counter[str] = Counter()
         for place in self.places:
             bases: dict[tuple[str, str], int] = {}
             for name, device in place.rewards.items():
@@ -185,28 +173,24 @@ class RunPlan:
                 bases[reward.base, device] = reward.base_bytes
             for (_, device), size in bases.items():
                 total[device] += size
-        if self.policy is None or self.memory is None:
-            return {device: size for device, size in total.items() if size}
-        memory, adapter = self.memory, self.policy.adapter_bytes
-        update = memory.jacobian + memory.update[self.gradient_checkpointing]
-        step = max(update, memory.values, memory.rollout)
-        for place in self.places:
-            parts = place.policy_bytes or {place.policy: self.policy.part_bytes}
-            for device, size in parts.items():
-                total[device] += size
-            num_training = min(len(place.clients), memory.num_training)
-            num_waiting = len(place.clients) - num_training
-            learners = num_training * memory.training + num_waiting * memory.waiting
-            total[place.policy] += (
-                self.policy.gathered_bytes
-                + self.policy.bytes_by_dtype["buffers"]
-                + adapter
-                + max(
-                    learners + step,
-                    len(place.clients) * memory.waiting + memory.evaluation,
-                )
-            )
-            for device in memory.engine_devices or (place.policy,):
-                total[device] += memory.engine // max(1, len(memory.engine_devices))
-        total["cpu"] += self.policy.uploads + adapter  # on the server
-        return dict(total)
+            if self.policy and self.memory:
+                total.update(self._policy_memory(place, self.policy, self.memory))
+        if self.policy and self.memory:
+            total["cpu"] += self.policy.uploads + self.policy.adapter_bytes  # on the server
+        return {device: size for device, size in total.items() if size}
+
+    def _policy_memory(
+        self, place: Placement, policy: PolicyFigures, memory: Memory
+    ) -> Counter[str]:
+        """Returns the peak bytes of a process without its reward models, by device."""
+        total = Counter(place.policy_bytes or {place.policy: policy.part_bytes})
+        num_training = min(len(place.clients), memory.num_training)
+        num_waiting = len(place.clients) - num_training
+        step = max(memory.jacobian + memory.update, memory.values, memory.rollout)
+        learners = num_training * memory.training + num_waiting * memory.waiting
+        evaluation = len(place.clients) * memory.waiting + memory.evaluation
+        total[place.policy] += policy.gathered_bytes + policy.bytes_by_dtype["buffers"]
+        total[place.policy] += policy.adapter_bytes + max(learners + step, evaluation)
+        devices = memory.engine_devices or (place.policy,)
+        total.update(dict.fromkeys(devices, memory.engine // len(devices)))
+        return total

@@ -10,83 +10,37 @@ with it in `benchmarks/plan_memory.py`. On a CPU the resident set grows by more,
 holds freed blocks: a run of "49k, PPO" there took 2.0 times the estimate with glibc's malloc.
 """
 
-import dataclasses
-import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial, wraps
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 from transformers import AutoModelForCausalLM, PretrainedConfig
 
 from firm.alignment.decoding import random_numbers, sampled_tokens
+from firm.alignment.live_bytes import LiveBytes
 from firm.alignment.pair_tokens import PairBatch
 from firm.alignment.policy import add_adapter, set_mode
 from firm.alignment.policy_config import PolicyConfig
 from firm.alignment.prompts import Prompt
 from firm.alignment.rollout import Sampler
 from firm.alignment.rollout_config import TransformersConfig
+from firm.alignment.roofline import Operation, OperationCounter
 from firm.alignment.sequences import Queries, Rollouts, cached_pass, set_preferences
 from firm.alignment.stacked.trainer import stacked_trainers
 from firm.alignment.trainer import Learner, MultiObjectiveTrainer
 from firm.federation.engines.stacked import MAX_ROWS
 from firm.federation.lockstep import lockstep
 from firm.federation.objective_training import ObjectiveTraining
+from firm.federation.traffic import Traffic
 from firm.jobs.alignment_config import AlignmentConfig, solves_at_preferences
 from firm.jobs.plan.passes import minibatch_share, preferences_of_minibatch, rollouts, updates
 from firm.jobs.plan.record import Memory, PolicyFigures
-from firm.jobs.plan.roofline import Operation, OperationCounter
-from firm.jobs.plan.traffic import Traffic
 
 EVALUATION_BATCH = 64
 """Maximum number of replies in a batch of `firm.alignment.evaluate`."""
-
-
-class LiveBytes(TorchDispatchMode):
-    """Counts the bytes of live tensors created in the context; ``now`` and at most, ``peak``.
-
-    Counts those on the device of `owned`, and excludes `owned` and views of it.
-
-    Args:
-        owned: Modules and tensors that exist already, such as the model.
-    """
-
-    def __init__(self, *owned: torch.nn.Module | torch.Tensor) -> None:
-        super().__init__()
-        self.now = self.peak = 0
-        self._live: dict[int, int] = {}
-        tensors = [
-            tensor
-            for each in owned
-            for tensor in (
-                [each] if isinstance(each, torch.Tensor) else [*each.parameters(), *each.buffers()]
-            )
-        ]
-        self._device = tensors[0].device.type
-        self._owned = {tensor.untyped_storage()._cdata for tensor in tensors}
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
-        result = func(*args, **(kwargs or {}))
-        for tensor in tree_leaves(result):
-            if isinstance(tensor, torch.Tensor) and tensor.device.type == self._device:
-                self._note(tensor.untyped_storage())
-        return result
-
-    def _note(self, storage: torch.UntypedStorage) -> None:
-        address = storage._cdata
-        if address not in self._live and address not in self._owned:
-            self._live[address] = storage.nbytes()
-            self.now += storage.nbytes()
-            self.peak = max(self.peak, self.now)
-            weakref.finalize(storage, self._forget, address)
-
-    def _forget(self, address: int) -> None:
-        self.now -= self._live.pop(address)
 
 
 @dataclass(frozen=True)
@@ -144,22 +98,16 @@ class Rehearsal:
     and rewards are small real tensors, since shapes depend on their content.
 
     Args:
-        architecture: The policy's architecture.
+        model: The policy on the meta device, whose parameters are replaced.
         cfg: The run.
         num_clients: Clients whose rows share a pass of the update.
         device: Device of the policy.
     """
 
     def __init__(
-        self,
-        architecture: PretrainedConfig,
-        cfg: AlignmentConfig,
-        *,
-        num_clients: int,
-        device: torch.device,
+        self, model: Any, cfg: AlignmentConfig, *, num_clients: int, device: torch.device
     ) -> None:
         self._cfg, self._device = cfg, device
-        model = policy_without_storage(architecture, cfg.policy, len(cfg.objectives))
         self._mode = OperationCounter(allow_non_fake_inputs=True)
         with_fake_parameters(model, self._mode, device)
         self._model = model
@@ -186,6 +134,17 @@ class Rehearsal:
         policy, sgd = trainer._policy, torch.optim.SGD
         estimator = self._cfg.estimator.estimator(policy, critic=self._critic(), optimizer=sgd)
         return Learner(estimator, sgd(policy.parameters))
+
+    def learner_bytes(self, adapter_bytes: int) -> tuple[int, int]:
+        """Returns the bytes of a client's critics, and of its critics and optimizer moments."""
+        cfg, module = self._cfg, self._critic()
+        critic = sum(parameter.nbytes for parameter in module.parameters()) if module else 0
+        moments = 2 * adapter_bytes if cfg.estimator.actor_optimizer == "adam" else 0
+        learner = 3 * critic + moments  # Adam trains all parameters outside the adapter
+        if ObjectiveTraining in cfg.strategy.requests(cfg.objectives):
+            # the common learner never steps: no moments
+            return critic, len(cfg.objectives) * learner + critic
+        return critic, learner
 
     def _critic(self) -> torch.nn.Module | None:
         with torch.device("meta"):
@@ -439,7 +398,7 @@ def policy_without_storage(
 
 
 def rehearsed(
-    architecture: PretrainedConfig,
+    model: Any,
     policy: PolicyFigures,
     cfg: AlignmentConfig,
     traffic: Traffic,
@@ -449,7 +408,7 @@ def rehearsed(
     """Rehearses a process that trains `num_clients` clients in a round.
 
     Args:
-        architecture: The policy's architecture.
+        model: The policy on the meta device; its parameters are replaced.
         policy: Sizes of the policy.
         cfg: The run.
         traffic: Traffic of one round.
@@ -459,47 +418,34 @@ def rehearsed(
     joint, sampled = updates(cfg, traffic, num_clients), rollouts(cfg, traffic, num_clients)
     is_stacked = cfg.engine == "stacked"
     num_preferences = preferences_of_minibatch(cfg) if solves_at_preferences(cfg) else None
-    # joint passes draw other masks when they are recomputed
-    can_recompute = not is_stacked or cfg.policy.lora.dropout == 0
-    rehearsals, found = {}, {}
-    for checkpointing in (False, True) if can_recompute else (False,):
-        changed = dataclasses.replace(cfg.policy, gradient_checkpointing=checkpointing)
-        rehearsals[checkpointing] = rehearsal = REHEARSALS[cfg.estimator.learns_from](
-            architecture,
-            dataclasses.replace(cfg, policy=changed),
-            num_clients=max(joint.clients, sampled.clients),
-            device=device,
-        )
-        share = minibatch_share(cfg, traffic)
-        found[checkpointing] = rehearsal.update(share, num_preferences)
-    rehearsal = rehearsals[False]
+    most = max(joint.clients, sampled.clients)
+    kind = REHEARSALS[cfg.estimator.learns_from]
+    rehearsal = kind(model, cfg, num_clients=most, device=device)
+    update = rehearsal.update(minibatch_share(cfg, traffic), num_preferences)
     own_rows = -(-sampled.rows // sampled.clients // cfg.processes_per_client)
     samplers, evaluator = rehearsal.samplers[: sampled.clients], rehearsal.evaluator
     evaluation = rollout = rehearsal.sampling(samplers, own_rows)
     if samplers != [evaluator] or own_rows != evaluated_rows(cfg):
         evaluation = rehearsal.sampling([evaluator], evaluated_rows(cfg))
-    critic, learner = _learner_bytes(architecture, policy, cfg)
+    critic, learner = rehearsal.learner_bytes(policy.adapter_bytes)
     # the state before the first round has no moments
     oldest = critic if cfg.rounds == 1 else learner
     own_adapter = policy.adapter_bytes if is_stacked else 0
+    frozen_bytes = sum(policy.bytes_by_dtype.values()) - policy.bytes_by_dtype["buffers"]
     memory = Memory(
         training=learner + oldest + own_adapter,
         waiting=2 * learner + oldest + own_adapter,
         num_training=num_clients if is_stacked else 1,
-        jacobian=found[False].jacobian,
-        update={key: update.peak for key, update in found.items()},
-        saved={key: update.saved for key, update in found.items()},
-        values=found[False].values,
+        jacobian=update.jacobian,
+        update=update.peak,
+        saved=update.saved,
+        values=update.values,
         cache=rollout.cache,
         rollout=rollout.peak,
         evaluation=evaluation.peak,
-        engine=cfg.rollout.engine.num_bytes(
-            sum(size for kind, size in policy.bytes_by_dtype.items() if kind != "buffers"),
-            policy.adapter_bytes,
-        ),
+        engine=cfg.rollout.engine.num_bytes(frozen_bytes, policy.adapter_bytes),
         engine_devices=cfg.rollout.engine.own_devices,
     )
-    update = found.get(cfg.policy.gradient_checkpointing, found[False])
     return Rehearsed(memory, rollout, evaluation, update)
 
 
@@ -509,19 +455,3 @@ def evaluated_rows(cfg: AlignmentConfig) -> int:
     num_prompts = max(evaluation.num_validation_prompts, evaluation.num_test_prompts)
     replies = min(EVALUATION_BATCH, num_prompts * evaluation.num_samples)
     return min(cfg.rollout.forward_batch_size, max(evaluation.num_calibration_prompts, replies))
-
-
-def _learner_bytes(
-    architecture: PretrainedConfig, policy: PolicyFigures, cfg: AlignmentConfig
-) -> tuple[int, int]:
-    """Returns the bytes of a client's critics, and of its critics and optimizer moments."""
-    model = policy_without_storage(architecture, cfg.policy, len(cfg.objectives))
-    with torch.device("meta"):
-        module = cfg.estimator.new_critic(model, len(cfg.objectives))
-    critic = sum(parameter.nbytes for parameter in module.parameters()) if module else 0
-    moments = 2 * policy.adapter_bytes if cfg.estimator.actor_optimizer == "adam" else 0
-    learner = 3 * critic + moments  # Adam trains all parameters outside the adapter
-    if ObjectiveTraining in cfg.strategy.requests(cfg.objectives):
-        # the common learner never steps: no moments
-        return critic, len(cfg.objectives) * learner + critic
-    return critic, learner

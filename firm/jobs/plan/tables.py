@@ -1,132 +1,154 @@
-"""Formats a plan as human-readable tables."""
+"""Formats plans as tables, and prints them."""
 
 import json
-from collections.abc import Iterator
-from typing import Any
+import os
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+from itertools import islice
+from typing import Any, NamedTuple
 
-from firm.jobs.plan.passes import Passes
-from firm.jobs.plan.record import PlanTable, PolicyFigures, RunPlan, Work
+from firm.base.sanitize import printable
+from firm.federation.engines.processes import Processes
+from firm.jobs.alarms import alarms_at_start
+from firm.jobs.alignment_config import AlignmentConfig, client_names
+from firm.jobs.plan.planning import make_plan
+from firm.jobs.plan.record import Passes, RunPlan
 from firm.report import formats
+from firm.run.progress import print_table
+from firm.run.shipped import with_shipped_paths
+
+MAX_ROWS = 200
+"""Number of runs of a study or sweep that a plan lists by name."""
+
+
+class PlanTable(NamedTuple):
+    """A table for `firm.run.print_table`: title, headings and rows of text."""
+
+    title: str
+    header: tuple[str, ...]
+    rows: list[tuple[str, ...]]
+
+
+def print_plan(cfg: AlignmentConfig) -> None:
+    """Prints the plan of a run, in the first of a launcher's processes.
+
+    Raises:
+        SystemExit: With code 1, if the policy's configuration could not be read.
+    """
+    if int(os.environ.get("RANK", 0)):
+        return
+    processes = Processes(0, int(os.environ.get("WORLD_SIZE", 1)), cfg.processes_per_client)
+    plan = make_plan(with_shipped_paths(cfg), client_names(cfg), processes)
+    for table in [*plan_tables(plan), *(paper_tables(plan) if cfg.paper else [])]:
+        print_table(*table)
+    for note in [*plan.notes, *alarms_at_start(cfg)]:
+        print(printable(note, max_length=5_000))
+    if plan.policy is None:
+        raise SystemExit(1)
+
+
+def print_plans(runs: Mapping[str, AlignmentConfig], noun: str) -> None:
+    """Prints the names and sizes of several runs, and the plan of the first that trains."""
+    shown = islice(runs.items(), MAX_ROWS)
+    rows = [[name, str(run.rounds), str(run.num_clients)] for name, run in shown]
+    if len(runs) > MAX_ROWS:
+        rows.append([f"and {len(runs) - MAX_ROWS:,} more", "", ""])
+    print_table(f"{len(runs):,} {noun}s", [noun, "rounds", "clients"], rows)
+    print_plan(max(runs.values(), key=lambda run: run.rounds > 0))
 
 
 def plan_tables(plan: RunPlan) -> list[PlanTable]:
     """Returns the tables of a plan, without its notes; see `paper_tables` for the settings."""
-    tables = [_model_table(plan), _work_table(plan)]
-    if len(plan.places) > 1 or len(plan.memory_by_device()) > 1:
+    by_device = plan.memory_by_device()
+    tables = [
+        PlanTable("Models", ("", ""), list(_model_rows(plan))),
+        PlanTable("Work", ("", ""), list(_work_rows(plan))),
+    ]
+    if len(plan.places) > 1 or len(by_device) > 1:
         tables.append(_placement_table(plan))
-    return [*tables, *_memory_tables(plan)]
+    if rows := list(_memory_rows(plan)):
+        tables.append(PlanTable("Memory of a process", ("", ""), rows))
+    if sizes := [(name, formats.size(size)) for name, size in sorted(by_device.items())]:
+        tables.append(PlanTable("Peak memory by device", ("", ""), sizes))
+    return tables
 
 
-def _model_table(plan: RunPlan) -> PlanTable:
-    rows = [("policy", plan.policy_path), *_inspection_rows(plan)]
-    if figures := plan.policy:
-        share = figures.num_trainable / (figures.num_parameters + figures.num_trainable)
+def _model_rows(plan: RunPlan) -> Iterator[tuple[str, str]]:
+    yield "policy", plan.policy_path
+    if inspection := plan.inspection:
+        yield (
+            "prompts",
+            {
+                "chat": "messages in its chat template",
+                "hh": "in the format of HH-RLHF, without a chat template",
+                "plain": "the last user message in policy.prompt.template",
+            }[inspection.prompt_format],
+        )
+        ends = " ".join(inspection.ends) or "the maximum length, as there is no end token"
+        yield "replies end at", ends
+        if inspection.stop_strings:
+            yield "replies end before", " ".join(map(repr, inspection.stop_strings))
+        context = f"{inspection.context:,} tokens" if inspection.context else "unlimited"
+        yield "context", context
+    if policy := plan.policy:
+        share = policy.num_trainable / (policy.num_parameters + policy.num_trainable)
         visits = plan.work.rounds * plan.work.clients_per_round
-        both = visits * (figures.bytes_down + figures.bytes_up)
-        trainable = f"{figures.num_trainable:,} in float32, {100 * share:.2g} % of all"
-        rows += [
-            ("parameters", f"{figures.num_parameters:,} in {plan.dtype}"),
-            ("trainable", trainable),
-            ("adapted layers", _layers_text(figures)),
-            ("adapter", f"{formats.size(figures.adapter_bytes)} ({figures.adapter_bytes:,} bytes)"),
-            (
-                "down and up, per client and round",
-                f"{formats.size(figures.bytes_down)} and {formats.size(figures.bytes_up)}",
-            ),
-            ("down and up, in total", formats.size(both)),
-        ]
+        size, down, up = map(
+            formats.size, (policy.adapter_bytes, policy.bytes_down, policy.bytes_up)
+        )
+        total = visits * (policy.bytes_down + policy.bytes_up)
+        yield "parameters", f"{policy.num_parameters:,} in {plan.dtype}"
+        yield "trainable", f"{policy.num_trainable:,} in float32, {100 * share:.2g} % of all"
+        yield "adapted layers", _layers_text(policy.layers_by_module)
+        yield "adapter", f"{size} ({policy.adapter_bytes:,} bytes)"
+        yield "down and up, per client and round", f"{down} and {up}"
+        yield "down and up, in total", formats.size(total)
     for name, reward in plan.rewards.items():
         count = reward.num_parameters
         size = "" if count is None else f", {count:,} parameters, {formats.size(reward.num_bytes)}"
         if reward.base:
             size += f" and its base's {formats.size(reward.base_bytes)}"
-        rows.append((f"reward {name}", reward.source + size))
-    return PlanTable("Models", ("", ""), rows)
+        yield f"reward {name}", reward.source + size
 
 
-def _layers_text(figures: PolicyFigures) -> str:
+def _layers_text(layers_by_module: Mapping[str, int]) -> str:
     """Returns the adapted modules with the number of layers that have them."""
-    names: dict[int, list[str]] = {}
-    for name, num_layers in figures.layers_by_module.items():
-        names.setdefault(num_layers, []).append(name)
+    names: dict[int, list[str]] = defaultdict(list)
+    for name, num_layers in layers_by_module.items():
+        names[num_layers].append(name)
     return "; ".join(
-        f"{', '.join(own)} in {num_layers:,} layer{'s' * (num_layers > 1)}"
-        for num_layers, own in names.items()
+        f"{', '.join(modules)} in {formats.count(num_layers, 'layer')}"
+        for num_layers, modules in names.items()
     )
 
 
-def _inspection_rows(plan: RunPlan) -> list[tuple[str, str]]:
-    """Returns the rows on prompt format and end tokens."""
-    if (found := plan.inspection) is None:
-        return []
-    formats_in_words = {
-        "chat": "messages in its chat template",
-        "hh": "in the format of HH-RLHF, without a chat template",
-        "plain": "the last user message in policy.prompt.template",
-    }
-    context = f"{found.context:,} tokens" if found.context else "unlimited"
-    return [
-        ("prompts", formats_in_words[found.prompt_format]),
-        ("replies end at", " ".join(found.ends) or "the maximum length, as there is no end token"),
-        *(
-            [("replies end before", " ".join(map(repr, stops)))]
-            if (stops := found.stop_strings)
-            else []
-        ),
-        ("context", context),
-    ]
-
-
-def _work_table(plan: RunPlan) -> PlanTable:
+def _work_rows(plan: RunPlan) -> Iterator[tuple[str, str]]:
     work = plan.work
     visits = work.clients_per_round
-    rows = [
-        ("rounds", f"{work.rounds:,}, with {formats.count(visits, 'client')} each"),
-        *_share_rows(work),
-        (
-            "optimizer steps",
-            f"{work.optimizer_steps:,} per client and round, "
-            f"{work.rounds * visits * work.optimizer_steps:,} in total",
-        ),
-        (
-            "solves for weights in total",
-            f"{work.rounds * (visits * work.solves + work.server_solves):,}",
-        ),
-        *_sampling_rows(work),
-        ("forward and backward passes", _passes_text(work.updates)),
-        *([("rollouts", _passes_text(work.rollouts))] if work.training_replies else []),
-        *_time_rows(plan),
-    ]
-    return PlanTable("Work", ("", ""), rows)
-
-
-def _time_rows(plan: RunPlan) -> list[tuple[str, str]]:
-    """Returns the row on time, if it is known."""
-    if plan.seconds is None:
-        return []
-    one, total = map(formats.duration, (plan.seconds.round, plan.seconds.total))
-    return [("time on this machine, about", f"{one} a round, {total} in all")]
-
-
-def _sampling_rows(work: Work) -> list[tuple[str, str]]:
-    """Returns the rows on sampled replies, if the run samples any."""
-    if not work.training_replies:
-        return []
-    return [
-        ("replies sampled in training", f"{work.training_replies:,}"),
-        (
-            "replies sampled to evaluate and calibrate",
-            f"at most {work.evaluation_replies:,} and {work.calibration_replies:,}",
-        ),
-        ("reward calls, one per reply and score", f"at most {work.scored_replies:,}"),
-    ]
-
-
-def _share_rows(work: Work) -> Iterator[tuple[str, str]]:
-    """Yields the number of training prompts per client, if known."""
+    yield "rounds", f"{work.rounds:,}, with {formats.count(visits, 'client')} each"
     if work.prompts_per_client:
         fewest, most = work.prompts_per_client
         yield "prompts per client", f"{fewest:,}" + f" to {most:,}" * (most > fewest)
+    yield (
+        "optimizer steps",
+        f"{work.optimizer_steps:,} per client and round, "
+        f"{work.rounds * visits * work.optimizer_steps:,} in total",
+    )
+    num_solves = work.rounds * (visits * work.solves + work.server_solves)
+    yield "solves for weights in total", f"{num_solves:,}"
+    if work.training_replies:
+        yield "replies sampled in training", f"{work.training_replies:,}"
+        yield (
+            "replies sampled to evaluate and calibrate",
+            f"at most {work.evaluation_replies:,} and {work.calibration_replies:,}",
+        )
+        yield "reward calls, one per reply and score", f"at most {work.scored_replies:,}"
+    yield "forward and backward passes", _passes_text(work.updates)
+    if work.training_replies:
+        yield "rollouts", _passes_text(work.rollouts)
+    if plan.seconds:
+        one, total = map(formats.duration, (plan.seconds.round, plan.seconds.total))
+        yield "time on this machine, about", f"{one} a round, {total} in all"
 
 
 def _passes_text(passes: Passes) -> str:
@@ -146,56 +168,33 @@ def _placement_table(plan: RunPlan) -> PlanTable:
     return PlanTable(f"Placement, {len(rows)} process{'es' * (len(rows) > 1)}", header, rows)
 
 
-def _memory_tables(plan: RunPlan) -> Iterator[PlanTable]:
-    if plan.policy and (memory := plan.memory):
-        used = {plan.gradient_checkpointing: ", as configured"}
-        sizes = plan.policy.bytes_by_dtype.items()
-        rows = [
-            ("policy", ", ".join(f"{formats.size(size)} {dtype}" for dtype, size in sizes)),
-            *_shard_rows(plan.policy),
-            ("adapter", formats.size(plan.policy.adapter_bytes)),
-            ("client in training: critic, moments, saved state", formats.size(memory.training)),
-            ("other client: critic, moments, saved states", formats.size(memory.waiting)),
-            ("Jacobian [M, d]", formats.size(memory.jacobian)),
-        ]
-        for is_on, peak in memory.update.items():
-            mode = f"{'with' if is_on else 'without'} gradient checkpointing"
-            saved = f" ({formats.size(memory.saved[is_on])} saved for the backward pass)"
-            rows.append((f"update {mode}{used.get(is_on, '')}", formats.size(peak) + saved))
-        rows += [
-            ("values and advantages", formats.size(memory.values)),
-            *_pass_rows(plan),
-        ]
-        yield PlanTable("Memory of a process", ("", ""), rows)
-    by_device = sorted(plan.memory_by_device().items())
-    if rows := [(name, formats.size(size)) for name, size in by_device if size]:
-        yield PlanTable("Peak memory by device", ("", ""), rows)
-
-
-def _pass_rows(plan: RunPlan) -> list[tuple[str, str]]:
-    """Returns the memory of passes without gradients, with sampling if the run samples replies."""
-    assert plan.memory is not None
-    memory = plan.memory
+def _memory_rows(plan: RunPlan) -> Iterator[tuple[str, str]]:
+    policy, memory, size = plan.policy, plan.memory, formats.size
+    if policy is None or memory is None:
+        return
+    mode = "with" if plan.gradient_checkpointing else "without"
+    sizes = policy.bytes_by_dtype.items()
+    yield "policy", ", ".join(f"{size(num_bytes)} {dtype}" for dtype, num_bytes in sizes)
+    if policy.gathered_bytes:
+        yield "  part that a process keeps", size(policy.part_bytes)
+        yield "  layers gathered for a pass, at most", size(policy.gathered_bytes)
+    yield "adapter", size(policy.adapter_bytes)
+    yield "client in training: critic, moments, saved state", size(memory.training)
+    yield "other client: critic, moments, saved states", size(memory.waiting)
+    yield "Jacobian [M, d]", size(memory.jacobian)
+    yield (
+        f"update {mode} gradient checkpointing",
+        f"{size(memory.update)} ({size(memory.saved)} saved for the backward pass)",
+    )
+    yield "values and advantages", size(memory.values)
     if not plan.work.training_replies:
-        return [("passes over pairs without gradients", formats.size(memory.evaluation))]
-    return [
-        (
-            "rollout, with log-probabilities",
-            f"{formats.size(memory.rollout)} ({formats.size(memory.cache)} keys and values)",
-        ),
-        ("rollout of an evaluation or calibration", formats.size(memory.evaluation)),
-        *([("rollout engine's copy and cache", formats.size(memory.engine))] * bool(memory.engine)),
-    ]
-
-
-def _shard_rows(policy: PolicyFigures) -> list[tuple[str, str]]:
-    """Returns the bytes of a sharded policy in one process."""
-    if not policy.gathered_bytes:
-        return []
-    return [
-        ("  part that a process keeps", formats.size(policy.part_bytes)),
-        ("  layers gathered for a pass, at most", formats.size(policy.gathered_bytes)),
-    ]
+        yield "passes over pairs without gradients", size(memory.evaluation)
+        return
+    rollout = f"{size(memory.rollout)} ({size(memory.cache)} keys and values)"
+    yield "rollout, with log-probabilities", rollout
+    yield "rollout of an evaluation or calibration", size(memory.evaluation)
+    if memory.engine:
+        yield "rollout engine's copy and cache", size(memory.engine)
 
 
 def paper_tables(plan: RunPlan) -> list[PlanTable]:

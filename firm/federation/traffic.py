@@ -12,8 +12,7 @@ from firm.federation.client import Failure, Reply
 from firm.federation.messages import Message, Request, Sizes
 from firm.federation.serialization import pack
 from firm.federation.server import ServerState
-from firm.federation.strategies import STRATEGIES
-from firm.jobs.alignment_config import AlignmentConfig
+from firm.federation.strategies import STRATEGIES, StrategyConfig
 
 SAMPLED_PARAMETERS = 1_000_000
 """Maximum columns of the Jacobian that a planned client compresses; the bytes of the others are
@@ -25,16 +24,21 @@ class Traffic:
 
     Messages contain empty adapters and Jacobians with few columns; the counts include the bytes
     that real messages would have in addition.
+
+    Args:
+        objectives: Names of the objectives.
+        num_passes: Optimizer steps of one local training.
+        adapter: The adapter's parameters, which may be without storage.
     """
 
-    def __init__(self, cfg: AlignmentConfig, adapter: Mapping[str, torch.Tensor]) -> None:
-        self._cfg = cfg
-        self.adapter = {name: torch.empty(0) for name in adapter}
+    def __init__(
+        self, objectives: tuple[str, ...], num_passes: int, adapter: Mapping[str, torch.Tensor]
+    ) -> None:
         self._adapter_bytes = sum(parameter.nbytes for parameter in adapter.values())
         self._num_parameters = sum(parameter.numel() for parameter in adapter.values())
         num_columns = min(self._num_parameters, SAMPLED_PARAMETERS) or SAMPLED_PARAMETERS
         self._scale = self._num_parameters / num_columns
-        self._sizes = Sizes(num_columns, num_passes(cfg), _metrics(list(cfg.objectives)))
+        self._sizes = Sizes(num_columns, num_passes, _metrics(objectives))
         self.bytes_down = self.bytes_up = self.uploads = 0
         self.num_clients = 0
         """Number of clients that train."""
@@ -82,21 +86,28 @@ def _tensor_bytes(content: Any) -> int:
 
 
 def round_traffic(
-    cfg: AlignmentConfig, clients: Sequence[str], adapter: Mapping[str, torch.Tensor] | None = None
+    strategy: StrategyConfig,
+    objectives: tuple[str, ...],
+    clients: Sequence[str],
+    *,
+    num_passes: int,
+    adapter: Mapping[str, torch.Tensor],
 ) -> Traffic:
-    """Returns the traffic of one round of the strategy."""
-    traffic = Traffic(cfg, adapter or {})
-    state = ServerState(traffic.adapter, objectives=cfg.objectives, seed=0)
+    """Returns the traffic of one round of a strategy.
+
+    Args:
+        strategy: The strategy.
+        objectives: Names of the objectives.
+        clients: Names of all clients.
+        num_passes: Optimizer steps of one local training.
+        adapter: The adapter's parameters, which may be without storage; empty if unknown.
+    """
+    traffic = Traffic(objectives, num_passes, adapter)
+    state = ServerState(dict.fromkeys(adapter, torch.empty(0)), objectives=objectives, seed=0)
     with suppress(RoundFailed):
-        STRATEGIES[cfg.strategy.name](state, clients, traffic, cfg.strategy)
+        STRATEGIES[strategy.name](state, clients, traffic, strategy)
     assert traffic.num_clients
     return traffic
-
-
-def num_passes(cfg: AlignmentConfig) -> int:
-    """Returns the optimizer steps of one local training."""
-    num_minibatches = cfg.estimator.batch_size // cfg.estimator.minibatch_size
-    return cfg.strategy.num_local_steps * cfg.estimator.num_epochs * num_minibatches
 
 
 def _metrics(objectives: Sequence[str]) -> dict[str, Any]:
