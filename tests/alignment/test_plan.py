@@ -44,9 +44,9 @@ from firm.jobs.alignment import main
 from firm.jobs.alignment_config import AlignmentConfig
 from firm.jobs.alignment_data import data_of
 from firm.jobs.plan import make_plan, paper_tables, plan_tables, planning
+from firm.jobs.plan.costs import EVALUATION_BATCH, evaluated_rows
 from firm.jobs.plan.passes import preferences_of_minibatch
 from firm.jobs.plan.record import RewardFigures
-from firm.jobs.plan.rehearsal import EVALUATION_BATCH, evaluated_rows
 from firm.run import parse, print_table
 from tests.runs import read_rows
 from tests.smoke import POLICY, ROOT, SMOKE
@@ -81,7 +81,7 @@ def plan_of(cfg: AlignmentConfig, num_processes: int = 1):
 def plan_without_memory(cfg: AlignmentConfig, num_processes: int = 1):
     """A plan but for its memory, whose estimate takes a second and more."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("firm.jobs.plan.planning._costs", lambda *_: (None, None))
+        patch.setattr("firm.jobs.plan.planning.estimated_costs", lambda *_: (None, None))
         return plan_of(cfg, num_processes)
 
 

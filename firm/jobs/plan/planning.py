@@ -3,20 +3,16 @@
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import torch
 from transformers import AutoModelForSequenceClassification, PretrainedConfig
 
-from firm.alignment.hyperparameters import hyperparameters
 from firm.alignment.placement import bytes_by_device, devices_by_module
 from firm.alignment.policy import adapter_parameters, read_architecture, read_tokenizer
-from firm.alignment.rollout import logprobs_from
-from firm.alignment.rollout_config import TransformersConfig
-from firm.alignment.roofline import Speeds
 from firm.alignment.sharding import gathered_bytes, part_bytes
-from firm.base.devices import dtype_note, named_device
 from firm.base.sanitize import first_line
 from firm.federation.engines.processes import Processes
 from firm.federation.traffic import Traffic, round_traffic
@@ -28,23 +24,9 @@ from firm.jobs.alignment_config import (
 )
 from firm.jobs.alignment_data import data_of
 from firm.jobs.inspection import inspect_policy
+from firm.jobs.plan.costs import estimated_costs, policy_without_storage
 from firm.jobs.plan.passes import num_passes, rollouts, updates
-from firm.jobs.plan.record import (
-    Memory,
-    Placement,
-    PolicyFigures,
-    RewardFigures,
-    RunPlan,
-    Seconds,
-    Work,
-)
-from firm.jobs.plan.rehearsal import (
-    Rehearsed,
-    Sampled,
-    evaluated_rows,
-    policy_without_storage,
-    rehearsed,
-)
+from firm.jobs.plan.record import Placement, PolicyFigures, RewardFigures, RunPlan, Work
 from reward_models.config import RewardModelConfig
 from reward_models.registry import owners
 from reward_models.sequence_classifier import adapter_base, adapter_sizes
@@ -114,9 +96,11 @@ def make_plan(cfg: AlignmentConfig, clients: Sequence[str], processes: Processes
             "needed for limits on tokens, are not on this machine."
         )
     work = _work(cfg, len(clients), traffic, busiest, shares)
-    if policy is not None:
+    if architecture is not None and policy is not None:
         try:
-            memory, seconds = _costs(model, policy, cfg, traffic, busiest, work, notes)
+            memory, seconds = estimated_costs(
+                architecture, policy, cfg, traffic, busiest, work, notes
+            )
         except (AttributeError, RuntimeError, TypeError, ValueError) as error:
             # operations that depend on tensors' content, or that the engine lacks
             notes.append(
@@ -124,9 +108,7 @@ def make_plan(cfg: AlignmentConfig, clients: Sequence[str], processes: Processes
                 f"({first_line(error)})."
             )
     return RunPlan(
-        policy_path=cfg.policy.path,
-        dtype=cfg.policy.dtype,
-        gradient_checkpointing=cfg.policy.gradient_checkpointing,
+        cfg=cfg,
         inspection=inspection,
         policy=policy,
         memory=memory,
@@ -137,78 +119,8 @@ def make_plan(cfg: AlignmentConfig, clients: Sequence[str], processes: Processes
             _place(rank, clients, processes, rewards, cfg.policy.device, policy_bytes)
             for rank in range(processes.size)
         ],
-        hyperparameters=list(hyperparameters(cfg)),
         notes=[*notes, LEFT_OUT, *([LEFT_OUT_OF_TIME] * (seconds is not None))],
     )
-
-
-def _costs(
-    model: Any,
-    policy: PolicyFigures,
-    cfg: AlignmentConfig,
-    traffic: Traffic,
-    busiest: int,
-    work: Work,
-    notes: list[str],
-) -> tuple[Memory, Seconds | None]:
-    """Returns the memory of the busiest process, and the run's time.
-
-    The time is None if the policy's device is not on this machine, another engine samples, or the
-    speeds cannot be measured, which a note then says.
-    """
-    device = _device_here(cfg.policy.device)
-    rehearsal = rehearsed(model, policy, cfg, traffic, busiest, device)
-    is_here = cfg.policy.device.partition(":")[0] in ("auto", device.type)
-    if not is_here or not isinstance(cfg.rollout.engine, TransformersConfig):
-        return rehearsal.memory, None
-    if note := dtype_note(device, getattr(torch, cfg.policy.dtype), "--policy.dtype"):
-        notes.append(note)
-    threads = torch.get_num_threads()
-    if isinstance(cfg.num_threads, int):
-        torch.set_num_threads(cfg.num_threads)
-    try:
-        return rehearsal.memory, _seconds(cfg, rehearsal, work, Speeds(device))
-    except RuntimeError as error:  # the device is too full, or cannot multiply a dtype
-        notes.append(f"{device}: no estimate of the time ({first_line(error)}).")
-        return rehearsal.memory, None
-    finally:
-        torch.set_num_threads(threads)
-
-
-def _seconds(cfg: AlignmentConfig, rehearsal: Rehearsed, work: Work, speeds: Speeds) -> Seconds:
-    """Returns the time of a run on this machine, if all rows have the maximum length."""
-    update, rollout = rehearsal.update, cfg.rollout
-    trained = work.updates.count * speeds.seconds(update.operations) / update.num_passes
-    num_scorings = 2  # a pair has two replies
-    if work.training_replies:
-        # of the base model, and of the policy unless sampling gives its log-probabilities
-        num_scorings = 1 + (logprobs_from(cfg.policy.dtype, rollout) == "forward")
-
-    def rollout_seconds(sampled: Sampled) -> float:
-        """Returns the seconds of a rollout, with its log-probabilities."""
-        share = rollout.max_prompt_tokens / (rollout.max_prompt_tokens + rollout.max_new_tokens)
-        prompts = share * speeds.seconds(sampled.whole)
-        tokens = rollout.max_new_tokens * speeds.seconds(sampled.token)
-        return prompts + tokens + num_scorings * speeds.seconds(sampled.scoring)
-
-    sampling = 0.0
-    if work.training_replies:
-        advantages = speeds.seconds(update.advantages)
-        sampling = work.rollouts.count * (rollout_seconds(rehearsal.rollout) + advantages)
-    num_evaluated = work.evaluation_rows / evaluated_rows(cfg)
-    evaluated = num_evaluated * rollout_seconds(rehearsal.evaluation)
-    return Seconds(trained + sampling, work.rounds * (trained + sampling) + evaluated)
-
-
-def _device_here(name: str) -> torch.device:
-    """Returns the policy's device, or the CPU if the device is not on this machine."""
-    try:
-        device = named_device(name)
-    except ValueError:
-        return torch.device("cpu")
-    if device.type == "cpu" or device.index is not None:
-        return device
-    return torch.device(device.type, torch.accelerator.current_device_index())
 
 
 def _prompts_per_client(cfg: AlignmentConfig, *, has_tokenizer: bool) -> tuple[int, int] | None:
@@ -218,15 +130,11 @@ def _prompts_per_client(cfg: AlignmentConfig, *, has_tokenizer: bool) -> tuple[i
     """
     data = data_of(cfg)
     configs = data.sources(cfg).values()
-    sources = [
-        source
-        for own in configs
-        for source in ([own.source] if isinstance(own.source, str) else own.source)
-    ]
+    lists = [[own.source] if isinstance(own.source, str) else own.source for own in configs]
     is_limited = any(own.min_tokens or own.max_tokens is not None for own in configs)
     is_here = all(
-        any(Path(name).expanduser().exists() for name in (source, source.partition(":")[0]))
-        for source in sources
+        Path(name).expanduser().exists() or Path(name.partition(":")[0]).expanduser().exists()
+        for name in chain(*lists)
     )
     if not is_here or (is_limited and not has_tokenizer):
         return None

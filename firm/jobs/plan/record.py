@@ -3,7 +3,7 @@
 from collections import Counter
 from dataclasses import dataclass
 
-from firm.alignment.hyperparameters import Hyperparameter
+from firm.jobs.alignment_config import AlignmentConfig
 from firm.jobs.inspection import Inspection
 
 
@@ -148,9 +148,7 @@ class Placement:
 class RunPlan:
     """Plan of a run; figures that depend on an unknown model are None."""
 
-    policy_path: str
-    dtype: str
-    gradient_checkpointing: bool
+    cfg: AlignmentConfig
     inspection: Inspection | None
     policy: PolicyFigures | None
     memory: Memory | None
@@ -158,7 +156,6 @@ class RunPlan:
     rewards: dict[str, RewardFigures]
     work: Work
     places: list[Placement]
-    hyperparameters: list[Hyperparameter]
     notes: list[str]
     """Figures that are omitted, and how to include them."""
 

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping
 from itertools import islice
 from typing import Any, NamedTuple
 
+from firm.alignment.hyperparameters import hyperparameters
 from firm.base.sanitize import printable
 from firm.federation.engines.processes import Processes
 from firm.jobs.alarms import alarms_at_start
@@ -74,7 +75,7 @@ def plan_tables(plan: RunPlan) -> list[PlanTable]:
 
 
 def _model_rows(plan: RunPlan) -> Iterator[tuple[str, str]]:
-    yield "policy", plan.policy_path
+    yield "policy", plan.cfg.policy.path
     if inspection := plan.inspection:
         yield (
             "prompts",
@@ -97,7 +98,7 @@ def _model_rows(plan: RunPlan) -> Iterator[tuple[str, str]]:
             formats.size, (policy.adapter_bytes, policy.bytes_down, policy.bytes_up)
         )
         total = visits * (policy.bytes_down + policy.bytes_up)
-        yield "parameters", f"{policy.num_parameters:,} in {plan.dtype}"
+        yield "parameters", f"{policy.num_parameters:,} in {plan.cfg.policy.dtype}"
         yield "trainable", f"{policy.num_trainable:,} in float32, {100 * share:.2g} % of all"
         yield "adapted layers", _layers_text(policy.layers_by_module)
         yield "adapter", f"{size} ({policy.adapter_bytes:,} bytes)"
@@ -172,7 +173,7 @@ def _memory_rows(plan: RunPlan) -> Iterator[tuple[str, str]]:
     policy, memory, size = plan.policy, plan.memory, formats.size
     if policy is None or memory is None:
         return
-    mode = "with" if plan.gradient_checkpointing else "without"
+    mode = "with" if plan.cfg.policy.gradient_checkpointing else "without"
     sizes = policy.bytes_by_dtype.items()
     yield "policy", ", ".join(f"{size(num_bytes)} {dtype}" for dtype, num_bytes in sizes)
     if policy.gathered_bytes:
@@ -207,11 +208,11 @@ def paper_tables(plan: RunPlan) -> list[PlanTable]:
             h.paper.section,
             "yes" if h.is_papers else "no",
         )
-        for h in plan.hyperparameters
+        for h in hyperparameters(plan.cfg)
         if h.paper
     ]
     given = PlanTable("Given in the paper", ("key", "value", "paper", "section", "equal"), rows)
-    rows = [(h.path, _text(h.value)) for h in plan.hyperparameters if not h.paper]
+    rows = [(h.path, _text(h.value)) for h in hyperparameters(plan.cfg) if not h.paper]
     return [given, PlanTable("Not in the paper", ("key", "value"), rows)]
 
 
