@@ -617,7 +617,7 @@ class PickConfig:
 @configuration
 class ExportConfig:
     run: Path | None = None
-    to: Literal['peft', 'gguf', 'openvino', 'vllm'] = 'peft'
+    to: Literal['gguf', 'openvino', 'peft', 'vllm'] = 'peft'
     preference: list[float] | None = None
     target: str = ''
     require: str = ''

@@ -5,22 +5,13 @@ import shutil
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
-import transformers
 from annotated_types import Gt, Lt
-from transformers import GenerationConfig
 
 from firm.alignment.adapter_files import has_preferences, read_adapter, read_settings
 from firm.alignment.generation import end_token_ids, generation_settings
-from firm.alignment.policy import (
-    checkpoint_errors,
-    is_gguf,
-    load_base_model,
-    load_tokenizer,
-    read_architecture,
-    read_generation_config,
-)
+from firm.alignment.policy import checkpoint_errors, read_architecture, read_generation_config
 from firm.alignment.policy_config import PolicyConfig
 from firm.alignment.rollout_config import RolloutConfig
 from firm.base.fields import configuration
@@ -28,30 +19,23 @@ from firm.base.inside import whole_folder
 from firm.base.preferences import in_words, preference_folder
 from firm.base.sanitize import legible
 from firm.fronts.certificate import CERTIFICATE_NAME, Certificate
-from firm.fronts.front import FRONT_NAME, Front
+from firm.fronts.front import Front
 from firm.jobs.fetch import fetch_policy
 from firm.jobs.finished_runs import adapter_folder
 from firm.jobs.model_card import markdown_text, model_card
-from firm.jobs.pick import conditioned_front, save_like, tokenizer_files
+from firm.jobs.pick import conditioned_front
 from firm.run.errors import UserError
 from firm.run.files import file_errors
 from firm.run.names import check_slugs, dated_folder, slug
 from firm.run.shipped import with_shipped_paths
-from firm.serving import gguf_adapters, openvino
+from firm.serving.adapter_folders import tokenizer_files
 from firm.serving.chat_templates import HH_TEMPLATE, plain_template
+from firm.serving.export_target import Source, Target
 from firm.serving.front import TRADE_OFFS, ServedFront, passing_certificate
-from firm.serving.gguf_base import write_base
-from firm.serving.plain import check_plain
+from firm.serving.targets import TargetName, target
 
 CARD_NAME = "README.md"
 """Model card of an adapter."""
-
-BASE_NAME = "base.gguf"
-"""GGUF file of the base model in an export."""
-_SUFFIXES = {"peft": "", "gguf": ".lora.gguf", "openvino": ".safetensors", "vllm": ""}
-"""Suffix of an objective's adapter by engine; no objective is called as the base model."""
-_ALONE = {"gguf": "adapter.gguf", "openvino": "adapter.safetensors"}
-"""File of a single adapter in the export; the other engines read the folder itself."""
 
 
 @configuration
@@ -61,7 +45,7 @@ class ExportConfig:
     run: Path | None = None
     """Finished run, which provides adapter, policy and rollout; a conditioned one must have a
     front.json."""
-    to: Literal["peft", "gguf", "openvino", "vllm"] = "peft"
+    to: TargetName = "peft"
     """Engine: peft for PEFT folders whose scaled sum is the front, gguf for the same as files of
     llama.cpp with the base model, openvino for the same as files of OpenVINO GenAI, or vllm, which
     does not scale adapters, for a folder per measured point."""
@@ -137,92 +121,64 @@ def export(cfg: ExportConfig) -> Exported:
             f"{run} has one trade-off, not one for each preference: omit preference, target and "
             "require."
         )
+    engine = target(cfg.to)
     try:
-        settings = read_settings(adapter)
-        end_ids = _end_ids(cfg, adapter)
-        served = front and _record(cfg, front, adapter, end_ids)
+        source = _source(cfg, adapter)
+        served = front and _record(cfg, front, source, engine)
         certificate = None
         if front and cfg.require:
             certificate = passing_certificate(front, cfg.require, confidence=cfg.confidence)
-        preferences = _preferences(cfg, served, certificate)
-        generation = generation_settings(end_ids, cfg.rollout)
+        preferences = _preferences(cfg, served, certificate, engine)
         with (
             file_errors(f"the export {out}", again="export again"),
             whole_folder(out) as draft,
         ):
-            if cfg.to == "vllm":  # which would limit all requests to max_new_tokens
-                _without_limit(generation).save_pretrained(draft)
             for place, preference in preferences.items():
                 values = read_adapter(adapter, preference)
-                if cfg.to == "gguf":
-                    config = _architecture(cfg)
-                    gguf_adapters.write_adapter(draft / place, values, settings, config, name=place)
-                elif cfg.to == "openvino":
-                    openvino.write_adapter(draft / place, values, settings)
-                else:
-                    if cfg.to == "vllm":
-                        check_plain(values, settings, "vLLM")
-                    save_like(adapter, draft / place, values)
-                    generation.save_pretrained(draft / place)
+                engine.write_adapter(draft / place, values, source)
+                if engine.has_card:
                     _write_card(cfg, front, preference, adapter, draft / place)
             if certificate is not None:
                 certificate.save(draft)
-            base_file = _write_base(cfg, adapter, draft, end_ids)
+            base_file = engine.write_rest(draft, source, has_base=cfg.has_base)
             if served is not None and not cfg.is_folded:
-                _save_front(cfg, replace(served, base_file=base_file), list(preferences), draft)
+                served = replace(served, base_file=base_file)
+                engine.write_front(draft, served, list(preferences))
     except ValueError as error:
         raise UserError(str(error)) from error
-    return Exported(out, cfg.policy.path, preferences, settings.r, certificate)
+    return Exported(out, cfg.policy.path, preferences, source.settings.r, certificate)
 
 
-def _without_limit(generation: GenerationConfig) -> GenerationConfig:
-    settings = {**generation.to_diff_dict(), "max_new_tokens": None}
-    return GenerationConfig(**settings)
+def _source(cfg: ExportConfig, adapter: Path) -> Source:
+    policy = with_shipped_paths(cfg.policy)
+    with checkpoint_errors("language model", policy.path):
+        architecture = read_architecture(policy.path)
+    own = read_generation_config(policy.path, architecture)
+    source = Source(adapter, read_settings(adapter), policy, architecture)
+    end_ids = end_token_ids(source.tokenizer(), cfg.rollout, own)
+    generation = generation_settings(end_ids, cfg.rollout)
+    return replace(source, end_ids=end_ids, generation=generation)
 
 
 def _preferences(
-    cfg: ExportConfig, served: ServedFront | None, certificate: Certificate | None
+    cfg: ExportConfig, served: ServedFront | None, certificate: Certificate | None, engine: Target
 ) -> dict[str, list[float] | None]:
     """Returns the preference of each adapter to write, by its folder or file."""
-    alone = _ALONE.get(cfg.to, "")
     if served is None:
-        return {alone: None}
+        return {engine.single_file: None}
     front = served.front
     if certificate is not None:
-        return {alone: [certificate.preference[name] for name in front.objectives]}
+        return {engine.single_file: [certificate.preference[name] for name in front.objectives]}
     if cfg.is_folded:
-        return {alone: served.preference(cfg.preference, target=cfg.target or None)}
-    if cfg.to == "vllm":
+        return {engine.single_file: served.preference(cfg.preference, target=cfg.target or None)}
+    if not engine.is_scaled:
         rows = front.preferences().tolist()
         return {preference_folder(row): row for row in rows}
     corners = [[float(one == name) for one in front.objectives] for name in front.objectives]
     return dict(zip(served.adapters.values(), corners, strict=True))
 
 
-def _save_front(cfg: ExportConfig, served: ServedFront, places: list[str], draft: Path) -> None:
-    """Writes the front's record: its scales, or for vLLM its points with their adapters."""
-    if cfg.to != "vllm":
-        served.save(draft)
-        return
-    front = served.front
-    points = [replace(p, adapter=place) for p, place in zip(front.points, places, strict=True)]
-    replace(front, points=tuple(points)).save(draft / FRONT_NAME)
-
-
-def _tokenizer(cfg: ExportConfig, adapter: Path) -> Any:
-    """Returns the policy's tokenizer, from the adapter's folder if it is there."""
-    own = adapter if tokenizer_files(adapter) else None
-    return load_tokenizer(with_shipped_paths(cfg.policy), own)
-
-
-def _end_ids(cfg: ExportConfig, adapter: Path) -> list[int]:
-    """Returns the tokens at which replies ended in training."""
-    config, path = _architecture(cfg), with_shipped_paths(cfg.policy).path
-    generation = read_generation_config(path, config)
-    return end_token_ids(_tokenizer(cfg, adapter), cfg.rollout, generation)
-
-
-def _record(cfg: ExportConfig, front: Front, adapter: Path, end_ids: Sequence[int]) -> ServedFront:
+def _record(cfg: ExportConfig, front: Front, source: Source, engine: Target) -> ServedFront:
     """Returns the record of the whole front, without the base model's file."""
     check_slugs(front.objectives, "objectives")
     request: dict[str, Any] = {
@@ -232,7 +188,7 @@ def _record(cfg: ExportConfig, front: Front, adapter: Path, end_ids: Sequence[in
         "min_p": 0.0,  # as in training, which samples from all tokens
     }
     given, template = cfg.policy.prompt, ""
-    tokenizer = _tokenizer(cfg, adapter)
+    tokenizer = source.tokenizer()
     kind = given.kind_for(tokenizer)
     if kind == "chat":
         options = {"date_string": given.date_string, **given.template_options}
@@ -245,12 +201,12 @@ def _record(cfg: ExportConfig, front: Front, adapter: Path, end_ids: Sequence[in
     return ServedFront(
         base_model=cfg.policy.path,
         base_file="",
-        adapters={name: f"{slug(name)}{_SUFFIXES[cfg.to]}" for name in front.objectives},
+        adapters={name: f"{slug(name)}{engine.suffix}" for name in front.objectives},
         front=front,
         system_prompt=given.system_prompt if kind == "chat" else "",
         chat_template=template,
-        end_ids=tuple(end_ids),
-        certificates=tuple(_certificates(adapter.parent / "front")),
+        end_ids=tuple(source.end_ids),
+        certificates=tuple(_certificates(source.adapter.parent / "front")),
         request=request,
     )
 
@@ -260,26 +216,6 @@ def _certificates(folder: Path) -> Iterator[Certificate]:
     for file in sorted(folder.glob(f"*/{CERTIFICATE_NAME}")):
         if found := Certificate.load(file.parent):
             yield found
-
-
-def _architecture(cfg: ExportConfig) -> Any:
-    path = with_shipped_paths(cfg.policy).path
-    with checkpoint_errors("language model", path):
-        return read_architecture(path)
-
-
-def _write_base(cfg: ExportConfig, adapter: Path, draft: Path, end_ids: Sequence[int]) -> str:
-    """Writes the base model as a GGUF file, if needed; returns the file's name, or an empty one."""
-    if cfg.to != "gguf" or not cfg.has_base:
-        return ""
-    policy = with_shipped_paths(cfg.policy)
-    if is_gguf(policy.path):
-        shutil.copyfile(Path(policy.path).expanduser(), draft / BASE_NAME)
-    else:
-        transformers.utils.logging.disable_progress_bar()
-        tokenizer = _tokenizer(cfg, adapter)
-        write_base(draft / BASE_NAME, load_base_model(policy), tokenizer, end_ids)
-    return BASE_NAME
 
 
 def _write_card(
@@ -315,30 +251,14 @@ def main(cfg: ExportConfig) -> Path:
         print(legible(f"adapter   {done.folder / place}{at}"))
     if done.certificate is not None:
         print(f"certificate  {done.certificate.describe()}")
-    if command := _command(cfg, done):
-        verb = "convert" if cfg.to == "openvino" else "serve"
-        print(legible(f"{verb:9} {shlex.join(command)}"))
+    engine = target(cfg.to)
+    command = engine.command(
+        done.folder,
+        str(with_shipped_paths(done.base_model)),
+        list(done.preferences),
+        done.rank,
+        is_front=done.is_conditioned and not cfg.is_folded,
+    )
+    if command:
+        print(legible(f"{engine.verb:9} {shlex.join(command)}"))
     return done.folder
-
-
-def _command(cfg: ExportConfig, done: Exported) -> list[str]:
-    """Returns the command that serves an export, or converts its base model; [] if none."""
-    folder, base = done.folder.resolve(), str(with_shipped_paths(done.base_model))
-    if cfg.to == "gguf" and done.is_conditioned and not cfg.is_folded:
-        return ["firm", "serve", "--export", str(done.folder)]
-    if cfg.to == "gguf" and cfg.has_base:
-        files = ("--model", str(folder / BASE_NAME), "--lora", str(folder / "adapter.gguf"))
-        return ["llama-server", *files]
-    if cfg.to == "openvino":  # optimum-intel pins transformers, so not in here
-        task = ("--model", base, "--task", "text-generation-with-past")
-        return ["optimum-cli", "export", "openvino", *task, str(folder / openvino.BASE_FOLDER)]
-    if cfg.to != "vllm":
-        return []
-    rank = max(8, 1 << (done.rank - 1).bit_length())  # vLLM takes powers of two from 8
-    names = {place or "adapter": folder / place for place in done.preferences}
-    modules = [f"{name}={place}" for name, place in names.items()]
-    return [
-        *("vllm", "serve", base, "--host", "127.0.0.1", "--enable-lora"),
-        *("--generation-config", str(folder)),
-        *("--max-lora-rank", str(rank), "--lora-modules", *modules),
-    ]

@@ -1,26 +1,19 @@
 """Picks or merges a model for a target trade-off, from the front of a sweep or a run."""
 
-import json
 import math
 import shlex
-import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 from annotated_types import Gt, Lt
 from huggingface_hub import ModelCard
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
 
 from firm.base.fields import configuration
-from firm.base.inside import whole_folder
 from firm.base.preferences import in_words, parse_shares
 from firm.base.sanitize import legible
-from firm.federation.aggregation import weighted_mean
-from firm.federation.client import Adapter
-from firm.fronts.certificate import CERTIFICATE_NAME, Certificate
+from firm.fronts.certificate import Certificate
 from firm.fronts.front import FRONT_NAME, Front, Point
 from firm.fronts.nearest import Expectation, expected_rewards, nearest, neighbours, sound
 from firm.fronts.reach import mean_preference, reaching
@@ -33,15 +26,11 @@ from firm.fronts.requirements import (
 )
 from firm.jobs.model_card import markdown_table, markdown_text, model_card
 from firm.run.errors import UserError
-from firm.run.files import file_errors, refuse_links
+from firm.run.files import refuse_links
 from firm.run.names import dated_folder
 from firm.run.progress import print_table
 from firm.run.sweep import SWEEP_NAME
-
-SETTINGS_NAME = "adapter_config.json"
-WEIGHTS_NAME = "adapter_model.safetensors"
-TOKENIZER_SUFFIXES = (".json", ".jinja", ".txt", ".model")
-"""Suffixes of a tokenizer's files: vocabularies, settings and chat templates."""
+from firm.serving.adapter_folders import check_there, read_settings, tokenizer_files, write_merged
 
 
 @configuration
@@ -185,7 +174,7 @@ class PickedModel:
             return {"chat": ["firm", "chat", str(self.run), *asked]}
         runs = [folder.parent for folder in self.folders]
         if not all((run / "run.json").is_file() for run in runs):
-            base = _read_settings(self.folders[0])["base_model_name_or_path"]
+            base = read_settings(self.folders[0])["base_model_name_or_path"]
             given = ["--adapter", str(self.adapter), "--policy.path", base]
             return {"chat": ["firm", "chat", *given]}
         chat = ["firm", "chat", str(runs[0])]
@@ -308,101 +297,9 @@ def _scaled(preference: Sequence[float] | None) -> list[float]:
     return [share / sum(shares) for share in shares]
 
 
-def check_there(point: Point, folder: Path, below: Path) -> None:
-    """Raises `UserError` if a point's adapter is missing, or is a link out of `below`."""
-    if not folder.resolve().is_relative_to(below.resolve()):
-        raise UserError(
-            f"the adapter of {point.name} is a link out of {below}, to {folder.resolve()}; copy it "
-            "beside the front if you trust it."
-        )
-    for name in (SETTINGS_NAME, WEIGHTS_NAME):
-        if not (folder / name).is_file():
-            raise UserError(
-                f"the adapter of {point.name} is missing: there is no {folder / name}; restore it "
-                "beside the front, or train this point again."
-            )
-
-
-def write_merged(
-    out: Path, folders: Sequence[Path], shares: Sequence[float], card: ModelCard
-) -> None:
-    """Writes the weighted mean of adapters to a PEFT folder, atomically.
-
-    Raises:
-        UserError: `out` exists already, or the adapters are incompatible.
-    """
-    if out.exists():
-        raise UserError(f"out: {out} exists; choose another --out.")
-    adapters = [_read_adapter(folder) for folder in folders]
-    settings = [_read_settings(folder) for folder in folders]
-    for folder, adapter, other in zip(folders, adapters, settings, strict=True):
-        for key in sorted(settings[0].keys() | other.keys()):
-            ours, theirs = settings[0].get(key), other.get(key)
-            if _unordered(ours) != _unordered(theirs):
-                raise UserError(
-                    f"only adapters with equal settings can be merged; {key} is {ours!r} in "
-                    f"{folders[0]} and {theirs!r} in {folder}."
-                )
-        if _shapes(adapter) != _shapes(adapters[0]):
-            raise UserError(
-                f"only adapters of equal shapes can be merged; the tensors in {folder} differ from "
-                f"{folders[0]}."
-            )
-    merged = weighted_mean(adapters, shares)
-    with (
-        file_errors(f"the merged adapter {out}", again="merge again"),
-        whole_folder(out) as draft,
-    ):
-        save_like(folders[0], draft, merged)
-        card.save(draft / "README.md")
-
-
-def save_like(folder: Path, draft: Path, adapter: Adapter) -> None:
-    """Writes an adapter with the settings and the tokenizer of another one's folder."""
-    draft.mkdir(parents=True, exist_ok=True)
-    for file in (folder / SETTINGS_NAME, *tokenizer_files(folder)):
-        shutil.copyfile(file, draft / file.name)
-    save_file(adapter, draft / WEIGHTS_NAME, metadata={"format": "pt"})
-
-
-def _read_adapter(folder: Path) -> Adapter:
-    path = folder / WEIGHTS_NAME
-    try:
-        adapter = load_file(path)
-    except SafetensorError as error:
-        raise UserError(f"{path} cannot be read ({error}); restore the file.") from error
-    for name, values in adapter.items():
-        if not values.isfinite().all():
-            raise UserError(
-                f"{path} has values in {name} that are not finite; train this point again."
-            )
-    return adapter
-
-
-def _read_settings(folder: Path) -> dict[str, Any]:
-    path = folder / SETTINGS_NAME
-    try:
-        settings = json.loads(path.read_text(encoding="utf-8"))
-        base = str(settings["base_model_name_or_path"])
-        if not base.isprintable():
-            raise ValueError(f"base_model_name_or_path must be a model's name, got {base[:80]!a}")
-    except (ValueError, KeyError, TypeError, RecursionError) as error:
-        raise UserError(f"{path} is malformed ({error}); restore the file.") from error
-    return {**settings, "base_model_name_or_path": base}
-
-
-def _unordered(value: Any) -> Any:
-    """Sorts lists, as peft writes sets of names in arbitrary order."""
-    return sorted(map(str, value)) if isinstance(value, list) else value
-
-
-def _shapes(adapter: Adapter) -> dict[str, tuple[int, ...]]:
-    return {name: tuple(tensor.shape) for name, tensor in adapter.items()}
-
-
 def merged_card(picked: PickedModel) -> ModelCard:
     """Returns the model card of a merged adapter: its components and expected rewards."""
-    base_model = _read_settings(picked.folders[0])["base_model_name_or_path"]
+    base_model = read_settings(picked.folders[0])["base_model_name_or_path"]
     parts = [
         [markdown_text(point.name), picked.in_words(point.preference), f"{share:.4f}"]
         for point, share in picked.parts
@@ -435,15 +332,6 @@ def merged_card(picked: PickedModel) -> ModelCard:
         "merge",
         has_tokenizer=bool(tokenizer_files(picked.folders[0])),
     )
-
-
-def tokenizer_files(adapter: Path) -> list[Path]:
-    """Returns the tokenizer files in an adapter's folder; empty if it has no tokenizer."""
-    if not (adapter / "tokenizer_config.json").is_file():
-        return []
-    files = (file for file in adapter.iterdir() if file.is_file() and not file.is_symlink())
-    others = (SETTINGS_NAME, CERTIFICATE_NAME)
-    return [f for f in files if f.suffix in TOKENIZER_SUFFIXES and f.name not in others]
 
 
 def main(cfg: PickConfig) -> Path:

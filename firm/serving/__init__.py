@@ -3,9 +3,9 @@
 A conditioned adapter is linear in the preference, so that it is the sum of M ordinary LoRA
 adapters, one per objective, whose scales are the shares of the preference. `front` is the record
 `front.json` of an export, which turns a preference, a target or requirements into scales,
-`peft_scales` sets them in a model of PEFT and `openvino` in OpenVINO GenAI, `gguf_adapters` and
-`gguf_base` write adapters and base models for llama.cpp, and `endpoint` answers OpenAI's chat
-requests at the preference that they state.
+`targets` has a file per engine that writes exports for it, `peft_scales` sets the scales in a model
+of PEFT and `openvino` in OpenVINO GenAI, and `endpoint` answers OpenAI's chat requests with
+llama.cpp, at the preference that they state.
 """
 
 from typing import TYPE_CHECKING

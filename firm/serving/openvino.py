@@ -5,32 +5,10 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from peft import LoraConfig
-from safetensors.torch import save_file
-
-from firm.federation.client import Adapter
 from firm.serving.front import ServedFront
-from firm.serving.plain import check_plain
 
 BASE_FOLDER = "base"
 """Folder of the base model in an export, as the command that `firm export` prints writes it."""
-
-
-def write_adapter(file: Path, adapter: Adapter, settings: LoraConfig) -> None:
-    """Writes a plain LoRA adapter as a safetensors file whose own scale is 1.
-
-    OpenVINO GenAI reads no settings, so α / r is part of the matrices B.
-
-    Raises:
-        ValueError: When the adapter is not plain; see `check_plain`.
-    """
-    check_plain(adapter, settings, "OpenVINO GenAI")
-    scale = settings.lora_alpha / (settings.r**0.5 if settings.use_rslora else settings.r)
-    scaled = {
-        name: (scale * values if ".lora_B." in name else values).contiguous()
-        for name, values in adapter.items()
-    }
-    save_file(scaled, file, metadata={"format": "pt"})
 
 
 class OpenVINOEngine:

@@ -11,6 +11,7 @@ from http.client import HTTPConnection
 from pathlib import Path
 from threading import Thread
 from types import ModuleType, SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -27,7 +28,7 @@ from firm.base.extras import install_command
 from firm.cli.main import COMMANDS, main
 from firm.fronts import Front
 from firm.fronts.certificate import Certificate
-from firm.jobs.export import _write_base, export
+from firm.jobs.export import export
 from firm.jobs.pick import PickConfig, pick
 from firm.jobs.serve import endpoint
 from firm.run import UserError
@@ -35,6 +36,7 @@ from firm.serving import ServedFront, load_served, set_scales_
 from firm.serving.endpoint import Endpoint
 from firm.serving.llama import LlamaEngine
 from firm.serving.openvino import OpenVINOEngine
+from firm.serving.targets import target
 from tests import smoke
 
 POINTS = ([1.0, 0.0], [0.0, 1.0], [0.5, 0.5], [0.3, 0.7])
@@ -228,7 +230,7 @@ def test_the_printed_command_serves_the_export(strong, tmp_path, capsys):
         (("--target", "happy=1"), "target has the unknown objective 'happy'"),
         (("--require", "brevity>=2"), "no mixture meets brevity >= 2"),
         (("--target", "brevity=1", "--require", "kl<=2"), "pass one of preference, target and re"),
-        (("--to", "onnx"), "to must be one of peft, gguf, openvino, vllm, got 'onnx'"),
+        (("--to", "onnx"), "to must be one of gguf, openvino, peft, vllm, got 'onnx'"),
     ],
 )
 def test_what_cannot_be_exported_is_refused(strong, tmp_path, arguments, message):
@@ -493,6 +495,6 @@ def test_a_base_model_that_is_a_gguf_file_is_copied_as_it_is(tmp_path):
     base, draft = tmp_path / "model.gguf", tmp_path / "draft"
     base.write_bytes(b"GGUF of a base")
     draft.mkdir()
-    cfg = SimpleNamespace(to="gguf", has_base=True, policy=PolicyConfig(path=str(base)))
-    name = _write_base(cfg, tmp_path, draft, [2])  # type: ignore[arg-type]
+    source: Any = SimpleNamespace(policy=PolicyConfig(path=str(base)))
+    name = target("gguf").write_rest(draft, source, has_base=True)
     assert (draft / name).read_bytes() == base.read_bytes()

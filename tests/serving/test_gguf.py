@@ -18,11 +18,11 @@ from transformers import (
 
 from firm.alignment.policy import without_needless_warnings
 from firm.alignment.prompts import hh_text
-from firm.serving import openvino
 from firm.serving.chat_templates import HH_TEMPLATE, plain_template
-from firm.serving.gguf_adapters import write_adapter
 from firm.serving.gguf_base import write_base
 from firm.serving.gguf_layout import layout_of
+from firm.serving.targets import openvino
+from firm.serving.targets.gguf import write_adapter
 from tests.smoke import POLICY
 
 SIZES = {

@@ -1,14 +1,23 @@
-"""LoRA adapters as GGUF files for llama.cpp."""
+"""llama.cpp: a GGUF file per objective, whose scaled sum is the front, and the base model."""
 
+import shutil
+from collections.abc import Sequence
 from contextlib import closing
 from pathlib import Path
 
+import transformers
 from peft import LoraConfig
 from transformers import PretrainedConfig
 
+from firm.alignment.policy import is_gguf, load_base_model
 from firm.federation.client import Adapter
+from firm.serving.export_target import Source, Target
+from firm.serving.gguf_base import write_base
 from firm.serving.gguf_layout import import_gguf, layout_of
 from firm.serving.plain import PREFIX, check_plain
+
+BASE_NAME = "base.gguf"
+"""File of the base model in an export."""
 
 
 def write_adapter(
@@ -47,3 +56,41 @@ def write_adapter(
         writer.write_header_to_file()
         writer.write_kv_data_to_file()
         writer.write_tensors_to_file()
+
+
+class GgufTarget(Target):
+    """GGUF files of plain LoRA adapters and of the base model."""
+
+    suffix = ".lora.gguf"
+    single_file = "adapter.gguf"
+
+    def write_adapter(self, place: Path, adapter: Adapter, source: Source) -> None:
+        """Writes a plain adapter as a GGUF file."""
+        write_adapter(place, adapter, source.settings, source.architecture, name=place.name)
+
+    def write_rest(self, folder: Path, source: Source, *, has_base: bool) -> str:
+        """Writes the base model as a GGUF file."""
+        if not has_base:
+            return ""
+        file, path = folder / BASE_NAME, source.policy.path
+        if is_gguf(path):
+            shutil.copyfile(Path(path).expanduser(), file)
+        else:
+            transformers.utils.logging.disable_progress_bar()
+            write_base(file, load_base_model(source.policy), source.tokenizer(), source.end_ids)
+        return BASE_NAME
+
+    def command(
+        self, folder: Path, base_model: str, places: Sequence[str], rank: int, *, is_front: bool
+    ) -> list[str]:
+        """Returns the command of `firm serve`, or of llama.cpp's server for a single adapter."""
+        if is_front:
+            return ["firm", "serve", "--export", str(folder)]
+        base = folder.resolve() / BASE_NAME
+        if not base.exists():
+            return []
+        files = ("--model", str(base), "--lora", str(folder.resolve() / self.single_file))
+        return ["llama-server", *files]
+
+
+TARGET = GgufTarget()
