@@ -13,7 +13,7 @@ from firm.federation.server import ServerState
 from firm.federation.strategies import STRATEGIES, StrategyConfig
 from firm.run.directory import Run
 from firm.run.rows import Row, valid_rows
-from firm.run.trackers import AnyTracker
+from firm.run.tracking import SeriesTracker
 
 
 class Logbook:
@@ -24,7 +24,7 @@ class Logbook:
         tracker: Also receives the rows.
     """
 
-    def __init__(self, run: Run, tracker: AnyTracker) -> None:
+    def __init__(self, run: Run, tracker: SeriesTracker) -> None:
         self.run = run
         self.rows: list[Row] = run.rows()
         """Rows so far, including earlier sessions."""

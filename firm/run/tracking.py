@@ -45,6 +45,8 @@ _LABEL_LENGTH = 64
 """Maximum length of tags and job types in W&B."""
 _SINGULAR = {"rewards": "reward", "weights": "weight", "scores": "score", "cosines": "cosine"}
 """Singular of fields that have one number per objective, for names of single series."""
+SERVICES = {"wandb": "W&B", "tensorboard": "TensorBoard", "mlflow": "MLflow"}
+"""Services by `TrackingConfig.name`, for messages."""
 _GROWTH = 1.05
 """Factor by which the evaluations must have increased to be drawn again, since W&B stores every
 chart with all of its points."""
@@ -111,12 +113,22 @@ class TrackingConfig:
         return replace(self, job_type=self.job_type or label, tags=(*self.tags, label))
 
 
-class Tracker:
-    """Forwards the rows of metrics.jsonl to W&B; does nothing if tracking is disabled.
+class SeriesTracker:
+    """Forwards the numbers of metrics.jsonl to a service, as series over the rounds.
 
-    W&B's files are stored in `wandb/` in the run's directory, and the name of the run defaults to
-    that of the directory. W&B shows `run_config` beside the metrics. The group and job type in
-    `config` take precedence over ``group`` and ``job_type``, and its tags precede ``tags``.
+    Texts and tables stay in the run's directory. Does nothing if tracking is disabled; failures of
+    the service are warnings.
+
+    Args:
+        config: Settings. Their group and job type take precedence over ``group`` and ``job_type``,
+            and their tags precede ``tags``.
+        run_path: The run's directory.
+        run_config: Configuration to show beside the metrics.
+        objectives: Names of the objectives.
+        name: Name of the run; by default that of its directory.
+        group: Group of the run.
+        job_type: Setting of the run within its group.
+        tags: Further labels.
     """
 
     def __init__(
@@ -132,26 +144,24 @@ class Tracker:
         tags: Sequence[str] = (),
     ) -> None:
         self._objectives = tuple(objectives)
-        self._run = None
-        self._evaluations: list[Mapping[str, Any]] = []
-        self._num_drawn = 0  # evaluations in the latest charts
-        self._samples: list[Mapping[str, Any]] = []
         self._series = Series(objectives)
-        self._guard = Guard("W&B")
-        if config.mode != "disabled":
-            path = Path(run_path)
+        self._guard = Guard(SERVICES[config.name])
+        self._run: Any = None
+        path = Path(run_path).resolve()
+        job_type = config.job_type or job_type
+        if config.is_enabled:
             with self._guard("the start of the run"):
-                self._run = _start(
+                self._run = self._start(
                     config,
                     path,
-                    run_config,
-                    name=printable(name or path.resolve().name),
+                    legible_data(dict(run_config)),
+                    name=printable(name or path.name),
                     group=config.group or group,
-                    job_type=config.job_type or (job_type and _label(job_type)),
-                    tags=list(dict.fromkeys([*config.tags, *map(_label, tags)])),
+                    job_type=job_type and _label(job_type),
+                    tags=list(dict.fromkeys(map(_label, [*config.tags, *tags]))),
                 )
 
-    def __enter__(self) -> "Tracker":
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
@@ -160,28 +170,89 @@ class Tracker:
     def log(self, row: Mapping[str, Any]) -> None:
         """Forwards the valid data of one row of metrics.jsonl.
 
-        Numbers become series over the rounds, and the row of kind "run" is added to the
-        configuration. The row of a round follows the rows of its clients, and adds the means over
-        the clients and the total of bytes sent so far; its alarms become an alert. Evaluations with
-        scores are also drawn in the trade-off plane, at intervals that grow with their number and
-        at the end, and the last one on the test split is compared with the base model in a table
-        and in the summary.
+        Numbers become series over the rounds. The row of a round follows the rows of its clients,
+        and adds the means over the clients and the total of bytes sent so far.
         """
-        if not self._run:
-            return
         valid, _ = valid_row(row, num_objectives=len(self._objectives))
-        if valid is None:
+        if self._run is None or valid is None:
             return
-        with self._guard(f"a row of kind {valid.get('kind')}"):
-            if valid.get("kind") == "run":
-                own = {key: value for key, value in valid.items() if key != "kind"}
-                self._run.config.update({"run": legible_data(own)})
-            if valid.get("kind") == "round" and (alarms := valid.get("alarms")):
-                # one alert: within a minute W&B drops others with the same title
-                text = "\n".join(printable(alarm, max_length=5_000) for alarm in alarms)
-                self._run.alert(f"Round {valid['round']}", text)
-            if series := self._series.of(valid):
-                self._run.log({"round": valid["round"], **series, **self._charts(valid)})
+        with self._guard(f"a row of kind {valid['kind']}"):
+            self._log(valid, self._series.of(valid))
+
+    def log_samples(self, rows: Iterable[Mapping[str, Any]]) -> None:
+        """Shows rows of samples.jsonl, if the service shows texts."""
+
+    def log_points(
+        self, title: str, rows: Sequence[Mapping[str, Any]], *, summary: Mapping[str, float]
+    ) -> None:
+        """Shows the results of several runs.
+
+        Args:
+            title: Prefix of all names in the service.
+            rows: One row per run, whose keys include the names of the objectives.
+            summary: Values of the summary by name.
+        """
+        if self._run is not None:
+            with self._guard(title):
+                named = {f"{title}/{name}": value for name, value in summary.items()}
+                self._log_points(title, rows, named)
+
+    def finish(self, *, succeeded: bool = True) -> None:
+        """Closes the run, and waits at most `timeout_s` seconds for W&B's last upload."""
+        run, self._run = self._run, None
+        if run is not None:
+            with self._guard("the end of the run"):
+                self._finish(run, succeeded)
+
+    def _start(
+        self, config: TrackingConfig, path: Path, run_config: Mapping[str, Any], **labels: Any
+    ) -> Any:
+        raise NotImplementedError
+
+    def _log(self, row: Mapping[str, Any], series: Mapping[str, float]) -> None:
+        if series:
+            self._run.log(series, step=row["round"])
+
+    def _log_points(
+        self, title: str, rows: Sequence[Mapping[str, Any]], summary: Mapping[str, float]
+    ) -> None:
+        if summary:
+            self._run.log(summary, step=0)
+
+    def _finish(self, run: Any, succeeded: bool) -> None:
+        run.finish()
+
+
+class Tracker(SeriesTracker):
+    """Forwards metrics, replies and charts to W&B; see `SeriesTracker` for the arguments.
+
+    W&B's files are stored in `wandb/` in the run's directory. The row of kind "run" is added to the
+    configuration, and alarms become alerts. Evaluations with scores are also drawn in the trade-off
+    plane, at intervals that grow with their number and at the end, and the last one on the test
+    split is compared with the base model in a table and in the summary.
+    """
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        self._evaluations: list[Mapping[str, Any]] = []
+        self._num_drawn = 0  # evaluations in the latest charts
+        self._samples: list[Mapping[str, Any]] = []
+        super().__init__(*arguments, **options)
+
+    def _start(
+        self, config: TrackingConfig, path: Path, run_config: Mapping[str, Any], **labels: Any
+    ) -> Any:
+        return _start(config, path, run_config, **labels)
+
+    def _log(self, row: Mapping[str, Any], series: Mapping[str, float]) -> None:
+        if row["kind"] == "run":
+            own = {key: value for key, value in row.items() if key != "kind"}
+            self._run.config.update({"run": legible_data(own)})
+        if row["kind"] == "round" and (alarms := row.get("alarms")):
+            # one alert: within a minute W&B drops others with the same title
+            text = "\n".join(printable(alarm, max_length=5_000) for alarm in alarms)
+            self._run.alert(f"Round {row['round']}", text)
+        if series:
+            self._run.log({"round": row["round"], **series, **self._charts(row)})
 
     def log_samples(self, rows: Iterable[Mapping[str, Any]]) -> None:
         """Shows rows of samples.jsonl: replies to each prompt before and after alignment."""
@@ -193,39 +264,25 @@ class Tracker:
                 last_round = max(row["round"] for row in self._samples)
                 self._run.log({"round": last_round, "samples": _sample_table(self._samples)})
 
-    def log_points(
-        self, title: str, rows: Sequence[Mapping[str, Any]], *, summary: Mapping[str, float]
+    def _log_points(
+        self, title: str, rows: Sequence[Mapping[str, Any]], summary: Mapping[str, float]
     ) -> None:
-        """Shows the results of several runs: a table, their trade-off planes, and a summary.
+        columns = list(dict.fromkeys(key for row in rows for key in row))
+        lines = [[row.get(key) for key in columns] for row in rows]
+        charts = {
+            f"{title}/{x}-{y}": _scatter(columns, lines, x, y, title)
+            for x, y in combinations(self._objectives, 2)
+        }
+        self._run.log({f"{title}/points": _table(columns, lines), **charts})
+        self._run.summary.update(summary)
 
-        Args:
-            title: Prefix of all names in W&B.
-            rows: One row per run, whose keys include the names of the objectives.
-            summary: Values of the summary by name.
-        """
-        if not self._run:
-            return
-        with self._guard(title):
-            columns = list(dict.fromkeys(key for row in rows for key in row))
-            lines = [[row.get(key) for key in columns] for row in rows]
-            charts = {
-                f"{title}/{x}-{y}": _scatter(columns, lines, x, y, title)
-                for x, y in combinations(self._objectives, 2)
-            }
-            self._run.log({f"{title}/points": _table(columns, lines), **charts})
-            self._run.summary.update({f"{title}/{name}": value for name, value in summary.items()})
-
-    def finish(self, *, succeeded: bool = True) -> None:
-        """Closes W&B's files, and waits at most `timeout_s` seconds for the last upload."""
-        run, self._run = self._run, None
-        with self._guard("the end of the run"):
-            if run:
-                if self._num_drawn < len(self._evaluations):
-                    run.log({"round": self._evaluations[-1]["round"], **self._planes()})
-                run.finish(exit_code=0 if succeeded else 1)
+    def _finish(self, run: Any, succeeded: bool) -> None:
+        if self._num_drawn < len(self._evaluations):
+            run.log({"round": self._evaluations[-1]["round"], **self._planes()})
+        run.finish(exit_code=0 if succeeded else 1)
 
     def _charts(self, row: Mapping[str, Any]) -> dict[str, Any]:
-        if not self._run or row["kind"] != "evaluation" or "scores" not in row:
+        if row["kind"] != "evaluation" or "scores" not in row:
             return {}
         self._evaluations.append(row)
         is_due = len(self._evaluations) >= _GROWTH * self._num_drawn
@@ -400,10 +457,7 @@ def _table(columns: list[Any], lines: list[Any]) -> Any:
 
 
 def _start(
-    config: TrackingConfig,
-    run_path: Path,
-    run_config: Mapping[str, Any],
-    **labels: Any,
+    config: TrackingConfig, run_path: Path, run_config: Mapping[str, Any], **labels: Any
 ) -> Any:
     """Starts a W&B run, online if configured and possible, else offline."""
     import wandb  # importing takes a second, which only tracked runs spend
@@ -423,8 +477,8 @@ def _start(
             mode=mode,
             project=config.project,
             entity=config.entity,
-            dir=str(run_path.resolve()),  # W&B's service may run in another folder
-            config=legible_data(dict(run_config)),
+            dir=str(run_path),  # absolute, since W&B's service may run in another folder
+            config=dict(run_config),
             settings=settings,
             **labels,
         )
