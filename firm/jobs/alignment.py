@@ -34,7 +34,7 @@ from firm.base.sanitize import legible, printable
 from firm.base.state import State
 from firm.federation.client import Adapter
 from firm.federation.engines.engine import Engine
-from firm.federation.engines.processes import Processes
+from firm.federation.engines.processes import Processes, ProcessesEngine
 from firm.federation.server import ServerState
 from firm.fronts.front import FRONT_NAME
 from firm.fronts.reach import widest_gap
@@ -52,7 +52,6 @@ from firm.jobs.alignment_loading import (
     build_clients,
     build_engine,
     load,
-    serve,
     shared_calibrations,
 )
 from firm.jobs.best_adapter import BestAdapter, utility
@@ -233,7 +232,8 @@ def align(cfg: AlignmentConfig, given: Given | None = None) -> Result | None:
     )
     engine = build_engine(clients, cfg, processes, on_event=progress.event)
     if not processes.is_server:
-        serve(engine)
+        assert isinstance(engine, ProcessesEngine)
+        engine.serve()  # until the first process ends the run
         return None
     return run_rounds(loaded, cfg, calibrations, engine, progress, out)
 
@@ -608,7 +608,9 @@ class _LanguageTask(Task):
         """
         best, guard = self._best, self._guard
         what = "expected utility" if self._measures_front else "mean reward"
-        earlier, why = best.earlier(state.round, what, groups=self._groups, is_out=is_out)
+        base = self._base.get("validation")
+        groups = None if base is None else base.prompt_of_row
+        earlier, why = best.earlier(state.round, what, groups=groups, is_out=is_out)
         if earlier is not None:
             if (found := self.book.run.best_checkpoint()) and found[0] == earlier:
                 return Chosen(found[1]["server"]["adapter"], earlier, why)
@@ -617,11 +619,6 @@ class _LanguageTask(Task):
             why = "the last whose KL was inside the guard's trust region"
             return Chosen(guard.good(state).adapter, guard.good_round, why)
         return Chosen(state.adapter, state.round, why)
-
-    @property
-    def _groups(self) -> torch.Tensor | None:
-        base = self._base.get("validation")
-        return None if base is None else base.prompt_of_row
 
     def _save_adapters(self, base: AnyEvaluation, aligned: AnyEvaluation, chosen: Chosen) -> None:
         """Saves the adapter and, if it is conditioned, its folds at the measured preferences."""
@@ -741,7 +738,7 @@ class _PairsTask(_LanguageTask):
         trainer, cfg = self._loaded.trainer, self._cfg
         pairs = getattr(self._loaded.data, split)
 
-        def told(what: str) -> Callable[[int], None]:
+        def reporter(what: str) -> Callable[[int], None]:
             return lambda done: self._progress.event(
                 "measured",
                 what=what,
@@ -752,9 +749,9 @@ class _PairsTask(_LanguageTask):
 
         if split not in self._pairs:
             about = f"{split} pairs under the reference"
-            self._pairs[split] = trainer.encode_pairs(pairs, on_progress=told(about))
+            self._pairs[split] = trainer.encode_pairs(pairs, on_progress=reporter(about))
         load_adapter_(trainer.adapter_parameters, adapter)
-        on_progress = told(f"{split} pairs")
+        on_progress = reporter(f"{split} pairs")
         own = partial(trainer.reply_logprobs, preference=preference, on_progress=on_progress)
         is_base = adapter is self._loaded.fresh
         return evaluate_pairs(

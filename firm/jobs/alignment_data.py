@@ -1,9 +1,10 @@
 """Training and held-out data of an alignment run, by what its estimator learns from."""
 
 import hashlib
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
@@ -49,17 +50,18 @@ class Splits:
         return [each.prompt if isinstance(each, Pair) else each for each in everything]
 
 
-class Data(Protocol):
+class Data(ABC):
     """Data of one kind."""
 
-    def sources(self, cfg: AlignmentConfig) -> Mapping[str, PromptsConfig]:
+    @abstractmethod
+    def sources(self, cfg: AlignmentConfig) -> dict[str, PromptsConfig]:
         """Returns the sources of the training data, by key."""
-        ...
 
-    def every_source(self, cfg: AlignmentConfig) -> Mapping[str, PromptsConfig]:
+    def every_source(self, cfg: AlignmentConfig) -> dict[str, PromptsConfig]:
         """Returns the sources of the training and held-out data that a run reads, by key."""
-        ...
+        return self.sources(cfg)
 
+    @abstractmethod
     def load(
         self,
         cfg: AlignmentConfig,
@@ -78,7 +80,6 @@ class Data(Protocol):
             measures: Whether to load held-out data.
             on_note: Receives notes for the user.
         """
-        ...
 
     def shards(
         self,
@@ -96,7 +97,16 @@ class Data(Protocol):
             names: Names of the clients; by default, of all.
             partition: Form of the division; by default, the configured one.
         """
-        ...
+        return self._divide(train, cfg, names or client_names(cfg), partition or cfg.partition)
+
+    @abstractmethod
+    def _divide(
+        self,
+        train: list[Any],
+        cfg: AlignmentConfig,
+        names: Sequence[str],
+        partition: PromptPartitionConfig,
+    ) -> dict[str, list[Any]]: ...
 
     def examples(
         self,
@@ -109,10 +119,10 @@ class Data(Protocol):
 
         `on_progress` is called with the number of replies that passed through the model so far.
         """
-        ...
+        return shard
 
 
-class PromptData:
+class PromptData(Data):
     """Prompts to sample replies to."""
 
     def sources(self, cfg: AlignmentConfig) -> dict[str, PromptsConfig]:
@@ -163,41 +173,23 @@ class PromptData:
                 on_note(note)
         return Splits(prompts, validation, test)
 
-    def shards(
+    def _divide(
         self,
         train: list[Prompt],
         cfg: AlignmentConfig,
-        *,
-        names: Sequence[str] | None = None,
-        partition: PromptPartitionConfig | None = None,
+        names: Sequence[str],
+        partition: PromptPartitionConfig,
     ) -> dict[str, list[Prompt]]:
-        """Returns the clients' prompts; see `Data`."""
-        names, size = names or client_names(cfg), cfg.estimator.num_prompts
-        kinds = [prompt.kind for prompt in train]
-        shards = _divided(kinds, len(names), cfg, partition or cfg.partition, min_examples=size)
-        return _by_name(names, train, shards)
-
-    def examples(
-        self,
-        trainer: MultiObjectiveTrainer,
-        shard: list[Prompt],
-        attack: AttackConfig | None = None,
-        on_progress: Callable[[int], None] = lambda _: None,
-    ) -> list[Prompt]:
-        """Returns the prompts; attacks change their rewards."""
-        return shard
+        kinds, size = [prompt.kind for prompt in train], cfg.estimator.num_prompts
+        return _shards(train, kinds, names, cfg, partition, min_examples=size)
 
 
-class PairData:
+class PairData(Data):
     """Pairs of replies that people ranked, by objective."""
 
     def sources(self, cfg: AlignmentConfig) -> dict[str, PromptsConfig]:
         """Returns the sources of the pairs of all objectives."""
         return {f"pairs.{name}": own for name, own in cfg.pairs.items()}
-
-    def every_source(self, cfg: AlignmentConfig) -> Mapping[str, PromptsConfig]:
-        """Returns the sources of the pairs, whose held-out splits have no others."""
-        return self.sources(cfg)
 
     def load(
         self,
@@ -229,7 +221,7 @@ class PairData:
             def pairs_of(
                 split: str | None, key: str, name: str = name, config: Any = config
             ) -> list[Pair]:
-                def told(text: str) -> None:
+                def note(text: str) -> None:
                     on_note(f"pairs.{name}: {text}")
 
                 try:
@@ -239,9 +231,9 @@ class PairData:
                         objective=name,
                         given=given.get(key),
                         prompt_format=cfg.policy.prompt,
-                        on_note=told,
+                        on_note=note,
                     )
-                    return _distinct(pairs, cfg, tokenizer, told)
+                    return _distinct(pairs, cfg, tokenizer, note)
                 except ValueError as error:
                     raise ValueError(f"pairs.{name}: {error}") from error
 
@@ -272,32 +264,28 @@ class PairData:
                 )
         return Splits(train, **(held_out if measures else {use: [] for use in held_out}))
 
-    def shards(
+    def _divide(
         self,
         train: list[Pair],
         cfg: AlignmentConfig,
-        *,
-        names: Sequence[str] | None = None,
-        partition: PromptPartitionConfig | None = None,
+        names: Sequence[str],
+        partition: PromptPartitionConfig,
     ) -> dict[str, list[Pair]]:
-        """Returns the clients' pairs: those of an objective are divided among its clients."""
-        names = names or client_names(cfg)
+        """Divides the pairs of each objective among its clients."""
         own: dict[str, list[Pair]] = {name: [] for name in names}
         objectives = held_objectives(cfg)
         for objective in cfg.pairs:
             pairs = [pair for pair in train if pair.objective == objective]
+            kinds = [objective] * len(pairs)
             holders = [name for name in names if objective in objectives[name]]
-            sizes = [-(-cfg.estimator.batch_size // len(objectives[name])) for name in holders]
             if not holders:
                 continue
-            division = partition or cfg.partition
+            size = max(-(-cfg.estimator.batch_size // len(objectives[name])) for name in holders)
             try:
-                shards = _divided(
-                    [objective] * len(pairs), len(holders), cfg, division, min_examples=max(sizes)
-                )
+                shards = _shards(pairs, kinds, holders, cfg, partition, min_examples=size)
             except ValueError as error:
                 raise ValueError(f"pairs.{objective}: {error}") from error
-            for name, shard in _by_name(holders, pairs, shards).items():
+            for name, shard in shards.items():
                 own[name] += shard
         return own
 
@@ -321,25 +309,21 @@ def data_of(cfg: AlignmentConfig) -> Data:
     return DATA[cfg.estimator.learns_from]
 
 
-def _divided(
+def _shards(
+    examples: Sequence[Any],
     kinds: Sequence[str],
-    num_clients: int,
+    names: Sequence[str],
     cfg: AlignmentConfig,
-    config: PromptPartitionConfig,
+    partition: PromptPartitionConfig,
     *,
     min_examples: int,
-) -> list[list[int]]:
-    """Returns the indices of each client's examples."""
-    if config.kind == "iid":
-        return iid_partition(len(kinds), num_clients, seed=cfg.seed, min_examples=min_examples)
-    return dirichlet_partition(
-        kinds, num_clients, alpha=config.alpha, seed=cfg.seed, min_examples=min_examples
-    )
-
-
-def _by_name(
-    names: Sequence[str], examples: Sequence[Any], shards: Sequence[Sequence[int]]
 ) -> dict[str, list[Any]]:
+    """Returns the examples of each client, divided at random or by their kind."""
+    options = {"seed": cfg.seed, "min_examples": min_examples}
+    if partition.kind == "iid":
+        shards = iid_partition(len(examples), len(names), **options)
+    else:
+        shards = dirichlet_partition(kinds, len(names), alpha=partition.alpha, **options)
     rows = ([examples[index] for index in shard] for shard in shards)
     return dict(zip(names, rows, strict=True))
 

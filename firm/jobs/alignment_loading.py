@@ -169,15 +169,7 @@ def load(
     load_adapter_(trainer.adapter_parameters, fresh)
     metrics = load_reward_models(cfg.evaluation.metrics) if is_measured else {}
     return LoadedRun(
-        trainer,
-        plain_tokenizer,
-        reward_fns,
-        metrics,
-        splits,
-        fresh,
-        start,
-        processes,
-        notes,
+        trainer, plain_tokenizer, reward_fns, metrics, splits, fresh, start, processes, notes
     )
 
 
@@ -283,8 +275,7 @@ def build_clients(
                 shards[name],
                 group and group.attack,
                 partial(
-                    _report_replies,
-                    on_measured,
+                    lambda done, **about: on_measured(done=done, **about),
                     what=f"{name}'s pairs under the reference",
                     total=2 * len(shards[name]),
                     num_tokens=cfg.rollout.max_new_tokens,
@@ -302,10 +293,6 @@ def build_clients(
         )
         clients.append(as_attacker(client, group and group.attack, seed=cfg.seed))
     return clients
-
-
-def _report_replies(on_measured: Callable[..., None], done: int, **info: Any) -> None:
-    on_measured(done=done, **info)
 
 
 def build_engine(
@@ -332,12 +319,6 @@ def build_engine(
             )
         engine = ProcessesEngine(processes, client_names(cfg), engine, on_event=on_event)
     return cfg.strategy.around(engine, cfg.num_clients) if processes.is_server else engine
-
-
-def serve(engine: Engine) -> None:
-    """Serves the launcher's first process until the run ends."""
-    assert isinstance(engine, ProcessesEngine)
-    engine.serve()
 
 
 def own_engine(

@@ -237,16 +237,11 @@ def shown_samples(
 ) -> list[tuple[str, dict[str, ScoredReply]]]:
     """Returns the first `limit` prompts, each with the reply of every model."""
     rows = zip(*(evaluation.samples[:limit] for evaluation in evaluations.values()), strict=True)
-    return [
-        (
-            samples[0]["prompt"],
-            {
-                name: ScoredReply(sample["completion"], sample["scores"])
-                for name, sample in zip(evaluations, samples, strict=True)
-            },
-        )
-        for samples in rows
-    ]
+    shown = []
+    for samples in rows:
+        replies = [ScoredReply(sample["completion"], sample["scores"]) for sample in samples]
+        shown.append((samples[0]["prompt"], dict(zip(evaluations, replies, strict=True))))
+    return shown
 
 
 def write_results(
@@ -267,27 +262,22 @@ def write_results(
                 for name, reply in replies.items()
             ]
             write_csv(draft / "samples.csv", rows)
-        sources = cfg.prompts.source
+        source = cfg.prompts.source
+        sources = source if isinstance(source, str) else ", ".join(source)
+        samples = [
+            Sample(turns, [ScoredReply(r.text.strip(), r.scores) for r in replies.values()])
+            for turns, (_, replies) in zip(result.turns, result.samples, strict=True)
+        ]
         with drawing(f"The page {PAGE_NAME}"):
             write_comparison(
                 draft / PAGE_NAME,
                 title=f"{', '.join(folders)} against the base model",
                 adapters={name: str(folder) for name, folder in folders.items()},
                 lines=_lines(result.tables, scores=[*cfg.rewards, *cfg.metrics]),
-                samples=[
-                    Sample(
-                        turns,
-                        [
-                            ScoredReply(reply.text.strip(), reply.scores)
-                            for reply in replies.values()
-                        ],
-                    )
-                    for turns, (_, replies) in zip(result.turns, result.samples, strict=True)
-                ],
+                samples=samples,
                 facts={
                     "Base model": cfg.policy.path,
-                    "Prompts": f"{result.prompts} of "
-                    f"{sources if isinstance(sources, str) else ', '.join(sources)}",
+                    "Prompts": f"{result.prompts} of {sources}",
                     "Replies per prompt": str(cfg.num_samples),
                     "Temperature": str(cfg.rollout.temperature),
                     "Seed": str(cfg.seed),
@@ -298,20 +288,15 @@ def write_results(
 
 def _figure_rows(tables: Mapping[str, Sequence[MetricComparison]]) -> list[dict[str, Any]]:
     """Returns a row for each metric of each model, the base model first."""
+    columns = ("model", "figure", "mean", "se", "change", "change_se", "z", "num_prompts")
     first = next(iter(tables.values()))
-    rows: list[dict[str, Any]] = [
-        {"model": BASE, "figure": row.name, "mean": row.base, "se": row.base_se,
-         "change": None, "change_se": None, "z": None, "num_prompts": row.num_prompts}
-        for row in first
-    ]  # fmt: skip
+    rows = [(BASE, r.name, r.base, r.base_se, None, None, None, r.num_prompts) for r in first]
     rows += [
-        {"model": name, "figure": row.name, "mean": row.aligned, "se": row.aligned_se,
-         "change": row.change, "change_se": row.change_se, "z": row.z,
-         "num_prompts": row.num_prompts}
+        (name, r.name, r.aligned, r.aligned_se, r.change, r.change_se, r.z, r.num_prompts)
         for name, table in tables.items()
-        for row in table
-    ]  # fmt: skip
-    return rows
+        for r in table
+    ]
+    return [dict(zip(columns, row, strict=True)) for row in rows]
 
 
 def _lines(

@@ -63,6 +63,8 @@ def serve(page: Any, port: int | None) -> str:
     Raises:
         UserError: The port is in use.
     """
+    from starlette.middleware import Middleware
+
     try:
         _, address, _ = page.launch(
             server_name=HOST,
@@ -71,7 +73,7 @@ def serve(page: Any, port: int | None) -> str:
             root_path="",
             mcp_server=False,
             enable_monitoring=False,
-            app_kwargs={"middleware": [_guard()]},
+            app_kwargs={"middleware": [Middleware(_Guarded)]},
             quiet=True,
             prevent_thread_lock=True,
             footer_links=[],
@@ -93,13 +95,6 @@ def _check_free(port: int) -> None:
 def _taken(port: int | None) -> UserError:
     place = port or "any port from 7860"
     return UserError(f"port: the page cannot be served at {place}; choose another --port.")
-
-
-def _guard() -> Any:
-    """Returns middleware that accepts only requests of the page itself, from a local browser."""
-    from starlette.middleware import Middleware
-
-    return Middleware(_Guarded)
 
 
 class _Guarded:

@@ -175,14 +175,9 @@ def final_rows(by_setting: Mapping[str, Sequence[Record]]) -> list[dict[str, Any
             }
             figures["KL"] = 0.0, aligned.get("kl")
             figures["bytes up"] = 0, total_bytes(record, "bytes_up")
+            run = {"setting": setting, "seed": record.seed}
             rows += [
-                {
-                    "setting": setting,
-                    "seed": record.seed,
-                    "figure": name,
-                    "base": own,
-                    "aligned": end,
-                }
+                {**run, "figure": name, "base": own, "aligned": end}
                 for name, (own, end) in figures.items()
                 if own is not None and end is not None
             ]

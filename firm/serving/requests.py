@@ -278,18 +278,10 @@ class ChatRequest(_Form):
     cache_prompt: bool | None = None
 
 
-_UNUSED = frozenset(
-    (
-        "user",
-        "metadata",
-        "store",
-        "service_tier",
-        "safety_identifier",
-        "prompt_cache_key",
-        "prompt_cache_retention",
-        "verbosity",
-    )
-)
+_UNUSED = {
+    *("user", "metadata", "store", "service_tier", "safety_identifier", "verbosity"),
+    *("prompt_cache_key", "prompt_cache_retention"),
+}
 """Fields that concern OpenAI's own accounts and caches."""
 
 
