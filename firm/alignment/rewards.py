@@ -8,7 +8,7 @@ with statistics per client, rewards would not be comparable across clients.
 import inspect
 import logging
 import math
-from collections.abc import Awaitable, Callable, Mapping, Sequence, Set
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence, Set
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
 from decimal import Decimal
@@ -74,29 +74,89 @@ def score(
             f"prompts and completions must have the same length, got {len(prompts)} and "
             f"{len(completions)}."
         )
-    objectives = list(reward_fns.items())
-    groups = [[objectives[at] for at in group] for group in _same_calls([*reward_fns.values()])]
-    batch = [prompt_of(prompt) for prompt in prompts], completions, completion_ids, trainer_state
-    answers = _asked([_Question(group, *batch) for group in groups])()
-    rows = {
-        name: row
-        for group, answer in zip(groups, answers, strict=True)
-        for (name, _), (row, _) in zip(group, answer, strict=True)
+    given = [prompt_of(prompt) for prompt in prompts]
+    request = ScoringRequest(
+        Judges(reward_fns), list(reward_fns), given, completions, completion_ids, trainer_state
+    )
+    return scored(request)().scores
+
+
+Arguments = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class _Call:
+    """A call of a reward function, which several objectives and requests may share."""
+
+    objectives: list[tuple[str, RewardFn]]
+    """Names and reward functions with the same source; messages name the first."""
+    places: dict[int, list[int]]
+    """Indices of the replies to score, by the index of their request."""
+    arguments: Arguments
+
+    @property
+    def num_replies(self) -> int:
+        return len(self.arguments["completions"])
+
+
+def _plan_calls(requests: Sequence["ScoringRequest"]) -> list[_Call]:
+    """Returns the calls that score the requests; objectives with the same function share them."""
+    groups: list[list[tuple[int, str, RewardFn]]] = []
+    for at, request in enumerate(requests):
+        for name, reward_fn in request.reward_fns.items():
+            for group in groups:
+                other, _, known = group[0]
+                # the training progress is an argument, so that only clients at the same may share
+                is_as_far = requests[other].trainer_state == request.trainer_state
+                if is_as_far and _is_same_call(known, reward_fn):
+                    group.append((at, name, reward_fn))
+                    break
+            else:
+                groups.append([(at, name, reward_fn)])
+    return [call for group in groups for call in _calls_of(group, requests)]
+
+
+def _calls_of(
+    group: Sequence[tuple[int, str, RewardFn]], requests: Sequence["ScoringRequest"]
+) -> Iterator[_Call]:
+    """Yields a call for the chats and one for the texts among the replies of a group."""
+    objectives: list[tuple[str, RewardFn]] = []
+    for _, *objective in group:
+        if tuple(objective) not in objectives:  # reward functions need not be hashable
+            objectives.append((objective[0], objective[1]))
+    name, reward_fn = objectives[0]
+    batches = {at: requests[at] for at, _, _ in group}
+    reads_prompts = getattr(reward_fn, "reads_prompts", False)
+    is_text = {
+        at: [reads_prompts or prompt.text is not None for prompt in batch.prompts]
+        for at, batch in batches.items()
     }
-    return torch.stack([rows[name] for name in reward_fns])
-
-
-def _same_calls(reward_fns: Sequence[RewardFn]) -> list[list[int]]:
-    """Groups the indices of reward functions that can share a call."""
-    groups: list[list[int]] = []
-    for at, reward_fn in enumerate(reward_fns):
-        same = (group for group in groups if _is_same_call(reward_fns[group[0]], reward_fn))
-        group = next(same, None)
-        if group is None:
-            groups.append([at])
-        else:
-            group.append(at)
-    return groups
+    prompts = [prompt for batch in batches.values() for prompt in batch.prompts]
+    columns = dict.fromkeys(column for prompt in prompts for column in prompt.columns)
+    forms = {form for flags in is_text.values() for form in flags}
+    for form in sorted(forms) or [True]:
+        places = {
+            at: [place for place, own in enumerate(flags) if own == form]
+            for at, flags in is_text.items()
+        }
+        rows = [(batches[at], place) for at, own in places.items() for place in own]
+        prompts = [batch.prompts[place] for batch, place in rows]
+        replies: list[Any] = [batch.completions[place] for batch, place in rows]
+        if not form:
+            replies = [[{"role": "assistant", "content": reply}] for reply in replies]
+        arguments: Arguments = {
+            **{column: [prompt.columns.get(column) for prompt in prompts] for column in columns},
+            "prompts": prompts if reads_prompts else [prompt.given for prompt in prompts],
+            "completions": replies,
+            "trainer_state": requests[group[0][0]].trainer_state or TrainerState(),
+            "log_metric": partial(_log_metric, name),
+            "log_extra": partial(_log_extra, name),
+        }
+        if requests[group[0][0]].completion_ids is not None:
+            arguments["completion_ids"] = [
+                [*(batch.completion_ids or ())[place]] for batch, place in rows
+            ]
+        yield _Call(objectives, places, arguments)
 
 
 def _is_same_call(first: RewardFn, second: RewardFn) -> bool:
@@ -111,50 +171,6 @@ def _source(reward_fn: RewardFn) -> tuple[RewardFn, Mapping[str, Any]]:
     return source if isinstance(source, tuple) else (reward_fn, {})
 
 
-Arguments = dict[str, Any]
-RawScores = tuple[torch.Tensor, list[bool] | None]
-"""Scores [B] of an objective, and whether its reward function truncated each input."""
-
-
-@dataclass(frozen=True)
-class _Question:
-    """Objectives that share calls of a reward function, and the replies to score."""
-
-    objectives: Sequence[tuple[str, RewardFn]]
-    """Names and reward functions with the same source."""
-    prompts: Sequence[Prompt]
-    completions: Sequence[str]
-    completion_ids: Sequence[Sequence[int]] | None
-    trainer_state: TrainerState | None
-
-    def calls(self) -> list[tuple[list[int], Arguments]]:
-        """Returns the indices and arguments of each call: one for texts, one for chats."""
-        reads_prompts = getattr(self.objectives[0][1], "reads_prompts", False)
-        is_text = [reads_prompts or prompt.text is not None for prompt in self.prompts]
-        names = dict.fromkeys(column for prompt in self.prompts for column in prompt.columns)
-        calls = []
-        for form in set(is_text) or {True}:
-            places = [at for at, own in enumerate(is_text) if own == form]
-            prompts = [self.prompts[at] for at in places]
-            replies: list[Any] = [self.completions[at] for at in places]
-            arguments: Arguments = {
-                **{name: [prompt.columns.get(name) for prompt in prompts] for name in names},
-                "prompts": prompts if reads_prompts else [prompt.given for prompt in prompts],
-                "completions": replies if form else [_as_message(reply) for reply in replies],
-                "trainer_state": self.trainer_state or TrainerState(),
-                "log_metric": partial(_log_metric, self.objectives[0][0]),
-                "log_extra": partial(_log_extra, self.objectives[0][0]),
-            }
-            if self.completion_ids is not None:
-                arguments["completion_ids"] = [[*self.completion_ids[at]] for at in places]
-            calls.append((places, arguments))
-        return calls
-
-
-def _as_message(reply: str) -> list[ChatMessage]:
-    return [{"role": "assistant", "content": reply}]
-
-
 def _log_metric(reward: str, name: str, value: Any) -> None:
     """Logs a metric reported by a reward function, as TRL's trainer does."""
     logger.info("reward %r: %s = %s", reward, printable(name), printable(value))
@@ -165,80 +181,33 @@ def _log_extra(reward: str, column: str, values: Sequence[Any]) -> None:
     logger.debug("reward %r: the column %s is not kept", reward, printable(column))
 
 
-def _asked(questions: Sequence[_Question]) -> Callable[[], list[list[RawScores]]]:
-    """Calls the reward functions; returns a function that waits for the scores.
-
-    It returns the scores for each question, by its objectives in order. Functions are called
-    sequentially; coroutine functions run concurrently meanwhile.
-    """
-    calls = [(at, *call) for at, question in enumerate(questions) for call in question.calls()]
-    finish = _called([(*questions[at].objectives[0], arguments) for at, _, arguments in calls])
-
-    def answers() -> list[list[RawScores]]:
-        results, truncated = finish()
-        found: list[list[RawScores]] = []
-        for at, question in enumerate(questions):
-            own = [
-                (places, values, cut)
-                for (whose, places, _), values, cut in zip(calls, results, truncated, strict=True)
-                if whose == at
-            ]
-            size = len(question.prompts)
-            found.append([_answer(*objective, size, own) for objective in question.objectives])
-        return found
-
-    return answers
-
-
-def _answer(
-    name: str,
-    reward_fn: RewardFn,
-    num_replies: int,
-    calls: Sequence[tuple[list[int], Any, list[bool] | None]],
-) -> RawScores:
-    """Combines the results of one or two calls into the scores [B] of an objective."""
-    row, is_truncated, cut = torch.empty(num_replies), [False] * num_replies, None
-    for places, values, cut in calls:
-        row[places] = _checked(name, _selected(name, reward_fn, values), len(places))
-        for place, own in zip(places, cut or (), strict=False):
-            is_truncated[place] = own
-    return row, None if cut is None else is_truncated
-
-
-def _called(
-    calls: Sequence[tuple[str, RewardFn, Arguments]],
-) -> Callable[[], tuple[list[Any], list[list[bool] | None]]]:
+def _begin_calls(calls: Sequence[_Call]) -> Callable[[], list[tuple[Any, list[bool] | None]]]:
     """Calls reward functions; returns a function that waits for the coroutines among them.
 
-    It returns the results, and whether the functions truncated each input. Errors name the
-    objective.
+    It returns the results, and which inputs the functions truncated. Errors name the objective.
     """
     results: list[Any] = []
     truncated: list[list[bool] | None] = []
-
-    def cut_by(name: str, reward_fn: RewardFn, arguments: Arguments) -> list[bool] | None:
-        return _truncated(name, reward_fn, len(arguments["completions"]))
-
     with ExitStack() as stack:
         for call in calls:
-            name, reward_fn, arguments = call
+            name, reward_fn = call.objectives[0]
             with _reward_code(name):
-                values = reward_fn(**arguments)
+                values = reward_fn(**call.arguments)
             if inspect.iscoroutine(values):
                 stack.callback(values.close)  # in case another function raises before it is started
             results.append(values)
-            truncated.append(cut_by(*call))
+            truncated.append(_truncated_inputs(call))
         stack.pop_all()
     waiting = [at for at, values in enumerate(results) if inspect.isawaitable(values)]
     if not waiting:
-        return lambda: (results, truncated)
-    awaited = started([_result(calls[at][0], results[at]) for at in waiting])
+        return lambda: list(zip(results, truncated, strict=True))
+    awaited = started([_result(calls[at].objectives[0][0], results[at]) for at in waiting])
 
-    def finish() -> tuple[list[Any], list[list[bool] | None]]:
+    def finish() -> list[tuple[Any, list[bool] | None]]:
         for at, values in zip(waiting, awaited(), strict=True):
             results[at] = values
-            truncated[at] = cut_by(*calls[at])
-        return results, truncated
+            truncated[at] = _truncated_inputs(calls[at])
+        return list(zip(results, truncated, strict=True))
 
     return finish
 
@@ -254,7 +223,7 @@ async def _result(name: str, values: Awaitable[Any]) -> Any:
         return await values
 
 
-def _selected(name: str, reward_fn: RewardFn, values: Any) -> Any:
+def _select_output(name: str, reward_fn: RewardFn, values: Any) -> Any:
     """Selects an objective's values from a function that returns a dict of lists."""
     output = getattr(reward_fn, "output", None)
     if not isinstance(values, Mapping):
@@ -276,7 +245,7 @@ def _selected(name: str, reward_fn: RewardFn, values: Any) -> Any:
     return values[wanted]
 
 
-def _checked(name: str, values: Any, num_completions: int) -> torch.Tensor:
+def _check_values(name: str, values: Any, num_completions: int) -> torch.Tensor:
     """Returns the values of a reward function, shape [B], float32, with NaN for None."""
     expected = f"return one finite number for each of the {num_completions} completions"
     or_none = "or None where the reward does not apply"
@@ -445,8 +414,14 @@ class ScoringRequest:
     objectives: Sequence[str]
     prompts: Sequence[Prompt]
     completions: Sequence[str]
-    completion_ids: Sequence[Sequence[int]]
+    completion_ids: Sequence[Sequence[int]] | None
     trainer_state: TrainerState | None = None
+
+    @property
+    def reward_fns(self) -> dict[str, RewardFn]:
+        """Reward functions of the objectives that have one, by name."""
+        fns = self.judges.reward_fns
+        return {name: fns[name] for name in self.objectives if name in fns}
 
 
 @dataclass(frozen=True)
@@ -468,7 +443,7 @@ def scored(asked: ScoringRequest) -> Callable[[], Scored]:
     Raises:
         ValueError: As for ``score``; the returned function, too.
     """
-    finish = _scored_at_once([asked])
+    finish = _begin_all([asked])
     return lambda: finish()[0]
 
 
@@ -481,7 +456,7 @@ def scored_together(
     each batch is tried separately.
     """
     try:
-        finish = _scored_at_once(asked)
+        finish = _begin_all(asked)
     except ValueError as error:
         if len(asked) == 1:
             return [error]
@@ -498,66 +473,45 @@ def scored_together(
     return [partial(own, at) for at in range(len(asked))]
 
 
-def _scored_at_once(asked: Sequence[ScoringRequest]) -> Callable[[], list[Scored]]:
-    askers = [
-        (at, name, fn)
-        for at, each in enumerate(asked)
-        for name in each.objectives
-        if (fn := each.judges.reward_fns.get(name)) is not None
-    ]
-    groups = [[askers[place] for place in group] for group in _same_calls([a[2] for a in askers])]
-    # clients can share a call only at the same training progress, which is an argument
-    groups = [
-        [asker for asker in group if asked[asker[0]].trainer_state == state]
-        for group in groups
-        for state in _distinct([asked[asker[0]].trainer_state for asker in group])
-    ]
-    questions = [_joined_question(asked, group) for group in groups]
-    answers = _asked(questions)
+def _begin_all(requests: Sequence[ScoringRequest]) -> Callable[[], list[Scored]]:
+    """Begins to score several batches; returns a function that waits for all of them."""
+    calls = _plan_calls(requests)
+    outcomes = _begin_calls(calls)
 
     @cache
     def finish() -> list[Scored]:
-        results = [Scored(torch.zeros(len(e.objectives), len(e.completions)), {}) for e in asked]
-        for group, question, own in zip(groups, questions, answers(), strict=True):
-            start, slices = 0, {}
-            for at in dict.fromkeys(at for at, _, _ in group):
-                slices[at] = slice(start, start := start + len(asked[at].completions))
-            for at, name, fn in group:
-                row, truncated = own[question.objectives.index((name, fn))]
-                results[at].scores[list(asked[at].objectives).index(name)] = row[slices[at]]
-                if truncated is not None:
-                    results[at].truncated[name] = truncated[slices[at]]
+        results = [
+            Scored(torch.zeros(len(each.objectives), len(each.completions)), {})
+            for each in requests
+        ]
+        for call, (values, truncated) in zip(calls, outcomes(), strict=True):
+            for name, reward_fn in call.objectives:
+                output = _select_output(name, reward_fn, values)
+                row = _check_values(name, output, call.num_replies)
+                end = 0
+                for at, places in call.places.items():
+                    start, end = end, end + len(places)
+                    request, result = requests[at], results[at]
+                    if request.reward_fns.get(name) != reward_fn:
+                        continue
+                    result.scores[list(request.objectives).index(name), places] = row[start:end]
+                    if truncated is not None:
+                        flags = result.truncated.setdefault(name, [False] * len(request.prompts))
+                        for place, flag in zip(places, truncated[start:end], strict=True):
+                            flags[place] = flag
         return results
 
     return finish
 
 
-def _joined_question(
-    asked: Sequence[ScoringRequest], group: Sequence[tuple[int, str, RewardFn]]
-) -> _Question:
-    """Joins the replies of several requests into one question."""
-    batches = [asked[at] for at in dict.fromkeys(at for at, _, _ in group)]
-    return _Question(
-        _distinct([(name, fn) for _, name, fn in group]),
-        [prompt for batch in batches for prompt in batch.prompts],
-        [completion for batch in batches for completion in batch.completions],
-        [row for batch in batches for row in batch.completion_ids],
-        batches[0].trainer_state,
-    )
-
-
-def _distinct(values: Sequence[Any]) -> list[Any]:
-    """Removes duplicates from values that need not be hashable."""
-    return [value for at, value in enumerate(values) if value not in values[:at]]
-
-
-def _truncated(name: str, reward_fn: RewardFn, count: int) -> list[bool] | None:
-    """Returns whether a reward function truncated each of its latest inputs; None if unknown."""
+def _truncated_inputs(call: _Call) -> list[bool] | None:
+    """Returns whether a call's function truncated each of its inputs; None if unknown."""
+    name, reward_fn = call.objectives[0]
     truncated = getattr(reward_fn, "truncated", None)
-    if truncated is not None and len(truncated) != count:
+    if truncated is not None and len(truncated) != call.num_replies:
         raise ValueError(
-            f"reward {name!r} has {len(truncated)} entries in `truncated` for {count} completions; "
-            "provide one for each input of the latest call, or remove the attribute."
+            f"reward {name!r} has {len(truncated)} entries in `truncated` for {call.num_replies} "
+            "completions; provide one for each input of the latest call, or remove the attribute."
         )
     return truncated
 
