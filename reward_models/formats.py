@@ -6,13 +6,18 @@ examples to detect it; see `reward_models.golden`.
 
 from typing import TYPE_CHECKING, Any
 
+from firm.alignment.prompts import (
+    ASSISTANT,
+    PromptFormat,
+    apply_template,
+    as_hh,
+    check_template,
+    prompt_of,
+)
 from reward_models.config import CallFormat
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
-
-
-ASSISTANT = "\n\nAssistant:"
 
 
 def present(
@@ -34,9 +39,6 @@ def present(
     """
     if format == "response":
         return (completion,)
-    # Imported here, because the package brings TRL along: seconds, and a warning on standard error.
-    from firm.alignment.prompts import PromptFormat, apply_template, as_hh, prompt_of
-
     prompt = prompt_of(prompt)
     if format == "hh_pair":
         return _hh_question(as_hh(prompt)), completion.lstrip(" ")
@@ -60,14 +62,12 @@ def present(
 
 def check_format(format: CallFormat, tokenizer: "PreTrainedTokenizerBase") -> None:
     """Raises a ``ValueError`` where a tokenizer cannot spell a format."""
-    if format == "chat_template" and not tokenizer.chat_template:
-        raise ValueError(
-            "the format 'chat_template' needs a chat template, and the classifier's tokenizer has "
-            "none: choose the format that the model card shows."
-        )
     if format == "chat_template":
-        from firm.alignment.prompts import check_template
-
+        if not tokenizer.chat_template:
+            raise ValueError(
+                "the format 'chat_template' needs a chat template, and the classifier's tokenizer "
+                "has none: choose the format that the model card shows."
+            )
         check_template(tokenizer)
     num_special = [tokenizer.num_special_tokens_to_add(pair=pair) for pair in (False, True)]
     if format == "question_answer" and num_special[0] == num_special[1]:

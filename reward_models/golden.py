@@ -8,6 +8,7 @@ was intended.
 from collections.abc import Mapping, Sequence
 from typing import Any, get_args
 
+from firm.alignment.rewards import score
 from reward_models.config import CallFormat, GoldenScore
 from reward_models.sequence_classifier import SequenceClassifierReward
 
@@ -26,18 +27,14 @@ def check_golden_scores(reward: Any, golden: Sequence[GoldenScore]) -> None:
     if not known:
         return
     is_classifier = isinstance(reward, SequenceClassifierReward)
-    asked = reward
-    if is_classifier:
-        asked = reward.with_format(reward.format, append_eos=reward.append_eos)
-    off = _misses(asked, known)
+    # a copy counts for itself which inputs it truncates
+    off = _misses(reward.replace() if is_classifier else reward, known)
     if not off:
         return
     place, got = next(iter(off.items()))
-    remedy = (
-        _format_that_fits(reward, known)
-        if is_classifier
-        else "correct the score, or the function and its options."
-    )
+    remedy = "correct the score, or the function and its options."
+    if is_classifier:
+        remedy = _format_that_fits(reward, known)
     raise ValueError(
         f"golden.{place} must score {known[place].score:g} ± {known[place].tolerance:g}, got "
         f"{got:.6g} ({len(off)} of {len(known)} golden scores are off): {remedy}"
@@ -46,11 +43,7 @@ def check_golden_scores(reward: Any, golden: Sequence[GoldenScore]) -> None:
 
 def _misses(reward: Any, golden: Mapping[int, GoldenScore]) -> dict[int, float]:
     """Returns a reward model's scores where they differ from the golden ones, by place."""
-    # Imported here, because the package brings TRL along: seconds, and a warning on standard error.
-    from firm.alignment.prompts import prompt_of
-    from firm.alignment.rewards import score
-
-    prompts = [prompt_of(example.prompt) for example in golden.values()]
+    prompts = [example.prompt for example in golden.values()]
     completions = [example.completion for example in golden.values()]
     (row,) = score({reward.name: reward}, prompts, completions).tolist()
     return {
@@ -64,11 +57,13 @@ def _format_that_fits(reward: SequenceClassifierReward, golden: Mapping[int, Gol
     """Returns a remedy: the other formats that give all the scores."""
     fitting = []
     for format in get_args(CallFormat):
-        ends = [
-            name
-            for name, append_eos in (("off", False), ("on", True))
-            if _fits(reward, golden, format, append_eos)
-        ]
+        ends = []
+        for name, append_eos in (("off", False), ("on", True)):
+            try:
+                if not _misses(reward.replace(format=format, append_eos=append_eos), golden):
+                    ends.append(name)
+            except ValueError:  # a format that this tokenizer cannot spell is not the intended one
+                pass
         if ends:
             fitting.append(f"{format!r} with append_eos {' or '.join(ends)}")
     if fitting:
@@ -77,15 +72,3 @@ def _format_that_fits(reward: SequenceClassifierReward, golden: Mapping[int, Gol
         "no other format would match, with append_eos on or off: "
         "check path, output, max_length and dtype, and the scores themselves."
     )
-
-
-def _fits(
-    reward: SequenceClassifierReward,
-    golden: Mapping[int, GoldenScore],
-    format: CallFormat,
-    append_eos: bool,
-) -> bool:
-    try:
-        return not _misses(reward.with_format(format, append_eos=append_eos), golden)
-    except ValueError:  # a format that this tokenizer cannot spell is not the intended one
-        return False

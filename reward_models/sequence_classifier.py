@@ -15,10 +15,9 @@ from typing import Any, cast
 from weakref import WeakValueDictionary
 
 import torch
-from huggingface_hub.errors import StrictDataclassError
 from peft import PeftConfig, PeftModel
 from peft.utils import SAFETENSORS_WEIGHTS_NAME
-from safetensors import SafetensorError, safe_open
+from safetensors import safe_open
 from transformers import (
     AutoConfig,
     AutoModelForSequenceClassification,
@@ -29,22 +28,11 @@ from transformers import (
 )
 from transformers.utils import logging
 
+from firm.alignment.policy import CHECKPOINT_ERRORS, check_vocabulary, without_needless_warnings
 from firm.base.devices import named_device
 from firm.base.sanitize import first_line
 from reward_models.config import CallFormat
 from reward_models.formats import check_format, present
-
-_LOADING_ERRORS = (
-    OSError,
-    ValueError,
-    TypeError,
-    AttributeError,
-    LookupError,
-    RecursionError,
-    SafetensorError,
-    StrictDataclassError,
-)
-"""Exceptions of transformers and its libraries on files that are not a valid checkpoint."""
 
 UNKNOWN_LENGTH = 10**9
 """Stands for an unknown maximum length; tokenizers without a limit report 10^30."""
@@ -87,10 +75,19 @@ class SequenceClassifierReward:
     ) -> None:
         self.whole_model, self.adapter = model, adapter
         """The model as given, with all of its adapters."""
+        self._settings = {
+            "name": name,
+            "format": format,
+            "output": output,
+            "append_eos": append_eos,
+            "max_length": max_length,
+            "batch_size": batch_size,
+            "adapter": adapter,
+        }
         if isinstance(model, PeftModel):
             model.set_adapter(adapter)
             model = cast(PreTrainedModel, model.get_base_model())
-        self._column = _checked_column(output, model.config.num_labels)
+        self._column = _column_of(output, model.config.num_labels)
         check_format(format, tokenizer)
         # A causal classifier has one linear layer `score` on every position; the last one counts.
         score = getattr(model, "score", None)
@@ -108,7 +105,7 @@ class SequenceClassifierReward:
         self.append_eos = append_eos
         self.batch_size = batch_size
         self.truncated: list[bool] = []
-        self.max_length = _checked_max_length(max_length, model, tokenizer)
+        self.max_length = _max_length_of(max_length, model, tokenizer)
         accepted = inspect.signature(model.forward).parameters
         has_segments = "token_type_ids" in {*tokenizer.model_input_names} & accepted.keys()
         self._inputs = ["input_ids"]
@@ -201,38 +198,20 @@ class SequenceClassifierReward:
 
     def of(self, name: str, output: Any) -> "SequenceClassifierReward":
         """Returns the same model as the reward of another objective, with another label."""
-        return SequenceClassifierReward(
-            self.whole_model,
-            self.tokenizer,
-            name=name,
-            format=self.format,
-            output=output,
-            append_eos=self.append_eos,
-            max_length=self.max_length,
-            batch_size=self.batch_size,
-            adapter=self.adapter,
-        )
+        return self.replace(name=name, output=output)
 
-    def with_format(self, format: CallFormat, *, append_eos: bool) -> "SequenceClassifierReward":
-        """Returns the same model with another input format.
+    def replace(self, **settings: Any) -> "SequenceClassifierReward":
+        """Returns the same model with other settings.
 
         Raises:
-            ValueError: The tokenizer cannot spell the format, or there is no EOS to append.
+            ValueError: The model or its tokenizer does not support them.
         """
         return SequenceClassifierReward(
-            self.whole_model,
-            self.tokenizer,
-            name=self.name,
-            format=format,
-            output=self.output,
-            append_eos=append_eos,
-            max_length=self.max_length,
-            batch_size=self.batch_size,
-            adapter=self.adapter,
+            self.whole_model, self.tokenizer, **{**self._settings, **settings}
         )
 
 
-def _checked_column(output: int | None, num_labels: int | None) -> int:
+def _column_of(output: int | None, num_labels: int | None) -> int:
     assert num_labels is not None  # a classifier's config has at least Transformers' default
     if output is None and num_labels != 1:
         raise ValueError(
@@ -247,7 +226,7 @@ def _checked_column(output: int | None, num_labels: int | None) -> int:
     return column
 
 
-def _checked_max_length(
+def _max_length_of(
     max_length: int | None, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase
 ) -> int:
     positions = _num_positions(model)
@@ -289,9 +268,6 @@ def load_sequence_classifier(
             classifier, it has several labels and `output` picks none, or its tokenizer has tokens
             without an embedding.
     """
-    # Imported here, because the package brings TRL along: seconds, and a warning on standard error.
-    from firm.alignment.policy import check_vocabulary
-
     place = named_device(device)
     is_folder = Path(path).expanduser().is_dir()
     location = str(Path(path).expanduser()) if is_folder else str(path)
@@ -311,7 +287,7 @@ def load_sequence_classifier(
                 ignore_mismatched_sizes=True,
                 output_loading_info=True,
             )
-    except _LOADING_ERRORS as error:
+    except CHECKPOINT_ERRORS as error:
         reason = first_line(error)
         raise ValueError(
             f"no sequence classifier could be loaded from the folder {path} ({reason}): "
@@ -363,9 +339,6 @@ def _load_adapter(folder: str, dtype: str, device: torch.device) -> PeftModel:
     Raises:
         ValueError: The base or the adapter cannot be loaded, or the adapter has no head.
     """
-    # Imported here, because the package brings TRL along: seconds, and a warning on standard error.
-    from firm.alignment.policy import without_needless_warnings
-
     name = adapter_name(folder)
     try:
         with quiet_transformers(), without_needless_warnings():
@@ -385,7 +358,7 @@ def _load_adapter(folder: str, dtype: str, device: torch.device) -> PeftModel:
             )
             base.score.float()  # before the copy that the trained head fills, or it is rounded
             model = PeftModel.from_pretrained(base.to(device), folder, adapter_name=name)
-    except _LOADING_ERRORS as error:
+    except CHECKPOINT_ERRORS as error:
         raise ValueError(
             f"no reward model could be loaded from the adapter in {folder} ({first_line(error)}): "
             "give the folder that `firm reward` wrote, and keep its base model where it was."
