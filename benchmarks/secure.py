@@ -20,13 +20,16 @@ from typing import Any, cast
 import torch
 
 from firm.federation import Failure, Reply, ServerState
-from firm.federation.engines.engine import checked_reply, divided, request_sizes
+from firm.federation.engines.engine import checked_reply, divided
 from firm.federation.messages import Request, Update
 from firm.federation.options.secure import MasksConfig
 from firm.federation.options.secure.messages import SendMasked
 from firm.federation.serialization import pack
 from firm.federation.strategies.fedavg import fedavg
 from firm.federation.strategy_configs import FedAvgConfig
+from firm.federation.serialization import packed_size
+from firm.federation.strategy_configs import FedAvgConfig
+from firm.federation.strategies.fedavg import fedavg
 from firm.run import print_table
 
 NUM_REPEATS = 3
@@ -37,7 +40,6 @@ class Idle:
     """An engine whose clients have updates at once; implements what a round takes of ``Engine``."""
 
     def map(self, request: Request, clients: Sequence[str]) -> tuple[list[Reply], list[Failure]]:
-        size_of = request_sizes(request)
         outcomes = []
         for number, name in enumerate(clients):
             generator = torch.Generator().manual_seed(number)
@@ -46,7 +48,7 @@ class Idle:
                 for key, value in request.adapter.items()
             }
             content = Update(name, adapter, 100, {"num_steps": 1})
-            sizes = size_of(name), len(pack(content))
+            sizes = packed_size(request.of(name)), packed_size(content)
             outcomes.append(checked_reply(request, name, content, *sizes))
         return divided(outcomes)
 

@@ -15,6 +15,7 @@ from safetensors import SafetensorError
 from firm.base.sanitize import printable
 
 _LENGTH_BYTES = 8
+_PLAIN = (type(None), bool, int, str)
 MAX_TEXT_BYTES = 16 * 2**20
 """Maximum size of a message's JSON from another party, excluding tensors."""
 _FLOATS = ("nan", "inf", "-inf")
@@ -33,6 +34,28 @@ _MALFORMED = (
 )
 """Errors that parsing invalid messages can raise."""
 
+_DTYPES = {
+    torch.bool: "BOOL",
+    torch.uint8: "U8",
+    torch.int8: "I8",
+    torch.float8_e5m2: "F8_E5M2",
+    torch.float8_e4m3fn: "F8_E4M3",
+    torch.float8_e4m3fnuz: "F8_E4M3FNUZ",
+    torch.float8_e5m2fnuz: "F8_E5M2FNUZ",
+    torch.int16: "I16",
+    torch.uint16: "U16",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.int32: "I32",
+    torch.uint32: "U32",
+    torch.float32: "F32",
+    torch.complex64: "C64",
+    torch.float64: "F64",
+    torch.int64: "I64",
+    torch.uint64: "U64",
+}
+"""Names of dtypes in safetensors files, in reverse order of the tensors there."""
+
 
 def encode(value: Any, where: str, tensors: dict[str, torch.Tensor]) -> Any:
     """Returns a value as JSON in which every object is a tag; its tensors are added to `tensors`.
@@ -43,39 +66,50 @@ def encode(value: Any, where: str, tensors: dict[str, torch.Tensor]) -> Any:
     Raises:
         ValueError: The value contains an unsupported type; the message names its location.
     """
-    if value is None or isinstance(value, bool | str | int):
-        return value
+    encoded = _encoded(value, where, tensors, has_tuples=True)
+    for name, tensor in tensors.items():
+        # a copy, because safetensors rejects tensors that share memory
+        tensors[name] = torch.empty(tensor.shape, dtype=tensor.dtype).copy_(tensor)
+    return encoded
+
+
+def _encoded(value: Any, where: str, tensors: dict[str, torch.Tensor], has_tuples: bool) -> Any:
+    """Returns the result of `encode`, with the tensors themselves instead of copies.
+
+    Without `has_tuples`, as in the fields of a record, tuples become lists.
+    """
     if isinstance(value, float):
         return float(value) if math.isfinite(value) else {"float": repr(float(value))}
+    if value is None or isinstance(value, bool | str | int):
+        return value
     if isinstance(value, torch.Tensor):
         if value.layout != torch.strided or value.is_quantized:
             raise ValueError(f"{where} is a {value.layout} tensor; make it dense before saving.")
         name = str(len(tensors))
-        # a copy, because safetensors rejects tensors that share memory
-        tensors[name] = torch.empty(value.shape, dtype=value.dtype).copy_(value.detach())
+        tensors[name] = value.detach()
         return {"tensor": name}
-    if isinstance(value, dict):
-        for key in value:
-            if isinstance(key, bool) or not isinstance(key, int | str):
-                raise ValueError(f"{where} has the key {key!r}; use strings or integers.")
-        entries = {key: encode(item, f"{where}[{key!r}]", tensors) for key, item in value.items()}
-        all_texts = all(isinstance(key, str) for key in entries)
-        return {"dict": entries} if all_texts else {"items": [list(e) for e in entries.items()]}
-    if isinstance(value, list | tuple):
-        items = [encode(item, f"{where}[{i}]", tensors) for i, item in enumerate(value)]
-        return {"tuple": items} if isinstance(value, tuple) else items
     if is_dataclass(value) and not isinstance(value, type):
-        return encode(_with_lists(vars(value)), where, tensors)
-    raise ValueError(
-        f"{where} is a {type(value).__name__}; "
-        "a state holds tensors, numbers, strings, bools, None, dictionaries, lists and tuples."
-    )
-
-
-def _with_lists(value: Any) -> Any:
+        value, has_tuples = vars(value), False
+    if not isinstance(value, dict | list | tuple):
+        raise ValueError(
+            f"{where} is a {type(value).__name__}; a state holds tensors, numbers, strings, bools, "
+            "None, dictionaries, lists and tuples."
+        )
+    items = value.items() if isinstance(value, dict) else enumerate(value)
+    entries = {}
+    for key, item in items:
+        if isinstance(key, bool) or not isinstance(key, int | str):
+            raise ValueError(f"{where} has the key {key!r}; use strings or integers.")
+        # most items are numbers or texts, which need no call of their own
+        is_plain = type(item) in _PLAIN or (type(item) is float and math.isfinite(item))
+        entries[key] = (
+            item if is_plain else _encoded(item, f"{where}[{key!r}]", tensors, has_tuples)
+        )
     if isinstance(value, dict):
-        return {key: _with_lists(item) for key, item in value.items()}
-    return [_with_lists(item) for item in value] if isinstance(value, list | tuple) else value
+        all_texts = not any(isinstance(key, int) for key in entries)
+        return {"dict": entries} if all_texts else {"items": list(map(list, entries.items()))}
+    encoded = list(entries.values())
+    return {"tuple": encoded} if isinstance(value, tuple) and has_tuples else encoded
 
 
 def decode(value: Any, tensors: dict[str, torch.Tensor], *, only_text_keys: bool = False) -> Any:
@@ -117,18 +151,48 @@ def pack(message: Any) -> bytes:
         ValueError: The message contains a type that `encode` does not support.
     """
     tensors: dict[str, torch.Tensor] = {}
-    encoded = encode(message, "message", tensors)
-    text = json.dumps(encoded, separators=(",", ":")).encode() + b" " * _missing_digits(encoded)
+    text = _padded_text(encode(message, "message", tensors))
     return len(text).to_bytes(_LENGTH_BYTES, "big") + text + safetensors.torch.save(tensors)
+
+
+def packed_size(message: Any) -> int:
+    """Returns ``len(pack(message))`` without a copy of its tensors, for messages that stay here.
+
+    Raises:
+        ValueError: As for ``pack``.
+    """
+    tensors: dict[str, torch.Tensor] = {}
+    text = _padded_text(_encoded(message, "message", tensors, has_tuples=True))
+    dtypes = list(_DTYPES)
+    # the order decides the number of digits of the offsets
+    names = sorted(tensors, key=lambda name: (-dtypes.index(tensors[name].dtype), name))
+    header, end = {}, 0
+    for name in names:
+        start, end = end, end + tensors[name].nbytes
+        header[name] = {
+            "dtype": _DTYPES[tensors[name].dtype],
+            "shape": list(tensors[name].shape),
+            "data_offsets": [start, end],
+        }
+    num_header_bytes = len(json.dumps(header, separators=(",", ":")))
+    num_header_bytes += -num_header_bytes % _LENGTH_BYTES  # safetensors pads it
+    return 2 * _LENGTH_BYTES + len(text) + num_header_bytes + end
+
+
+def _padded_text(encoded: Any) -> bytes:
+    text = json.dumps(encoded, separators=(",", ":")).encode()
+    return text + b" " * _missing_digits([encoded])
 
 
 def _missing_digits(encoded: Any) -> int:
     """Returns the number of bytes by which floats in a JSON text fall short of the maximum."""
-    if isinstance(encoded, float):
-        return _FLOAT_BYTES - len(repr(encoded))
-    if isinstance(encoded, dict):
-        return sum(map(_missing_digits, encoded.values()))
-    return sum(map(_missing_digits, encoded)) if isinstance(encoded, list) else 0
+    missing = 0
+    for item in encoded.values() if isinstance(encoded, dict) else encoded:
+        if isinstance(item, float):
+            missing += _FLOAT_BYTES - len(repr(item))
+        elif isinstance(item, dict | list):
+            missing += _missing_digits(item)
+    return missing
 
 
 def unpack(packed: bytes, *, max_bytes: int | None = None) -> Any:

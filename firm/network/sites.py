@@ -13,12 +13,11 @@ from firm.federation.engines.engine import (
     check_states,
     checked_reply,
     divided,
-    request_sizes,
     tell_finished,
 )
 from firm.federation.messages import Request
 from firm.federation.schema import shown
-from firm.federation.serialization import pack, unpack
+from firm.federation.serialization import pack, packed_size, unpack
 
 logger = logging.getLogger(__name__)
 
@@ -134,7 +133,6 @@ class SitesEngine:
         for names in asked.values():
             for name in names:
                 self._on_event("client_started", client=name, round=request.round)
-        size_of = request_sizes(request)
         answers = self._ask(
             {
                 site: {
@@ -149,7 +147,7 @@ class SitesEngine:
             max_bytes={site: len(names) * _most_bytes(request) for site, names in asked.items()},
         )
         for site, names in asked.items():
-            outcomes.update(_outcomes(site, names, answers[site], request, size_of))
+            outcomes.update(_outcomes(site, names, answers[site], request))
         for name in clients:
             tell_finished(self._on_event, outcomes[name], request.round)
         return divided(outcomes[name] for name in clients)
@@ -246,9 +244,13 @@ def _read(raw: bytes, number: int, max_bytes: int) -> dict[str, Any]:
 
 
 def _outcomes(
-    site: str, names: Sequence[str], answer: Any, request: Request, size_of: Callable[[str], int]
+    site: str, names: Sequence[str], answer: Any, request: Request
 ) -> dict[str, Reply | Failure]:
     """Returns the reply or failure of each client requested from a site."""
+
+    def size_of(name: str) -> int:
+        return packed_size(request.of(name))
+
     if isinstance(answer, Lost):
         return {name: Failure(name, f"its site {site} is lost: {answer.reason}") for name in names}
     if problem := answer.get("problem"):

@@ -6,12 +6,11 @@ import pytest
 import torch
 
 from firm.federation import Update
-from firm.federation.engines.engine import request_sizes
 from firm.federation.messages import Request, Sizes
 from firm.federation.objective_training import ObjectiveTraining
 from firm.federation.options.privacy import PrivacyConfig
 from firm.federation.schema import Invalid, Reading, fields_of, read
-from firm.federation.serialization import pack, unpack
+from firm.federation.serialization import pack, packed_size, unpack
 from firm.federation.sharing import CorrectionRequest, JacobianRequest
 from firm.federation.tasks import TASKS
 from firm.federation.training import LocalTraining
@@ -97,7 +96,7 @@ def test_the_seed_of_the_noise_never_leaves_the_program():
 
 @pytest.mark.parametrize("client", ["x", "y", "z", "nobody"])
 def test_the_size_of_a_request_is_that_of_the_clients_own(client):
-    assert request_sizes(REQUEST)(client) == len(pack(REQUEST.of(client)))
+    assert packed_size(REQUEST.of(client)) == len(pack(REQUEST.of(client)))
 
 
 @pytest.mark.parametrize("task", TASKS)
@@ -132,6 +131,8 @@ def test_an_example_is_an_answer_that_the_server_reads(case):
     assert request.num_solves(4) == 0
     assert request.takes_whole_batches == (case != "updates")
     assert all(hasattr(answer, name) for name in answer.column_fields)
+    assert packed_size(answer) == len(pack(answer))
+    assert packed_size(request) == len(pack(request))
 
 
 @pytest.mark.parametrize("solve_per", ["minibatch", "batch"])

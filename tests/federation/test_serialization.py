@@ -2,9 +2,20 @@ import json
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from safetensors.torch import save
 
 from firm.federation import Update
-from firm.federation.serialization import MAX_TEXT_BYTES, decode, encode, pack, unpack
+from firm.federation.serialization import (
+    _DTYPES,
+    MAX_TEXT_BYTES,
+    decode,
+    encode,
+    pack,
+    packed_size,
+    unpack,
+)
 
 ADAPTER = {"b": torch.tensor([[1.5, -0.0], [torch.pi, 1e-42]]), "a": torch.zeros(2).bfloat16()}
 
@@ -43,6 +54,49 @@ def test_the_size_of_a_message_does_not_depend_on_the_digits_of_its_floats(value
     assert unpack(packed) == message
 
 
+DTYPES = [
+    torch.bool,
+    *(torch.uint8, torch.uint16, torch.uint32, torch.uint64),
+    *(torch.int8, torch.int16, torch.int32, torch.int64),
+    *(torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64),
+    *(torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz),
+]
+SHAPES = st.lists(st.integers(0, 12), max_size=3)
+TENSORS = st.lists(st.tuples(st.sampled_from(DTYPES), SHAPES), max_size=12)
+
+
+@given(TENSORS)
+def test_a_size_is_that_of_the_packed_tensors(tensors):
+    message = [torch.zeros(shape).to(dtype) for dtype, shape in tensors]
+    assert packed_size(message) == len(pack(message))
+
+
+def test_sizes_know_every_dtype_in_the_order_of_safetensors():
+    tensors = [torch.zeros(1).to(dtype) for dtype in DTYPES]
+    assert packed_size(tensors) == len(pack(tensors))
+    header = save({str(dtype): torch.zeros(1).to(dtype) for dtype in DTYPES})[8:]
+    names, _ = json.JSONDecoder().raw_decode(header.decode("latin-1"))
+    assert list(names) == [str(dtype) for dtype in reversed(_DTYPES)]
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(),
+    lambda inner: (
+        st.lists(inner)
+        | st.lists(inner).map(tuple)
+        | st.dictionaries(st.text() | st.integers(), inner)
+    ),
+    max_leaves=20,
+)
+
+
+@given(JSON)
+def test_a_size_is_that_of_the_packed_text(content):
+    assert packed_size(content) == len(pack(content))
+    message = Update("client_1", ADAPTER, 7, {"content": content})
+    assert packed_size(message) == len(pack(message))
+
+
 def test_what_is_encoded_is_json_and_comes_back(same):
     tensors: dict[str, torch.Tensor] = {}
     encoded = encode({"adapter": ADAPTER, 3: "three"}, "state", tensors)
@@ -60,6 +114,8 @@ def test_what_is_encoded_is_json_and_comes_back(same):
 def test_what_cannot_travel_is_named_with_its_place(value, message):
     with pytest.raises(ValueError, match=message):
         pack(value)
+    with pytest.raises(ValueError, match=message):
+        packed_size(value)
 
 
 def test_a_message_of_another_party_has_texts_as_keys_and_a_bounded_size():

@@ -10,7 +10,6 @@ from firm.base.state import State
 from firm.federation.client import Failure, Reply
 from firm.federation.messages import Request
 from firm.federation.schema import Invalid
-from firm.federation.serialization import pack
 
 
 class Engine(Protocol):
@@ -82,17 +81,6 @@ def check_states(states: State, clients: Collection[str]) -> None:
             f"The checkpoint has the clients {sorted(states)}, this run has {sorted(clients)}; "
             "resume with the configuration that wrote it."
         )
-
-
-def request_sizes(request: Request) -> Callable[[str], int]:
-    """Returns a function that computes the bytes of a client's request without packing it."""
-    num_bytes, num_text_bytes = len(pack(request.of())), _text_bytes(request.of())
-    return lambda client: num_bytes + _text_bytes(request.of(client)) - num_text_bytes
-
-
-def _text_bytes(request: Request) -> int:
-    fields = {**vars(request), "adapter": None}
-    return len(pack({name: value for name, value in fields.items() if isinstance(value, dict)}))
 
 
 def error_kind(error: BaseException) -> str:

@@ -25,12 +25,11 @@ from firm.federation.engines.engine import (
     checked_reply,
     divided,
     error_kind,
-    request_sizes,
     tell_finished,
 )
 from firm.federation.engines.time_limit import GRACE, time_limit
 from firm.federation.messages import Request
-from firm.federation.serialization import pack
+from firm.federation.serialization import packed_size
 from firm.federation.tasks import TASKS
 
 logger = logging.getLogger(__name__)
@@ -166,7 +165,7 @@ class LocalEngine:
         """
         if self._timeout is not None and threading.current_thread() is not threading.main_thread():
             raise RuntimeError("a time limit can only be enforced from the program's main thread.")
-        run = partial(self._run_and_tell, request, request_sizes(request))
+        run = partial(self._run_and_tell, request)
         return divided(list(self._pool.map(run, clients) if self._pool else map(run, clients)))
 
     def client_states(self, accepted: Mapping[str, int]) -> State:
@@ -196,12 +195,10 @@ class LocalEngine:
         if self._pool:
             self._pool.shutdown()
 
-    def _run_and_tell(
-        self, request: Request, size_of: Callable[[str], int], name: str
-    ) -> Reply | Failure:
+    def _run_and_tell(self, request: Request, name: str) -> Reply | Failure:
         self._tell("client_started", client=name, round=request.round)
         start = self._clock()
-        outcome = self._run(request, size_of, name)
+        outcome = self._run(request, name)
         seconds = self._clock() - start
         tell_finished(self._tell, outcome, request.round, seconds=seconds)
         return outcome
@@ -215,19 +212,20 @@ class LocalEngine:
             return nullcontext()
         return time_limit(self._timeout, name, interrupt=self._interrupt)
 
-    def _run(self, request: Request, size_of: Callable[[str], int], name: str) -> Reply | Failure:
+    def _run(self, request: Request, name: str) -> Reply | Failure:
         client, accepted_round = self._clients[name], request.accepted.get(name, 0)
         accepted_state = self._states.read(name, accepted_round)
         self._states.forget(name, accepted_round)  # an older pending state was rejected
-        bytes_down = size_of(name)
+        own_request = request.of(name)
+        bytes_down = packed_size(own_request)
         try:
             # the grad mode is restored even if the limit interrupts an exit from no_grad
             with torch.enable_grad(), self._limit(name):
                 _restore(client, accepted_state)
                 client.rate = request.rate
-                content = TASKS[request.task].function(client, request.of(name))
+                content = TASKS[request.task].function(client, own_request)
                 state = _state_of(client)
-            outcome = checked_reply(request, name, content, bytes_down, len(pack(content)))
+            outcome = checked_reply(request, name, content, bytes_down, packed_size(content))
             if isinstance(outcome, Reply):
                 self._states.write(name, request.round, state)
                 return outcome

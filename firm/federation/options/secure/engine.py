@@ -9,14 +9,14 @@ import torch
 from firm.base.state import State
 from firm.federation.aggregation import flat
 from firm.federation.client import Adapter, Failure, Reply
-from firm.federation.engines.engine import Engine, checked_reply, divided, request_sizes
+from firm.federation.engines.engine import Engine, checked_reply, divided
 from firm.federation.messages import Request, Update
 from firm.federation.options.noise import share_of_noise
 from firm.federation.options.secure.config import FEWEST
 from firm.federation.options.secure.messages import MaskedTraining, SumRequest, Trained
 from firm.federation.options.secure.part import MemoryLedger, Origin, Part, SumLedger, Terms
 from firm.federation.options.secure.protocol import Identities, assumed_colluders
-from firm.federation.serialization import pack
+from firm.federation.serialization import packed_size
 from firm.federation.server import too_long
 
 EXAMPLES_PER_WEIGHT = 256
@@ -63,8 +63,7 @@ class SecureEngine:
         if isinstance(request, MaskedTraining):
             return self._train(request, clients)
         if isinstance(request, SumRequest):
-            size_of = request_sizes(request)
-            return divided(self._step(request, name, size_of(name)) for name in clients)
+            return divided(self._step(request, name) for name in clients)
         return self._engine.map(request, clients)
 
     def client_states(self, accepted: Mapping[str, int]) -> State:
@@ -134,18 +133,20 @@ class SecureEngine:
             return Failure(reply.client, str(error), reply.bytes_down, kind=type(error).__name__)
         self._parts[reply.client] = part
         content = Trained(reply.client, part.public, update.metrics)
-        return checked_reply(request, reply.client, content, reply.bytes_down, len(pack(content)))
+        return checked_reply(request, reply.client, content, reply.bytes_down, packed_size(content))
 
-    def _step(self, request: SumRequest, client: str, bytes_down: int) -> Reply | Failure:
+    def _step(self, request: SumRequest, client: str) -> Reply | Failure:
         """Returns a client's answer to a step of the sum, or why it refuses."""
+        own_request = request.of(client)
+        bytes_down = packed_size(own_request)
         try:
             part = self._parts.get(client)
             if part is None or part.round_number != request.round:
                 raise ValueError(f"{client} has no update in a sum of round {request.round}")
-            content = request.of(client).carried_out(part)
+            content = own_request.carried_out(part)
         except ValueError as error:
             return Failure(client, str(error), bytes_down, kind=type(error).__name__)
-        return checked_reply(request, client, content, bytes_down, len(pack(content)))
+        return checked_reply(request, client, content, bytes_down, packed_size(content))
 
 
 def _digest(adapter: Adapter) -> str:

@@ -100,11 +100,11 @@ def test_a_mutated_request_gets_an_answer_of_its_kind_or_a_refusal(kind, new_net
         before = own._step
         held = []
 
-        def hold(request, client, bytes_down, before=before, held=held):
+        def hold(request, client, before=before, held=held):
             if isinstance(request, kind):
                 held.append(request)
                 raise RuntimeError("held")
-            return before(request, client, bytes_down)
+            return before(request, client)
 
         own._step = hold
         fedavg(state, NAMES, engine, CFG)
