@@ -95,6 +95,11 @@ class PerSequenceGradients:
                     f"torch.nn.Linear in this model: leave it out, or {INSTEAD}"
                 )
         self._handles: list[Any] = []
+        self._calls: list[tuple[torch.nn.Module, int | None]] = []
+        """Layers called in this block, with the rows of their inputs; None without rows."""
+        self._num_jacobians = 0
+        self._checked: set[Any] = set()
+        """Graphs that passed the check, by the block's calls that built them."""
         self._target: tuple[torch.Tensor, torch.Tensor] | None = None
         self._left_out: torch.Tensor | None = None  # bool [B], during `check_independence`
         self._shared: SharedRows | None = None
@@ -116,6 +121,7 @@ class PerSequenceGradients:
                     f"{name or type(module).__name__} normalises over the batch, so that losses "
                     f"depend on several sequences: put it in eval mode, or {INSTEAD}"
                 )
+        self._calls, self._num_jacobians = [], 0
         # before other hooks, which may replace the output: δ is the gradient of the layer's own one
         self._handles = [
             layer.register_forward_hook(self._tap, prepend=True, with_kwargs=True)
@@ -185,14 +191,7 @@ class PerSequenceGradients:
             )
         check_sequences(losses, coefficients, groups)
         shared = self._shared
-        num_taps = self._check_graph([losses], len(losses))
-        if shared is not None:
-            num_taps += self._check_graph(shared.tensors, shared.num_rows)
-        if not num_taps:
-            raise ValueError(
-                "The losses depend on no layer called inside the with block: run the model's "
-                "forward pass there."
-            )
+        self._check_graphs(losses)
         rows = jacobian_buffer(len(coefficients), self._parameters, out).zero_()
         coefficients = by_sequence(coefficients.detach().to(rows), groups)
         leaves = [self._anchor] if shared is None else [self._anchor, *shared.copied]
@@ -259,6 +258,7 @@ class PerSequenceGradients:
         self, layer: torch.nn.Module, args: tuple, kwargs: dict[str, Any], output: torch.Tensor
     ) -> torch.Tensor:
         inputs = args[0] if args else kwargs["input"]
+        self._calls.append((layer, len(inputs) if inputs.ndim > 1 else None))
         return Tap.apply(output, inputs.detach(), self._anchor, self, layer)
 
     def fold(self, layer: torch.nn.Linear, inputs: torch.Tensor, deltas: torch.Tensor) -> None:
@@ -288,6 +288,27 @@ class PerSequenceGradients:
         if layer.bias is not None and (columns := self._columns.get(layer.bias)) is not None:
             sums = deltas.sum(dim=1, dtype=rows.dtype)
             rows[:, columns].addmm_(coefficients, sums.to(rows.device))
+
+    def _check_graphs(self, losses: torch.Tensor) -> None:
+        """Checks the graphs of losses, once for each sequence of layers and rows that built them.
+
+        Walking a graph in Python takes longer than its backward pass on an accelerator.
+        """
+        shared = self._shared
+        built = len(losses), shared and shared.num_rows, self._num_jacobians, *self._calls
+        self._num_jacobians += 1
+        if built in self._checked:
+            return
+        num_taps = self._check_graph([losses], len(losses))
+        if shared is not None:
+            num_taps += self._check_graph(shared.tensors, shared.num_rows)
+        if not num_taps:
+            raise ValueError(
+                "The losses depend on no layer called inside the with block: run the model's "
+                "forward pass there."
+            )
+        if self._calls:  # a graph of an earlier block has none in this one
+            self._checked.add(built)
 
     def _check_graph(self, outputs: Sequence[torch.Tensor], num_sequences: int) -> int:
         """Returns the number of taps in the outputs' graph.

@@ -746,3 +746,24 @@ def test_a_layer_of_shared_rows_used_around_its_tap_is_named():
         losses = model.own(copies).sum((1, 2))
         with pytest.raises(ValueError, match=r"shared\.weight 1 times, but only 0"):
             gradients.jacobian(losses, _coefficients(2))
+
+
+def test_a_graph_is_walked_once_for_each_sequence_of_layers_and_rows(monkeypatch):
+    model = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.Linear(4, 1))
+    gradients, walks = PerSequenceGradients(model, model.parameters()), []
+    check = gradients._check_graph
+    monkeypatch.setattr(
+        gradients, "_check_graph", lambda *given: walks.append(given[1]) or check(*given)
+    )
+
+    def rows_of(inputs):
+        with gradients:
+            return gradients.jacobian(model(inputs)[:, 0], torch.eye(len(inputs)))
+
+    first = rows_of(inputs := torch.randn(5, 3))
+    assert torch.equal(rows_of(inputs), first)
+    assert walks == [5]
+    rows_of(torch.randn(6, 3))
+    assert walks == [5, 6]
+    with gradients, pytest.raises(ValueError, match="depend on no layer called inside"):
+        gradients.jacobian(torch.ones(5, requires_grad=True) * 2, torch.eye(5))

@@ -8,6 +8,7 @@ from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any, Protocol, Self
 
 import torch
@@ -206,6 +207,11 @@ class Policy:
         """
         if not self.is_linear or weights is not None:
             return BackwardPasses(self.parameters)
+        return self._per_sequence
+
+    @cached_property
+    def _per_sequence(self) -> PerSequenceGradients:
+        # kept, since it checks the model once, and a graph once per shape of a step
         return PerSequenceGradients(self.model, self.parameters)
 
 
