@@ -24,12 +24,9 @@ from firm.federation.engines.engine import checked_reply, divided
 from firm.federation.messages import Request, Update
 from firm.federation.options.secure import MasksConfig
 from firm.federation.options.secure.messages import SendMasked
-from firm.federation.serialization import pack
-from firm.federation.strategies.fedavg import fedavg
-from firm.federation.strategy_configs import FedAvgConfig
 from firm.federation.serialization import packed_size
-from firm.federation.strategy_configs import FedAvgConfig
 from firm.federation.strategies.fedavg import fedavg
+from firm.federation.strategy_configs import FedAvgConfig
 from firm.run import print_table
 
 NUM_REPEATS = 3

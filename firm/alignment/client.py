@@ -82,7 +82,8 @@ class AlignmentClient(Client):
 
     Some strategies send several requests per round that start from the same state: for a Jacobian
     and then a training, or for one training per objective. These share their first batch, which is
-    sampled once and kept until a joint training step, with which the client's round ends.
+    sampled once and kept until a joint training step, with which the client's round ends
+    (`keep_first_batch`).
 
     Args:
         name: Unique name, such as "client_0".
@@ -128,12 +129,14 @@ class AlignmentClient(Client):
         self._update = stream("update")
         self._streams = {**self._source.streams, "update": self._update}
         self._preferences = preferences
+        self.is_conditioned = preferences is not None
         if preferences is not None:
             check_estimator(trainer.config.name, compares=trainer.config.compares_replies)
             self._streams["preferences"] = preferences
         self._batches: list[dict[str, Any]] = []
         self._minibatches: list[dict[str, torch.Tensor]] = []
         self._first: _FirstBatch | None = None
+        self._keeps_first = False
         self._truncated: dict[str, list[bool]] = defaultdict(list)
         self._seconds: dict[str, float] = {}  # the trainer's totals at `load`
         self._num_drawn = 0
@@ -182,12 +185,10 @@ class AlignmentClient(Client):
                 self._learner.estimator.end_batch(batch.experience)
 
     def _draw(self) -> ExperienceBatch:
-        """Returns fresh examples for the current policy, and their minibatches.
-
-        The first batch after `load` is kept for later requests of the round.
-        """
+        """Returns fresh examples for the current policy, and their minibatches."""
         trainer, estimator = self._trainer, self._learner.estimator
-        state, before = self._stream_states(), dict(trainer.seconds)
+        is_kept = self._keeps_first and self._num_drawn == 1
+        state, before = self._stream_states() if is_kept else {}, dict(trainer.seconds)
         preferences = None
         if self._preferences is not None:
             preferences = self._preferences.draw(trainer.config.num_prompts)
@@ -197,7 +198,7 @@ class AlignmentClient(Client):
         with self._update:
             indices = list(self._source.minibatch_indices())
         batch = ExperienceBatch(experience, indices, truncated, self._is_over)
-        if self._num_drawn == 1:
+        if is_kept:
             self._first = _FirstBatch(
                 round=self._round,
                 adapter=self._adapter,
@@ -317,6 +318,7 @@ class AlignmentClient(Client):
 
     def restore(self, state: dict[str, Any]) -> None:
         """Restores a state returned by `state()`."""
+        self._keeps_first = False
         self._learner = self._common
         self._common.restore(state["learner"])
         alone = state["alone"]
@@ -330,7 +332,12 @@ class AlignmentClient(Client):
         if objective not in self._alone:
             self._alone[objective] = self._trainer.new_learner()
         self._learner = self._alone[objective]
+        self.keep_first_batch()  # for the trainings of the other objectives
         self._restore_streams(state)
+
+    def keep_first_batch(self) -> None:
+        """Keeps the next batch for later tasks of the round; see `Client`."""
+        self._keeps_first = True
 
     def skip_failed_batches(self) -> None:
         """Skips the batches of examples drawn since `load`."""

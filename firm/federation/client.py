@@ -70,6 +70,8 @@ class Client(ABC):
     """Optional methods that clients of this class implement."""
     shared: slice = slice(None)
     """The Jacobian's columns that all objectives share."""
+    is_conditioned: bool = False
+    """Whether the model takes a preference, by which ``gradients_by_preference`` separates."""
     rate: float = 1.0
     """Factor of the learning rates in this round, in (0, 1], which engines take from requests."""
 
@@ -93,9 +95,16 @@ class Client(ABC):
     def gradients_by_preference(self, minibatch: Any) -> Gradients:
         """Returns the gradients of all objectives, separated by the examples' preferences.
 
-        Applies to models that are conditioned on a preference; for others it equals ``gradients``.
+        Called if ``is_conditioned``.
         """
-        return self.gradients(minibatch)
+        raise NotImplementedError(f"{self.name} has no gradients by preference.")
+
+    def keep_first_batch(self) -> None:  # noqa: B027 # optional for clients
+        """Keeps the next batch for later tasks of the round that start from the same state.
+
+        Tasks call it after ``load``, to save a client the work of drawing the batch again. By
+        default nothing is kept.
+        """
 
     @abstractmethod
     def step(self, gradients: Gradients, weights: torch.Tensor) -> None:

@@ -123,21 +123,21 @@ register(
 
 
 def gradient_norms(gram: torch.Tensor) -> torch.Tensor:
-    """Returns the gradient norms from a Gram matrix, [M, M] to [M]."""
-    return gram.diagonal().clamp(min=0).sqrt()
+    """Returns the gradient norms from a Gram matrix, [..., M, M] to [..., M]."""
+    return gram.diagonal(dim1=-2, dim2=-1).clamp(min=0).sqrt()
 
 
 def cosines(gram: torch.Tensor) -> torch.Tensor:
     """Returns the cosine similarity of each pair of gradients; 0 if either gradient is zero.
 
-    The pairs are in the order of the upper triangle, row by row (01, 02, ..., 12, ...), shape
-    [M(M-1)/2], in [-1, 1].
+    The pairs are in the order of the upper triangle, row by row (01, 02, ..., 12, ...); [..., M, M]
+    to [..., M(M-1)/2], in [-1, 1].
     """
     norms = gradient_norms(gram)
-    products = norms[:, None] * norms
+    products = norms[..., None] * norms[..., None, :]
     cosine = torch.where(products > 0, gram / products, torch.zeros_like(gram)).clamp(-1, 1)
-    first, second = torch.triu_indices(*gram.shape, offset=1)
-    return cosine[first, second]
+    first, second = torch.triu_indices(*gram.shape[-2:], offset=1)
+    return cosine[..., first, second]
 
 
 def norm_ratio(norms: Sequence[float]) -> float:
@@ -165,12 +165,15 @@ def beta_effect(weights: torch.Tensor, unregularised: torch.Tensor) -> float:
     return torch.linalg.vector_norm(weights - unregularised).item() / distance
 
 
-def solve_figures(gram: torch.Tensor, weights: torch.Tensor) -> dict[str, Any]:
-    """Returns the logged metrics of a solve: Gram matrix [M, M] to weights λ [M]; JSON-able."""
+def solve_figures(grams: torch.Tensor, weights: torch.Tensor) -> dict[str, Any]:
+    """Returns the metrics of N solves, of Gram matrices [N, M, M] and weights λ [N, M]; JSON-able.
+
+    The weights without β are solved for together, which costs as much as a single solve.
+    """
     return {
-        "gradient_norms": gradient_norms(gram).tolist(),
-        "cosines": cosines(gram).tolist(),
-        "beta_effect": beta_effect(weights, firm_weights(gram, beta=0.0)),
+        "gradient_norms": gradient_norms(grams).tolist(),
+        "cosines": cosines(grams).tolist(),
+        "beta_effect": list(map(beta_effect, weights, firm_weights(grams, beta=0.0))),
     }
 
 

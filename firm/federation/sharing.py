@@ -202,6 +202,7 @@ def _rows(client: Client, request: JacobianRequest) -> tuple[torch.Tensor, list[
     These are the indices of the objectives with losses in the batch; None for all served ones.
     """
     client.load(request.adapter, request.round)
+    client.keep_first_batch()  # for the training of the same round
     (batch,) = drawn_batches(client, 1, skipped=request.skipped_batches)
     gradients = client.gradients(batch.whole)
     columns = shared_columns(client, request.adapter)

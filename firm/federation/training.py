@@ -9,14 +9,14 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial, reduce
 from itertools import islice
-from typing import Annotated, Any, ClassVar, Literal, TypeVar
+from typing import Annotated, Any, ClassVar, Literal, NamedTuple
 
 import torch
 from annotated_types import Interval, Len
 from pydantic import PlainValidator, ValidationInfo
 
 from firm.base.quantities import Quantity, register
-from firm.base.registry import OneOf, Registry
+from firm.base.registry import OneOf
 from firm.base.schema import Finite, Named, NonNegative, PerObjective
 from firm.federation.aggregation import flat
 from firm.federation.client import Batch, Client, Gradients
@@ -40,54 +40,19 @@ from firm.federation.schema import (
 from firm.federation.tasks import task
 from firm.gradients.jacobian import gram_matrix
 from firm.solvers.fixed import fixed_weights
+from firm.solvers.weightings import OPTION_TYPES, WEIGHTINGS
 
 SkippedBatches = Annotated[int, Interval(ge=0, le=100)]
 RoundSeed = Annotated[int, Interval(ge=0, le=2**64)]
 MAX_STAGES = 50
 """Maximum number of stages that a client times."""
-WEIGHTINGS: Registry[str, Callable[..., torch.Tensor]] = Registry(
-    "weighting", {"firm": "firm.federation.strategies.firm"}
-)
-"""Functions that compute weights, by the name sent in requests; see ``weighting``."""
-_OPTIONS: dict[str, Any] = {}
-"""Types of the options of all weightings."""
-
-WeightingFunction = TypeVar("WeightingFunction", bound=Callable[..., torch.Tensor])
 
 
 def _options(value: Any, info: ValidationInfo) -> dict[str, Any]:
-    WEIGHTINGS.values()  # imports all, which registers their options
-    return read_fields(_OPTIONS, value, context(info), path="")
+    return read_fields(OPTION_TYPES, value, context(info), path="")
 
 
 WeightingOptions = Annotated[dict[str, Any], PlainValidator(_options)]
-
-
-def weighting(name: str, **options: Any) -> Callable[[WeightingFunction], WeightingFunction]:
-    """Returns a decorator that registers a function that computes the weights in local training.
-
-    The function takes a Gram matrix [M, M], the indices of the objectives that the client serves
-    and, by keyword, options of the types given here. It returns weights [M].
-
-    Raises:
-        ValueError: The name is taken, or another weighting has an option of the same name with a
-            different type.
-    """
-
-    def register(function: WeightingFunction) -> WeightingFunction:
-        for option, kind in options.items():
-            if _OPTIONS.setdefault(option, kind) != kind:
-                raise ValueError(f"the option {option!r} exists already; choose another name.")
-        return WEIGHTINGS.add(name, function)
-
-    return register
-
-
-@weighting("fixed", weights=PerObjective[NonNegative] | None)
-def _fixed(
-    gram: torch.Tensor, served: Sequence[int], *, weights: Sequence[float] | None = None
-) -> torch.Tensor:
-    return fixed_weights(gram, weights=weights)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -240,36 +205,37 @@ def _train_on_solves(client: Client, request: LocalTraining) -> dict[str, Any]:
     options = request.options_by_client.get(client.name, request.weighting_options)
     find, served = partial(WEIGHTINGS[request.weighting], **options), served_objectives(client)
     gradients_of = client.gradients
-    if "preference" in options:  # a conditioned model has a separate problem for each preference
+    if client.is_conditioned and "preference" in options:  # a separate problem for each preference
         gradients_of = client.gradients_by_preference
     num_steps, solves = 0, []
-    weights = torch.empty(0)
     for batch in _batches(client, request):
         num_steps += 1
         if request.solve_per == "batch":
-            gradients = client.gradients(batch.whole)
-            weights, solve = _solve(gradients, find, served)
-            solves.append(solve)
+            solves.append(_solve(client.gradients(batch.whole), find, served))
         for minibatch in batch.minibatches():
             if request.solve_per == "batch":
-                gradients = client.weighted_gradients(minibatch, weights)
+                gradients = client.weighted_gradients(minibatch, solves[-1].weights)
                 factors = torch.ones(1)
             else:
                 gradients = gradients_of(minibatch)
-                weights, solve = _solve(gradients, find, served)
-                solves.append(solve)
-                factors = weights
+                solves.append(_solve(gradients, find, served))
+                factors = solves[-1].weights
             client.step(_pulled_back(gradients, client, request), factors)
             del gradients  # or the next minibatch needs memory for a second Jacobian
     metrics = client.metrics()
-    seconds = {stage: sum(solve.pop(stage) for solve in solves) for stage in ("gram", "solve")}
-    grams = [solve.pop("gram_matrix") for solve in solves]
+    grams = torch.stack([solve.gram for solve in solves])
+    weights = torch.stack([solve.mean for solve in solves])
     return {
         **metrics,
         **({"gram": grams[0].tolist()} if request.share_gram else {}),
-        **{key: [solve[key] for solve in solves] for key in solves[0]},
+        "weights": weights.tolist(),
+        **solve_figures(grams, weights),
         "num_steps": num_steps,
-        "seconds": {**metrics.get("seconds", {}), **seconds},
+        "seconds": {
+            **metrics.get("seconds", {}),
+            "gram": sum(solve.gram_seconds for solve in solves),
+            "solve": sum(solve.solve_seconds for solve in solves),
+        },
     }
 
 
@@ -315,45 +281,52 @@ def _pulled_back(gradients: Gradients, client: Client, request: LocalTraining) -
     return replace(gradients, jacobian=rows + pull.to(rows))
 
 
+class _Solve(NamedTuple):
+    """Result of a solve for weights."""
+
+    weights: torch.Tensor
+    """Weights of the Jacobian's rows, [M] or [K M]."""
+    mean: torch.Tensor
+    """Mean weights of the objectives over preferences, [M]."""
+    gram: torch.Tensor
+    """Gram matrix of the objectives' total gradients, [M, M]."""
+    gram_seconds: float
+    solve_seconds: float
+
+
 def _solve(
     gradients: Gradients, find: Callable[..., torch.Tensor], served: Sequence[int]
-) -> tuple[torch.Tensor, dict[str, Any]]:
-    """Returns the weights of a Jacobian's rows, and the metrics of the solve.
+) -> _Solve:
+    """Returns the weights of a Jacobian's rows.
 
-    If the gradients are separated by preference, each preference has a separate problem; the
-    metrics then describe the objectives' total gradients and mean weights. A problem covers the
-    objectives that the gradients serve, by default ``served``; if there are none, all weights are
-    0.
+    If the gradients are separated by preference, each preference has a separate problem. A problem
+    covers the objectives that the gradients serve, by default ``served``; if there are none, all
+    weights are 0.
     """
-
-    def found(gram: torch.Tensor, own: Sequence[int], **options: Any) -> torch.Tensor:
-        return find(gram, served=own, **options) if own else gram.new_zeros(len(gram))
-
     start = time.perf_counter()
     gram = gram_matrix(gradients.jacobian).cpu()
     gram_end = time.perf_counter()
-    if (preferences := gradients.preferences) is None:
+    if gradients.preferences is None:
         (own,) = gradients.served or [served]
-        mean = weights = found(gram, own)
+        mean = weights = find(gram, served=own) if own else gram.new_zeros(len(gram))
     else:
-        count, size = preferences.shape
+        count, size = gradients.preferences.shape
         blocks = gram.view(count, size, count, size)
         rows = [
-            found(blocks[k, :, k], own, preference=preference)
+            find(blocks[k, :, k], served=own, preference=preference)
+            if own
+            else gram.new_zeros(size)
             for k, (preference, own) in enumerate(
-                zip(preferences.tolist(), gradients.served or [served] * count, strict=True)
+                zip(
+                    gradients.preferences.tolist(),
+                    gradients.served or [served] * count,
+                    strict=True,
+                )
             )
         ]
         weights, mean = torch.cat(rows), torch.stack(rows).mean(0)
         gram = blocks.sum((0, 2))
-    solve_end = time.perf_counter()
-    return weights, {
-        "weights": mean.tolist(),
-        **solve_figures(gram, mean),
-        "gram_matrix": gram,
-        "gram": gram_end - start,
-        "solve": solve_end - gram_end,
-    }
+    return _Solve(weights, mean, gram, gram_end - start, time.perf_counter() - gram_end)
 
 
 def served_objectives(client: Client) -> tuple[int, ...]:

@@ -2,8 +2,10 @@
 
 from collections.abc import Sequence
 from math import inf
+from typing import Any
 
 import numpy as np
+import torch
 
 from firm.solvers.checks import ArrayT, as_gram, as_shares, like
 from firm.solvers.constraints import check_feasible
@@ -74,6 +76,41 @@ def firm_weights(
     weights = np.zeros((*matrix.shape[:-2], len(regulariser)))
     weights[..., is_active] = solved
     return like(weights, gram)
+
+
+def served_weights(
+    gram: torch.Tensor,
+    *,
+    served: Sequence[int],
+    preference: Sequence[float] | None = None,
+    constraints: Sequence[Sequence[float]] = (),
+    **options: Any,
+) -> torch.Tensor:
+    """Returns FIRM's weights for the served objectives, and 0 for the others, shape [M].
+
+    Objectives that are not served have zero gradients, which are the shortest: if they were
+    included, they would get all the weight. If the preference is zero for all served objectives,
+    all weights are 0.
+
+    Args:
+        gram: Gram matrix of all objectives, shape [M, M].
+        served: Indices of the served objectives.
+        preference: As for ``firm_weights``, for all objectives.
+        constraints: As for ``firm_weights``, for all objectives.
+        **options: Other options of ``firm_weights``.
+    """
+    rows = list(served)
+    if len(rows) == len(gram):
+        return firm_weights(gram, preference=preference, constraints=constraints, **options)
+    weights = torch.zeros(len(gram), dtype=gram.dtype)
+    if preference is not None:
+        preference = [preference[j] for j in rows]
+        if not any(preference):
+            return weights
+    constraints = [[*(bounds[j] for j in rows), bounds[-1]] for bounds in constraints]
+    own = gram[rows][:, rows]
+    weights[rows] = firm_weights(own, preference=preference, constraints=constraints, **options)
+    return weights
 
 
 def _norms(matrix: np.ndarray) -> np.ndarray:

@@ -562,6 +562,7 @@ def test_a_batch_is_not_kept_for_another_adapter(trainer, monkeypatch):
     for adapter in (start, start, moved, moved, start):
         client.restore(state)
         client.load(adapter)
+        client.keep_first_batch()
         list(client.batches(1))
     assert len(calls) == 3
 
@@ -569,9 +570,23 @@ def test_a_batch_is_not_kept_for_another_adapter(trainer, monkeypatch):
 def test_a_batch_is_not_kept_once_all_objectives_are_trained_on(trainer):
     client = AlignmentClient("client_0", PROMPTS, trainer, seed=SEED)
     client.load(copy_adapter(trainer.adapter_parameters))
+    client.keep_first_batch()
     (batch,) = client.batches(1)
     assert client._first.batch is batch
     client.step(client.gradients(batch.whole), torch.tensor([0.5, 0.5]))
+    assert client._first is None
+
+
+def test_a_batch_that_no_later_task_asks_for_is_not_kept(trainer):
+    client = AlignmentClient("client_0", PROMPTS, trainer, seed=SEED)
+    state = client.state()
+    client.load(copy_adapter(trainer.adapter_parameters))
+    list(client.batches(1))
+    assert client._first is None
+    client.keep_first_batch()
+    client.restore(state)  # the next task starts
+    client.load(copy_adapter(trainer.adapter_parameters))
+    list(client.batches(1))
     assert client._first is None
 
 
