@@ -165,13 +165,28 @@ class AlignmentClient(Client):
             if self._is_over():
                 return
             self._on_event("stage", stage="rollout", step=step, num_steps=num_steps)
-            self._rounds_done = self._round - 1 + (step - 1) / num_steps
-            trainer.set_learning_rates(self._learner, self._rounds_done, factor=self.rate)
-            self._num_drawn += (
-                1  # before drawing, so that `skip_failed_batches` counts a failed draw too
-            )
-            batch = self._kept() if self._num_drawn == 1 else None
-            batch = batch or self._draw()
+            rounds_done = self._round - 1 + (step - 1) / num_steps
+            trainer.set_learning_rates(self._learner, rounds_done, factor=self.rate)
+            # before drawing, so that `skip_failed_batches` counts a failed draw too
+            self._num_drawn += 1
+            batch = self._reused_batch() if self._num_drawn == 1 and self._first else None
+            if batch is None:
+                is_kept = self._keeps_first and self._num_drawn == 1
+                before = (self._stream_states(), dict(trainer.seconds)) if is_kept else None
+                preferences = None
+                if self._preferences is not None:
+                    preferences = self._preferences.draw(trainer.config.num_prompts)
+                experience, truncated = self._source.draw(
+                    self._learner.estimator,
+                    preferences,
+                    round=self._round,
+                    rounds_done=rounds_done,
+                )
+                with self._update:
+                    indices = list(self._source.minibatch_indices())
+                batch = ExperienceBatch(experience, indices, truncated, self._is_over)
+                if before is not None:
+                    self._keep(batch, *before)
             for name, is_truncated in batch.truncated.items():
                 self._truncated[name] += is_truncated
             own = self._learner.estimator.metrics(batch.experience)
@@ -179,36 +194,25 @@ class AlignmentClient(Client):
             self._on_event("stage", stage="update", step=step, num_steps=num_steps)
             num_steps_before = len(self._minibatches)
             yield batch
-            if (
-                len(self._minibatches) > num_steps_before
-            ):  # otherwise no step was taken, as for a Jacobian request
+            if len(self._minibatches) > num_steps_before:  # none for a Jacobian request
                 self._learner.estimator.end_batch(batch.experience)
 
-    def _draw(self) -> ExperienceBatch:
-        """Returns fresh examples for the current policy, and their minibatches."""
-        trainer, estimator = self._trainer, self._learner.estimator
-        is_kept = self._keeps_first and self._num_drawn == 1
-        state, before = self._stream_states() if is_kept else {}, dict(trainer.seconds)
-        preferences = None
-        if self._preferences is not None:
-            preferences = self._preferences.draw(trainer.config.num_prompts)
-        experience, truncated = self._source.draw(
-            estimator, preferences, round=self._round, rounds_done=self._rounds_done
+    def _keep(
+        self, batch: ExperienceBatch, streams: dict[str, Any], seconds: dict[str, float]
+    ) -> None:
+        """Keeps a batch, given the random streams and the trainer's seconds before its draw."""
+        self._first = _FirstBatch(
+            round=self._round,
+            adapter=self._adapter,
+            state=streams,
+            batch=batch,
+            learner=(self._learner, self._learner.num_steps),
+            streams=self._stream_states(),
+            seconds={
+                stage: total - seconds.get(stage, 0.0)
+                for stage, total in self._trainer.seconds.items()
+            },
         )
-        with self._update:
-            indices = list(self._source.minibatch_indices())
-        batch = ExperienceBatch(experience, indices, truncated, self._is_over)
-        if is_kept:
-            self._first = _FirstBatch(
-                round=self._round,
-                adapter=self._adapter,
-                state=state,
-                batch=batch,
-                learner=(self._learner, self._learner.num_steps),
-                streams=self._stream_states(),
-                seconds={s: total - before.get(s, 0.0) for s, total in trainer.seconds.items()},
-            )
-        return batch
 
     def _is_over(self) -> bool:
         """Returns whether the last minibatch's policy was too far from the batch's."""
@@ -217,7 +221,7 @@ class AlignmentClient(Client):
             return False
         return bool(self._minibatches[-1][APPROX_KL] > most)
 
-    def _kept(self) -> ExperienceBatch | None:
+    def _reused_batch(self) -> ExperienceBatch | None:
         """Returns the kept first batch with this learner's values; None if the state differs."""
         first, adapter = self._first, self._adapter
         if (

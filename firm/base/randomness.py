@@ -10,7 +10,7 @@ import random
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from types import TracebackType
-from typing import Any, Generic, Self, TypeVar
+from typing import Any, Generic, NamedTuple, Self, TypeVar
 
 import numpy as np
 import torch
@@ -21,7 +21,7 @@ from firm.base.devices import (
     generator_states,
     set_generator_states,
 )
-from firm.base.state import State, copy_of_state
+from firm.base.state import State
 
 Item = TypeVar("Item")
 
@@ -38,6 +38,15 @@ def derive_seed(seed: int, *names: str | int) -> int:
     return int.from_bytes(digest[:8], "big") >> 1
 
 
+class GeneratorStates(NamedTuple):
+    """States of the global generators of torch, numpy and Python, as these return them."""
+
+    torch: torch.Tensor
+    accelerators: Sequence[torch.Tensor]
+    numpy: Any
+    python: Any
+
+
 class RandomStream:
     """A named stream of random numbers, used as ``with stream: ...``.
 
@@ -49,17 +58,17 @@ class RandomStream:
 
     def __init__(self, seed: int, *names: str | int):
         self._seed = derive_seed(seed, *names)
-        self._state = _fresh_state(self._seed)
-        self._outer: State | None = None
+        self._state = _fresh_states(self._seed)
+        self._outer: GeneratorStates | None = None
 
     def __enter__(self) -> Self:
         if self._outer is not None:
             raise RuntimeError("This random stream is already in use; enter it once at a time.")
-        outer = _global_state()
+        outer = global_states()
         try:
-            _set_global_state(self._state)
+            set_global_states(self._state)
         except BaseException:  # a time limit may interrupt here
-            _set_global_state(outer)
+            set_global_states(outer)
             raise
         self._outer = outer
         return self
@@ -73,14 +82,35 @@ class RandomStream:
         assert self._outer is not None
         outer = self._outer
         try:
-            self._state = _global_state()
+            self._state = global_states()
         finally:
             self._outer = None
-            _set_global_state(outer)
+            set_global_states(outer)
 
     def state(self) -> State:
         """Returns a copy of the generators' states for a checkpoint."""
-        return copy_of_state(self._state)
+        states, (version, keys, gauss) = self._state, self._state.python
+        _, numpy_keys, pos, has_gauss, numpy_gauss = states.numpy
+        return {
+            "torch": states.torch.clone(),
+            "accelerators": {
+                # other types of accelerators cannot read them
+                "type": accelerator_type(),
+                "states": [state.clone() for state in states.accelerators],
+            },
+            # int64, because safetensors readers in other languages do not support uint32
+            "numpy": {
+                "keys": torch.from_numpy(numpy_keys.astype(np.int64)),
+                "pos": int(pos),
+                "has_gauss": int(has_gauss),
+                "gauss": float(numpy_gauss),
+            },
+            "python": {
+                "version": version,
+                "keys": torch.tensor(keys, dtype=torch.int64),
+                "gauss": gauss,
+            },
+        }
 
     def restore(self, state: State) -> None:
         """Restores a state returned by ``state``.
@@ -91,69 +121,53 @@ class RandomStream:
         fresh, saved = fresh_generator_states(self._seed), state["accelerators"]
         known = saved["states"] if saved["type"] == accelerator_type() else []
         states = [*known, *fresh[len(known) :]][: len(fresh)]
-        self._state = copy_of_state({**state, "accelerators": _typed(states)})
+        numpy_state, python_state = state["numpy"], state["python"]
+        self._state = GeneratorStates(
+            state["torch"].clone(),
+            [state.clone() for state in states],
+            (
+                "MT19937",
+                numpy_state["keys"].numpy().astype(np.uint32),
+                *(numpy_state[name] for name in ("pos", "has_gauss", "gauss")),
+            ),
+            (python_state["version"], tuple(python_state["keys"].tolist()), python_state["gauss"]),
+        )
 
 
 @contextmanager
 def kept_generators() -> Iterator[None]:
     """Restores the global generators at the end, for code that seeds them."""
-    state = _global_state()
+    states = global_states()
     try:
         yield
     finally:
-        _set_global_state(state)
+        set_global_states(states)
 
 
-def _fresh_state(seed: int) -> State:
-    return {
-        "torch": torch.Generator().manual_seed(seed).get_state(),
-        "accelerators": _typed(fresh_generator_states(seed)),
-        "numpy": _pack_numpy(np.random.RandomState([seed >> 32, seed & 0xFFFFFFFF]).get_state()),
-        "python": _pack_python(random.Random(seed).getstate()),
-    }
+def _fresh_states(seed: int) -> GeneratorStates:
+    return GeneratorStates(
+        torch.Generator().manual_seed(seed).get_state(),
+        fresh_generator_states(seed),
+        np.random.RandomState([seed >> 32, seed & 0xFFFFFFFF]).get_state(),
+        random.Random(seed).getstate(),
+    )
 
 
-def _global_state() -> State:
-    return {
-        "torch": torch.get_rng_state(),
-        "accelerators": _accelerator_state(),
-        "numpy": _pack_numpy(np.random.get_state()),
-        "python": _pack_python(random.getstate()),
-    }
+def global_states() -> GeneratorStates:
+    """Returns the states of the global generators."""
+    accelerators = generator_states() if torch.accelerator.is_available() else []
+    return GeneratorStates(
+        torch.get_rng_state(), accelerators, np.random.get_state(), random.getstate()
+    )
 
 
-def _set_global_state(state: State) -> None:
-    torch.set_rng_state(state["torch"])
-    if states := state["accelerators"]["states"]:
-        set_generator_states(states)
-    packed = state["numpy"]
-    keys = packed["keys"].numpy().astype(np.uint32)
-    np.random.set_state(("MT19937", keys, packed["pos"], packed["has_gauss"], packed["gauss"]))
-    packed = state["python"]
-    random.setstate((packed["version"], tuple(packed["keys"].tolist()), packed["gauss"]))
-
-
-def _accelerator_state() -> State:
-    if not torch.accelerator.is_available():
-        return {"type": None, "states": []}
-    return _typed(generator_states())
-
-
-def _typed(states: list[torch.Tensor]) -> State:
-    """Returns the accelerators' states with their type, as others cannot read them."""
-    return {"type": accelerator_type(), "states": states}
-
-
-def _pack_numpy(state: Any) -> State:
-    _, keys, pos, has_gauss, gauss = state
-    # int64, because safetensors readers in other languages do not support uint32
-    keys = torch.from_numpy(keys.astype(np.int64))
-    return {"keys": keys, "pos": int(pos), "has_gauss": int(has_gauss), "gauss": float(gauss)}
-
-
-def _pack_python(state: Any) -> State:
-    version, keys, gauss = state
-    return {"version": version, "keys": torch.tensor(keys, dtype=torch.int64), "gauss": gauss}
+def set_global_states(states: GeneratorStates) -> None:
+    """Restores states that ``global_states`` returned."""
+    torch.set_rng_state(states.torch)
+    if states.accelerators:
+        set_generator_states(states.accelerators)
+    np.random.set_state(states.numpy)
+    random.setstate(states.python)
 
 
 class ShuffledPasses(Generic[Item]):

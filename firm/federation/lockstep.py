@@ -6,17 +6,15 @@ all functions that wait for it. Each function receives its result as if it had r
 rest of its code does not change.
 """
 
-import random
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import greenlet
-import numpy as np
 import torch
 
-from firm.base.devices import generator_states, set_generator_states
+from firm.base.randomness import GeneratorStates, global_states, set_global_states
 
 T = TypeVar("T")
 Work = Callable[[list[Any]], Sequence[Any]]
@@ -170,7 +168,7 @@ def _served(waiting: list[_Member], max_size: int | None) -> list[_Member]:
 def _each(
     members: list[_Member],
     act: Callable[[_Member], object],
-    surroundings: dict[_Member, tuple[Any, ...]],
+    surroundings: dict[_Member, tuple[bool, GeneratorStates]],
 ) -> None:
     """Calls ``act`` on every member, with the member's own global state restored."""
     outer = _surroundings()
@@ -183,20 +181,11 @@ def _each(
         _surround(outer)
 
 
-def _surroundings() -> tuple[Any, ...]:
-    return (
-        torch.is_grad_enabled(),
-        torch.get_rng_state(),
-        generator_states(),
-        np.random.get_state(),
-        random.getstate(),
-    )
+def _surroundings() -> tuple[bool, GeneratorStates]:
+    return torch.is_grad_enabled(), global_states()
 
 
-def _surround(surroundings: tuple[Any, ...]) -> None:
-    has_gradients, torch_state, accelerator_states, numpy_state, python_state = surroundings
+def _surround(surroundings: tuple[bool, GeneratorStates]) -> None:
+    has_gradients, states = surroundings
     torch.set_grad_enabled(has_gradients)
-    torch.set_rng_state(torch_state)
-    set_generator_states(accelerator_states)
-    np.random.set_state(numpy_state)
-    random.setstate(python_state)
+    set_global_states(states)

@@ -229,12 +229,12 @@ def _model(value: Any) -> dict[str, torch.Tensor]:
 def _metrics(value: Any, info: ValidationInfo) -> dict[str, Any]:
     if not isinstance(value, Mapping):
         raise invalid("a mapping", value)
-    known, metrics = of_clients(), {}
+    known, reading, metrics = of_clients(), context(info), {}
     for name, item in value.items():
         if isinstance(name, str) and name in known:
-            metrics[name] = read(known[name].type_in(value), item, f".{name}", context(info))
+            metrics[name] = read(known[name].type_in(value), item, f".{name}", reading)
         else:
-            context(info).dropped.append(f"metrics.{printable(name, max_length=40)}")
+            reading.dropped.append(f"metrics.{printable(name, max_length=40)}")
     for name in metrics:
         for needed in known[name].needs:
             if needed not in metrics:

@@ -5,6 +5,7 @@ Pickle is never used: serialized data can contain numbers and strings, but no co
 
 import json
 import math
+import re
 from dataclasses import is_dataclass
 from typing import Any
 
@@ -21,6 +22,9 @@ MAX_TEXT_BYTES = 16 * 2**20
 _FLOATS = ("nan", "inf", "-inf")
 _FLOAT_BYTES = len("-2.2250738585072014e-308")
 """Maximum length of a finite float in JSON."""
+
+_NUMBERS = re.compile(r'"(?:[^"\\]|\\.)*"|(-?\d+(?:\.\d+(?:e[+-]\d+)?|e[+-]\d+))')
+"""Strings of a JSON text, and in a group its floats."""
 
 _MALFORMED = (
     SafetensorError,
@@ -96,17 +100,17 @@ def _encoded(value: Any, where: str, tensors: dict[str, torch.Tensor], has_tuple
             "None, dictionaries, lists and tuples."
         )
     items = value.items() if isinstance(value, dict) else enumerate(value)
-    entries = {}
+    entries, all_texts = {}, True
     for key, item in items:
         if isinstance(key, bool) or not isinstance(key, int | str):
             raise ValueError(f"{where} has the key {key!r}; use strings or integers.")
+        all_texts = all_texts and isinstance(key, str)
         # most items are numbers or texts, which need no call of their own
         is_plain = type(item) in _PLAIN or (type(item) is float and math.isfinite(item))
         entries[key] = (
             item if is_plain else _encoded(item, f"{where}[{key!r}]", tensors, has_tuples)
         )
     if isinstance(value, dict):
-        all_texts = not any(isinstance(key, int) for key in entries)
         return {"dict": entries} if all_texts else {"items": list(map(list, entries.items()))}
     encoded = list(entries.values())
     return {"tuple": encoded} if isinstance(value, tuple) and has_tuples else encoded
@@ -165,9 +169,9 @@ def packed_size(message: Any) -> int:
     text = _padded_text(_encoded(message, "message", tensors, has_tuples=True))
     dtypes = list(_DTYPES)
     # the order decides the number of digits of the offsets
-    names = sorted(tensors, key=lambda name: (-dtypes.index(tensors[name].dtype), name))
+    order = sorted([(-dtypes.index(t.dtype), name) for name, t in tensors.items()])
     header, end = {}, 0
-    for name in names:
+    for _, name in order:
         start, end = end, end + tensors[name].nbytes
         header[name] = {
             "dtype": _DTYPES[tensors[name].dtype],
@@ -180,19 +184,9 @@ def packed_size(message: Any) -> int:
 
 
 def _padded_text(encoded: Any) -> bytes:
-    text = json.dumps(encoded, separators=(",", ":")).encode()
-    return text + b" " * _missing_digits([encoded])
-
-
-def _missing_digits(encoded: Any) -> int:
-    """Returns the number of bytes by which floats in a JSON text fall short of the maximum."""
-    missing = 0
-    for item in encoded.values() if isinstance(encoded, dict) else encoded:
-        if isinstance(item, float):
-            missing += _FLOAT_BYTES - len(repr(item))
-        elif isinstance(item, dict | list):
-            missing += _missing_digits(item)
-    return missing
+    text = json.dumps(encoded, separators=(",", ":"))
+    digits = [len(number) for number in _NUMBERS.findall(text) if number]
+    return text.encode() + b" " * (_FLOAT_BYTES * len(digits) - sum(digits))
 
 
 def unpack(packed: bytes, *, max_bytes: int | None = None) -> Any:

@@ -7,7 +7,7 @@ every algorithm whose server chooses the weights.
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial, reduce
+from functools import partial
 from itertools import islice
 from typing import Annotated, Any, ClassVar, Literal, NamedTuple
 
@@ -185,23 +185,19 @@ def local_training(client: Client, request: LocalTraining) -> Update:
 
     The request's options wrap this function, the first option innermost.
     """
-    train = reduce(lambda inner, option: option.wrap(inner), request.options.values(), _trained)
+    is_direct = request.weighting == "fixed" and not request.share_gram
+    is_sum = request.factors is not None or (
+        is_direct and "weighted_gradients" in client.capabilities
+    )
+    train = _train_on_sum if is_sum else _train_on_solves
+    for option in request.options.values():
+        train = option.wrap(train)
     return train(client, request)
 
 
-def _trained(client: Client, request: LocalTraining) -> Update:
-    client.load(request.adapter, request.round)
-    shared = {"start_losses": start_losses(client)} if request.share_losses else {}
-    is_direct = request.weighting == "fixed" and not request.share_gram
-    if request.factors is not None or (is_direct and "weighted_gradients" in client.capabilities):
-        metrics = train_on_sum(client, request)
-    else:
-        metrics = _train_on_solves(client, request)
-    return Update(client.name, client.adapter(), client.num_examples, {**metrics, **shared})
-
-
-def _train_on_solves(client: Client, request: LocalTraining) -> dict[str, Any]:
-    """Takes K steps with weights computed from the gradients, and returns their metrics."""
+def _train_on_solves(client: Client, request: LocalTraining) -> Update:
+    """Takes K steps with weights computed from the gradients."""
+    shared = _start(client, request)
     options = request.options_by_client.get(client.name, request.weighting_options)
     find, served = partial(WEIGHTINGS[request.weighting], **options), served_objectives(client)
     gradients_of = client.gradients
@@ -225,7 +221,7 @@ def _train_on_solves(client: Client, request: LocalTraining) -> dict[str, Any]:
     metrics = client.metrics()
     grams = torch.stack([solve.gram for solve in solves])
     weights = torch.stack([solve.mean for solve in solves])
-    return {
+    metrics = {
         **metrics,
         **({"gram": grams[0].tolist()} if request.share_gram else {}),
         "weights": weights.tolist(),
@@ -236,7 +232,22 @@ def _train_on_solves(client: Client, request: LocalTraining) -> dict[str, Any]:
             "gram": sum(solve.gram_seconds for solve in solves),
             "solve": sum(solve.solve_seconds for solve in solves),
         },
+        **shared,
     }
+    return Update(client.name, client.adapter(), client.num_examples, metrics)
+
+
+def _train_on_sum(client: Client, request: LocalTraining) -> Update:
+    """Takes K steps on a weighted sum of the objectives, whose weights are known."""
+    shared = _start(client, request)
+    metrics = {**train_on_sum(client, request), **shared}
+    return Update(client.name, client.adapter(), client.num_examples, metrics)
+
+
+def _start(client: Client, request: LocalTraining) -> dict[str, Any]:
+    """Loads θ_t, and returns the metrics there that the request asks for."""
+    client.load(request.adapter, request.round)
+    return {"start_losses": start_losses(client)} if request.share_losses else {}
 
 
 def train_on_sum(client: Client, request: LocalTraining) -> dict[str, Any]:

@@ -137,7 +137,7 @@ def jacobian_buffer(
     """
     device = parameters[0].device
     dtype = reduce(torch.promote_types, {p.dtype for p in parameters}, torch.float32)
-    shape = [num_objectives, sum(parameter.numel() for parameter in parameters)]
+    shape = [num_objectives, sum(map(torch.Tensor.numel, parameters))]
     if out is None:
         return parameters[0].new_empty(shape, dtype=dtype)  # fake if the parameters are
     if (

@@ -73,7 +73,7 @@ def test_streams_nest_and_one_stream_is_not_entered_twice():
 
 
 @pytest.mark.every_case
-@pytest.mark.parametrize("part", ["_global_state", "_set_global_state"])
+@pytest.mark.parametrize("part", ["global_states", "set_global_states"])
 @pytest.mark.parametrize("step", ["__enter__", "__exit__"])
 def test_a_stream_that_a_time_limit_interrupts_can_be_entered_again(step, part, monkeypatch):
     """The signal of a time limit may arrive in any of the steps, once."""
@@ -92,7 +92,7 @@ def test_a_stream_that_a_time_limit_interrupts_can_be_entered_again(step, part, 
     monkeypatch.setattr(randomness, part, interrupting)
     with pytest.raises(TimeLimitError):
         stream.__enter__() if step == "__enter__" else stream.__exit__(None, None, None)
-    if step == "__enter__" or part == "_global_state":
+    if step == "__enter__" or part == "global_states":
         assert torch.equal(torch.get_rng_state(), outer)
     with stream:
         pass
