@@ -107,6 +107,7 @@ class DataConfig:
     train: PromptsConfig = field(default_factory=PromptsConfig)
     validation: PromptsConfig = field(default_factory=lambda: PromptsConfig(split=None))
     test: PromptsConfig = field(default_factory=lambda: PromptsConfig(split=None))
+    hold_out: Annotated[float, Interval(ge=0, lt=0.5)] = 0.0
 
 
 @configuration
@@ -255,7 +256,7 @@ class RoundConfig:
 
 @configuration
 class RobustConfig:
-    rule: Annotated[str, OneOf(['multi_krum', 'krum', 'median', 'norm_clipping', 'normalization', 'trimmed_mean'], 'none')] = 'none'
+    rule: Annotated[str, OneOf(['krum', 'median', 'multi_krum', 'norm_clipping', 'normalization', 'trimmed_mean'], 'none')] = 'none'
     num_attackers: Annotated[int, Interval(ge=0, le=2147483647)] = 0
     clip_norm: Annotated[Annotated[float, Gt(gt=0), AllowInfNan(allow_inf_nan=False)] | None, Hint(text='null uses the median norm')] = None
     count_silent: bool = False

@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Literal
 
-from annotated_types import Ge, Le
+from annotated_types import Ge, Interval, Le
 
 from firm.alignment.adapters.conditioned import check_estimator
 from firm.alignment.calibration import Calibration
@@ -55,6 +55,16 @@ class DataConfig:
     test: PromptsConfig = field(default_factory=lambda: PromptsConfig(split=None))
     """Prompts for the comparison of base and aligned model only; split null: a whole file, or the
     second half of a dataset's split "test"."""
+    hold_out: Annotated[float, Interval(ge=0, lt=0.5)] = 0.0
+    """Share of the distinct training prompts that is held out for validation, and as much again for
+    testing, drawn by the seed, in place of `validation` and `test`; 0: these have their own."""
+
+    def __post_init__(self) -> None:
+        own = PromptsConfig(split=None)
+        if self.hold_out and (self.validation, self.test) != (own, own):
+            raise ValueError(
+                "hold_out takes the place of validation and test: set it to 0, or leave them out."
+            )
 
 
 KEYS = {

@@ -1,9 +1,11 @@
 """Training and held-out data of an alignment run, by what its estimator learns from."""
 
 import hashlib
+import random
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
@@ -30,6 +32,10 @@ from firm.run.errors import UserError
 HELD_OUT = 10
 """One in `HELD_OUT` prompts is held out for validation, and another one for testing, if the data
 have no splits for these uses."""
+USES = ("validation", "test")
+"""Uses of held-out prompts."""
+FEW = 20
+"""Fewer held-out prompts trigger a note."""
 
 
 @dataclass(frozen=True)
@@ -131,6 +137,8 @@ class PromptData(Data):
 
     def every_source(self, cfg: AlignmentConfig) -> dict[str, PromptsConfig]:
         """Returns the sources of the prompts; without validation, of training and test prompts."""
+        if cfg.data.hold_out:
+            return self.sources(cfg)
         unused = set() if cfg.evaluation.num_validation_prompts else {"validation"}
         return {
             f"data.{use}": getattr(cfg.data, use) for use in DEFAULT_SPLITS if use not in unused
@@ -165,7 +173,19 @@ class PromptData(Data):
 
         prompts = prompts_of("train")
         validation, test = [], []
-        if measures:
+        if share := cfg.data.hold_out:
+            parts = hold_out(prompts, USES, share, seed=cfg.seed, key="data.train")
+            prompts = parts["train"]
+            for use in USES if measures else ():
+                if len(parts[use]) < FEW:
+                    on_note(
+                        f"data.hold_out: {len(parts[use])} prompts are held out for {use}, too few "
+                        "to measure most changes: add prompts, or hold out a larger share."
+                    )
+            if measures:
+                validation = parts["validation"][: cfg.evaluation.num_validation_prompts]
+                test = parts["test"][: cfg.evaluation.num_test_prompts]
+        elif measures:
             if num_validation := cfg.evaluation.num_validation_prompts:
                 validation = prompts_of("validation")[:num_validation]
             test = prompts_of("test")[: cfg.evaluation.num_test_prompts]
@@ -326,6 +346,39 @@ def _shards(
         shards = dirichlet_partition(kinds, len(names), alpha=partition.alpha, **options)
     rows = ([examples[index] for index in shard] for shard in shards)
     return dict(zip(names, rows, strict=True))
+
+
+def hold_out(
+    prompts: Sequence[Prompt], uses: Sequence[str], share: float, *, seed: int, key: str
+) -> dict[str, list[Prompt]]:
+    """Divides prompts at random into training prompts and those of other uses.
+
+    Rows with the same prompt, up to white space, stay together.
+
+    Args:
+        prompts: All prompts.
+        uses: Names of the other uses, each of which gets this share of the distinct prompts.
+        share: Share of the distinct prompts, which is rounded down, but to no less than 2.
+        seed: Seed of the division.
+        key: What the error asks to change.
+
+    Raises:
+        UserError: Nothing is left to train on.
+    """
+    groups: dict[str, list[Prompt]] = {}
+    for prompt in prompts:
+        groups.setdefault(loose_text(prompt.transcript), []).append(prompt)
+    rows = list(groups.values())
+    size = max(2, int(share * len(rows)))
+    if len(rows) <= size * len(uses):
+        raise UserError(
+            f"{key} must have more than {size * len(uses)} distinct prompts, which are held "
+            f"out, got {len(rows)}; pass more, or validation and test prompts."
+        )
+    if uses:
+        random.Random(seed).shuffle(rows)
+    held_out = {use: list(chain(*(rows.pop() for _ in range(size)))) for use in uses}
+    return {"train": list(chain(*rows)), **held_out}
 
 
 def _held_out(pairs: Sequence[Pair], *, seed: int, limit: int) -> list[Pair]:

@@ -18,6 +18,7 @@ from firm.base.fields import configuration, field_docstrings
 from firm.base.inside import replace_text
 from firm.base.sanitize import legible, printable
 from firm.jobs.alignment_config import AlignmentConfig
+from firm.jobs.alignment_data import HELD_OUT
 from firm.jobs.inspection import Inspection, fast_dtype, inspect_policy
 from firm.jobs.sources import check_data, check_policy, check_reward, is_file
 from firm.run.config import compose
@@ -41,7 +42,8 @@ class InitConfig:
     prompts: str = ""
     """Training prompts: a .json or .jsonl file, or a data set."""
     test_prompts: str = ""
-    """Held-out prompts; default: the last fifth of a file, or the split "test" of a data set."""
+    """Held-out prompts; default: a fifth of a file, drawn at random, or the split "test" of a data
+    set."""
     out: Path = Path("own.yaml")
     """File to write."""
 
@@ -99,9 +101,15 @@ def init(cfg: InitConfig, ask: Callable[[str], str] | None = None) -> Written:
         check_reward(f"rewards.{name}", **reward_settings(reward))
     splits = _splits(answers["prompts"], cfg.test_prompts)
     num_rows = _num_rows("prompts", answers["prompts"], splits["train"])
-    for name in ("validation", "test"):
-        key = "test_prompts" if cfg.test_prompts else "prompts"
-        _num_rows(key, cfg.test_prompts or answers["prompts"], splits[name])
+    if len(splits) == 1 and num_rows is not None:
+        num_rows -= 2 * max(2, num_rows // HELD_OUT)
+        if num_rows <= 0:
+            raise UserError(
+                f"prompts: {answers['prompts']} has too few rows to hold any out; add prompts to "
+                "it, or pass --test_prompts."
+            )
+    for name in list(splits)[1:]:
+        _num_rows("test_prompts", cfg.test_prompts or answers["prompts"], splits[name])
     check_policy("policy", answers["policy"])
     errors: list[ValueError] = []
     policy = with_shipped_paths(answers["policy"])
@@ -230,9 +238,9 @@ def _likely_format(path: str) -> str:
 
 
 def _splits(prompts: str, test_prompts: str) -> dict[str, str]:
-    """Returns the split of each use of the prompts."""
+    """Returns the split of each use of the prompts; of a file of its own, only for training."""
     if is_file(prompts) and not test_prompts:
-        return {"train": "[:80%]", "validation": "[80%:90%]", "test": "[90%:]"}
+        return {"train": "[:]"}
     test = "" if is_file(test_prompts) else "test"
     return {
         "train": "[:]" if is_file(prompts) else "train",
@@ -246,6 +254,8 @@ def _data(prompts: str, test_prompts: str, splits: Mapping[str, str]) -> list[st
     for name, split in splits.items():
         source = _quoted(prompts if name == "train" else test_prompts or prompts)
         lines.append(f'  {name}: {{ source: {source}, split: "{split}", max_tokens: 256 }}')
+    if len(splits) == 1:
+        lines.append(f"  hold_out: {1 / HELD_OUT} # of the prompts for validation, and for testing")
     return lines
 
 

@@ -1,9 +1,7 @@
 """Runs on models, rewards and prompts that a program passes as objects."""
 
-import random
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -12,12 +10,13 @@ import transformers
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from firm.alignment.policy import borrowed, is_stored_at, read_tokenizer
-from firm.alignment.prompt_data import loose_text, read_prompts
+from firm.alignment.prompt_data import read_prompts
 from firm.alignment.prompts import Prompt
 from firm.base.inside import whole_folder
 from firm.jobs.alignment import Result, run_folder
 from firm.jobs.alignment import align as run_alignment
 from firm.jobs.alignment_config import DEFAULT_SPLITS, GIVEN, AlignmentConfig
+from firm.jobs.alignment_data import HELD_OUT, hold_out
 from firm.jobs.alignment_loading import Given
 from firm.jobs.fetch import fetch_policy
 from firm.jobs.finished_runs import keep_test_prompts
@@ -32,9 +31,6 @@ Reward = Callable[..., Any] | str | Mapping[str, Any] | RewardModelConfig
 """A reward function, a text as in `reward_settings`, or the settings of a reward model."""
 Prompts = str | Path | datasets.Dataset | datasets.DatasetDict | Sequence[str | Mapping[str, Any]]
 """Texts or rows, a dataset, or its path (a file, a folder or a name on the hub)."""
-
-HELD_OUT = 10
-"""One in `HELD_OUT` prompts is held out for validation, and another one for testing."""
 
 
 def align_objects(
@@ -70,6 +66,7 @@ def align_objects(
         **_objectives(rewards, pairs),
         **(settings or {}),
         **({f"data.{split}.source": GIVEN for split in DEFAULT_SPLITS} if pairs is None else {}),
+        **({"data.hold_out": 0.0} if pairs is None else {}),  # `_splits` holds out
         **{
             f"data.{split}.source": str(own)
             for split, own in (("validation", validation_prompts), ("test", test_prompts))
@@ -161,29 +158,17 @@ def _reward_settings(name: str, reward: Reward) -> dict[str, Any]:
 def _splits(
     train: Prompts, validation: Prompts | None, test: Prompts | None, cfg: AlignmentConfig
 ) -> dict[str, list[Prompt]]:
-    """Returns the prompts by split; missing splits are held out from the training prompts.
-
-    Rows with the same prompt, up to white space, are held out together.
-    """
-    groups: dict[str, list[Prompt]] = {}
-    for prompt in _rows(train, "train", "prompts", cfg):
-        groups.setdefault(loose_text(prompt.transcript), []).append(prompt)
-    prompts = list(groups.values())
-    asked = {"validation": validation, "test": test}
-    missing = [split for split, given in asked.items() if given is None]
-    size = max(2, len(prompts) // HELD_OUT)
-    if len(prompts) <= size * len(missing):
-        raise UserError(
-            f"prompts must have more than {size * len(missing)} distinct prompts, which are held "
-            f"out, got {len(prompts)}; pass more, or validation_prompts and test_prompts."
-        )
-    if missing:
-        random.Random(cfg.seed).shuffle(prompts)
-    splits = {split: list(chain(*(prompts.pop() for _ in range(size)))) for split in missing}
-    for split, given in asked.items():
-        if given is not None:
-            splits[split] = _rows(given, split, f"{split}_prompts", cfg)
-    return {"train": list(chain(*prompts)), **splits}
+    """Returns the prompts by split; missing splits are held out from the training prompts."""
+    given = {"validation": validation, "test": test}
+    missing = [use for use, own in given.items() if own is None]
+    rows = _rows(train, "train", "prompts", cfg)
+    held_out = hold_out(rows, missing, 1 / HELD_OUT, seed=cfg.seed, key="prompts")
+    own = {
+        use: _rows(each, use, f"{use}_prompts", cfg)
+        for use, each in given.items()
+        if each is not None
+    }
+    return held_out | own
 
 
 def _rows(given: Prompts, use: str, argument: str, cfg: AlignmentConfig) -> list[Prompt]:

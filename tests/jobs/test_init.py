@@ -69,8 +69,7 @@ def test_what_it_writes_runs_and_keeps_splits_apart(data, tmp_path, monkeypatch,
     rows = read_rows(tmp_path / "run", "evaluation")
     assert {(row["split"], row["num_prompts"]) for row in rows} == {("validation", 5), ("test", 5)}
     assert set(rows[0]["rewards"]) == set(REWARDS)
-    splits = (getattr(cfg.data, name).split for name in ("train", "validation", "test"))
-    assert list(splits) == ["[:80%]", "[80%:90%]", "[90%:]"]
+    assert (cfg.data.train.split, cfg.data.hold_out) == ("[:]", 0.1)
 
 
 @pytest.mark.parametrize(
@@ -203,8 +202,8 @@ def test_a_policy_that_the_hub_lacks_is_refused_but_not_a_gated_one(
 @pytest.mark.parametrize(
     ("num_rows", "test_rows", "message"),
     [
-        (0, None, "prompts: prompts.jsonl has no rows in its part [:80%]; add prompts to it."),
-        (1, None, "prompts: prompts.jsonl has no rows in its part [80%:90%]; add"),
+        (0, None, "prompts: prompts.jsonl has no rows; add prompts to it."),
+        (4, None, "prompts: prompts.jsonl has too few rows to hold any out; add"),
         (0, 9, "prompts: prompts.jsonl has no rows; add prompts to it."),
         (9, 0, "test_prompts: test.jsonl has no rows in its part [:50%]; add"),
     ],
