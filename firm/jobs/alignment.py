@@ -16,15 +16,12 @@ from rich.console import Console
 from safetensors.torch import save, save_file
 
 from firm.alignment.adapter_files import save_adapter, save_folded
+from firm.alignment.best_adapter import BestAdapter, utility
 from firm.alignment.calibration import Calibration
 from firm.alignment.evaluation import Evaluation, MetricComparison, evaluate
 from firm.alignment.generation import generation_settings
 from firm.alignment.kl_guard import KLGuard
-from firm.alignment.pair_evaluation import (
-    PairEvaluation,
-    evaluate_pairs,
-    reference_logprobs,
-)
+from firm.alignment.pair_evaluation import PairEvaluation, evaluate_pairs, reference_logprobs
 from firm.alignment.pair_tokens import EncodedPair
 from firm.alignment.policy import load_adapter_
 from firm.base.inside import remove, replace_bytes, whole_folder
@@ -54,7 +51,6 @@ from firm.jobs.alignment_loading import (
     load,
     shared_calibrations,
 )
-from firm.jobs.best_adapter import BestAdapter, utility
 from firm.jobs.fetch import about_policy, fetch_policy
 from firm.jobs.hub import push
 from firm.jobs.loop import Logbook, RoundResult, Task, train

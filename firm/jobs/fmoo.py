@@ -22,10 +22,11 @@ from firm.base.state import State
 from firm.federation.diagnostics import failure_alarms
 from firm.federation.server import ServerState
 from firm.fmoo.data import Splits, load_data
+from firm.fmoo.federation import SupervisedFederation
+from firm.fmoo.measures import evaluation, improved, progress
 from firm.fmoo.models import build_model, num_parameters
 from firm.jobs.fmoo_config import FREE_KEYS, ClassicConfig
-from firm.jobs.fmoo_loading import SupervisedFederation, federate, partition
-from firm.jobs.fmoo_measures import evaluation, improved, progress
+from firm.jobs.fmoo_loading import federate, partition
 from firm.jobs.loop import Logbook, RoundResult, Task, train
 from firm.report.criteria import comparable, criteria_of
 from firm.report.page import write_page
@@ -225,7 +226,7 @@ class _ClassicTask(Task):
     def start(self) -> tuple[ServerState, None]:
         adapter = self._federation.clients[0].adapter()
         state = ServerState(adapter, self._splits.train.objectives, seed=self._seed)
-        self._measured = evaluation(self._cfg, self._federation, self._splits, state)
+        self._measured = evaluation(self._federation, self._splits, self._cfg.split, state)
         self.book.log(self._measured)
         return state, None
 
@@ -246,7 +247,7 @@ class _ClassicTask(Task):
             row["alarms"] = alarms
         if not is_due:
             return RoundResult([row], is_kept=False)
-        self._measured = evaluation(cfg, self._federation, self._splits, after)
+        self._measured = evaluation(self._federation, self._splits, cfg.split, after)
         if self._rivals:
             clients = self._federation.engine.client_states(after.accepted)
             self._measured["progress"] = {

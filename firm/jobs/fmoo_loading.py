@@ -2,13 +2,11 @@
 
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
 
 from firm.federation.engine_registry import ENGINES
-from firm.federation.engines.engine import Engine
-from firm.federation.engines.stacked import StackedEngine
 from firm.federation.partition import (
     balanced_dirichlet_partition,
     dirichlet_partition,
@@ -17,38 +15,14 @@ from firm.federation.partition import (
     shard_partition,
     split_shard,
 )
-from firm.federation.strategies import StrategyConfig
 from firm.federation.strategy_configs import ScalarConfig
 from firm.fmoo.client import SupervisedClient
-from firm.fmoo.data import Splits, TaskData
+from firm.fmoo.data import Splits
+from firm.fmoo.federation import SupervisedFederation
 from firm.fmoo.models import build_model
+from firm.fmoo.task_data import TaskData
 from firm.fmoo.workspace import Workspace
 from firm.jobs.fmoo_config import AlgorithmConfig, ClassicConfig, attack_on
-
-
-@dataclass(frozen=True, eq=False)
-class SupervisedFederation:
-    """The clients of one algorithm, with the components to evaluate them."""
-
-    cfg: StrategyConfig
-    """The strategy and its settings."""
-    workspace: Workspace
-    clients: list[SupervisedClient]
-    engine: Engine
-    shards: dict[str, torch.Tensor]
-    """Indices of the samples that each client trains on, into the training data."""
-    held_out: dict[str, torch.Tensor]
-    """Indices of the samples that each client keeps for its user's accuracy; may be empty."""
-
-    @property
-    def names(self) -> list[str]:
-        """The clients' names."""
-        return [client.name for client in self.clients]
-
-    @property
-    def has_joint_passes(self) -> bool:
-        """True if all clients' gradients are computed in one pass."""
-        return isinstance(self.engine, StackedEngine) and self.workspace.is_stackable
 
 
 def federate(

@@ -12,6 +12,7 @@ from typing import Any
 import yaml
 from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError
 
+from firm.alignment.inspection import Inspection, fast_dtype, inspect_policy
 from firm.alignment.policy import is_gguf, read_tokenizer
 from firm.alignment.prompt_data import read_prompts
 from firm.base.fields import configuration, field_docstrings
@@ -19,7 +20,6 @@ from firm.base.inside import replace_text
 from firm.base.sanitize import legible, printable
 from firm.jobs.alignment_config import AlignmentConfig
 from firm.jobs.alignment_data import HELD_OUT
-from firm.jobs.inspection import Inspection, fast_dtype, inspect_policy
 from firm.jobs.sources import check_data, check_policy, check_reward, is_file
 from firm.run.config import compose
 from firm.run.errors import UserError

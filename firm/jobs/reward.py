@@ -21,6 +21,7 @@ from transformers import AutoModelForSequenceClassification, PrinterCallback, Tr
 from trl.trainer.reward_config import RewardConfig as TrainerConfig
 from trl.trainer.reward_trainer import RewardTrainer
 
+from firm.alignment.inspection import fast_dtype
 from firm.alignment.pairs import Pair, PairsConfig, load_pairs
 from firm.alignment.policy import checkpoint_errors, read_tokenizer, without_needless_warnings
 from firm.base.devices import named_device, prepare_attention
@@ -37,7 +38,6 @@ from firm.base.json_text import json_text
 from firm.base.randomness import RandomStream
 from firm.base.sanitize import check_name, printable
 from firm.jobs.fetch import fetch_policy
-from firm.jobs.inspection import fast_dtype
 from firm.jobs.sources import check_data, check_folder, check_reward
 from firm.report.reward_page import RewardReport, report_of, write_reward_page
 from firm.run.errors import UserError

@@ -15,11 +15,12 @@ from firm.cli.main import COMMANDS
 from firm.federation import ServerState
 from firm.federation.strategies import STRATEGIES
 from firm.fmoo import DatasetConfig, Splits, TaskData, load_data
+from firm.fmoo import measures as fmoo_measures
 from firm.fmoo.data import DATASETS
 from firm.fmoo.models import MODELS
 from firm.fronts.measures import delta_m
 from firm.jobs import fmoo as module
-from firm.jobs import fmoo_loading, fmoo_measures
+from firm.jobs import fmoo_loading
 from firm.jobs.fmoo import main
 from firm.jobs.fmoo_config import ClassicConfig, attack_on
 from firm.report import read_record
@@ -231,7 +232,7 @@ def test_a_user_without_a_sample_of_its_own_to_measure_on_is_left_out(tmp_path):
     empty = [name for name, kept in federation.held_out.items() if not len(kept)]
     assert 0 < len(empty) < 30
     state = ServerState(federation.clients[0].adapter(), ("left", "right"), seed=0)
-    users = fmoo_measures.evaluation(cfg, federation, splits, state)["users"]
+    users = fmoo_measures.evaluation(federation, splits, cfg.split, state)["users"]
     assert set(users) == set(federation.names) - set(empty)
 
 

@@ -10,12 +10,12 @@ import httpx
 import pytest
 from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError
 
+from firm.alignment.inspection import inspect_policy
 from firm.cli.main import COMMANDS
 from firm.jobs.alarms import alarms_at_start
 from firm.jobs.alignment import main as align
 from firm.jobs.alignment_config import AlignmentConfig
 from firm.jobs.init import InitConfig, init, main
-from firm.jobs.inspection import inspect_policy
 from firm.run import UserError, compose, parse
 from tests.runs import read_rows
 from tests.smoke import ROOT, SMOKE
@@ -226,7 +226,7 @@ def test_a_fault_of_the_program_is_not_taken_for_a_model_that_cannot_be_read(
     def fails(config):
         raise ZeroDivisionError
 
-    monkeypatch.setattr("firm.jobs.inspection.empty_model", fails)
+    monkeypatch.setattr("firm.alignment.inspection.empty_model", fails)
     with pytest.raises(ZeroDivisionError):
         init(InitConfig(POLICY, {"brief": "brevity"}, str(data), out=tmp_path / "own.yaml"))
 

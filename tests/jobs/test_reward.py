@@ -8,8 +8,8 @@ import torch
 import yaml
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from firm.alignment.inspection import fast_dtype
 from firm.jobs import reward as job
-from firm.jobs.inspection import fast_dtype
 from firm.jobs.reward import RewardConfig, train_reward
 from firm.run.config import compose
 from firm.run.errors import UserError

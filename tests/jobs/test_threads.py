@@ -5,6 +5,7 @@ from functools import partial
 import pytest
 import torch
 
+from firm.alignment.threads import choose, measure
 from firm.federation import Processes
 from firm.jobs import alignment, threads
 from firm.jobs.alignment_config import AlignmentConfig
@@ -71,11 +72,11 @@ def test_numbers_in_between_are_measured_and_a_small_gain_does_not_count():
     done = []
     seconds = {1: 0.03, 4: 0.028, 8: 0.0275}
     torch.set_num_threads(8)
-    found = threads.measure(lambda: done.append(torch.get_num_threads()), 8, clock=Clock(seconds))
+    found = measure(lambda: done.append(torch.get_num_threads()), 8, clock=Clock(seconds))
     assert found == pytest.approx(seconds)
     assert set(done) == {1, 4, 8}
-    assert threads.choose(found) == 1
-    assert threads.choose({**found, 8: 0.025}) == 8
+    assert choose(found) == 1
+    assert choose({**found, 8: 0.025}) == 8
 
 
 def test_pauses_count_however_rare():
@@ -88,7 +89,7 @@ def test_pauses_count_however_rare():
         if num_calls % 10 == 0 and torch.get_num_threads() == 2:
             clock.now += 0.5
 
-    found = threads.measure(work, 2, clock=clock)
+    found = measure(work, 2, clock=clock)
     assert found[2] > found[1]
 
 

@@ -5,7 +5,7 @@ import json
 import plotly.graph_objects as go
 import pytest
 
-import firm.jobs.fmoo_measures  # noqa: F401 - registers what classic studies measure
+import firm.fmoo.measures  # noqa: F401 - registers what classic studies measure
 from firm.base.quantities import QUANTITIES
 from firm.report import read_record
 from firm.report.criteria import criteria_of

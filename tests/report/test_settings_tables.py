@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 import firm.alignment.client
-import firm.jobs.fmoo_measures  # noqa: F401 - both register what their runs measure
+import firm.fmoo.measures  # noqa: F401 - both register what their runs measure
 from firm.report import read_record
 from firm.report.criteria import criteria_of
 from firm.report.page import Section, is_shown, render

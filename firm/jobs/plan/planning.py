@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from transformers import AutoModelForSequenceClassification, PretrainedConfig
 
+from firm.alignment.inspection import inspect_policy
 from firm.alignment.placement import bytes_by_device, devices_by_module
 from firm.alignment.policy import adapter_parameters, read_architecture, read_tokenizer
 from firm.alignment.sharding import gathered_bytes, part_bytes
@@ -23,7 +24,6 @@ from firm.jobs.alignment_config import (
     reward_configs,
 )
 from firm.jobs.alignment_data import data_of
-from firm.jobs.inspection import inspect_policy
 from firm.jobs.plan.costs import estimated_costs, policy_without_storage
 from firm.jobs.plan.passes import num_passes, rollouts, updates
 from firm.jobs.plan.record import Placement, PolicyFigures, RewardFigures, RunPlan, Work

@@ -3,8 +3,8 @@
 from collections import Counter
 from dataclasses import dataclass
 
+from firm.alignment.inspection import Inspection
 from firm.jobs.alignment_config import AlignmentConfig
-from firm.jobs.inspection import Inspection
 
 
 @dataclass(frozen=True)

@@ -10,11 +10,10 @@ from firm.base.state import State
 from firm.federation.server import ServerState
 from firm.federation.strategies import STRATEGIES
 from firm.fmoo.data import Splits, TaskData
+from firm.fmoo.federation import SupervisedFederation
 from firm.fmoo.progress import local_models
 from firm.fmoo.workspace import ObjectiveMetrics
 from firm.fronts.measures import improved_share, local_progress
-from firm.jobs.fmoo_config import ClassicConfig
-from firm.jobs.fmoo_loading import SupervisedFederation
 
 register(
     Quantity(
@@ -33,19 +32,19 @@ register(
 
 
 def evaluation(
-    cfg: ClassicConfig, federation: SupervisedFederation, splits: Splits, state: ServerState
+    federation: SupervisedFederation, splits: Splits, split: str, state: ServerState
 ) -> dict[str, Any]:
-    """Evaluates the global model and returns the row to log."""
+    """Evaluates the global model on a split and returns the row to log."""
     workspace = federation.workspace
     workspace.load(state.adapter)
-    if cfg.split == "train":
+    if split == "train":
         scores = workspace.evaluate(splits.train, torch.cat(list(federation.shards.values())))
     else:
-        scores = workspace.evaluate(getattr(splits, cfg.split))
+        scores = workspace.evaluate(getattr(splits, split))
     return {
         "kind": "evaluation",
         "round": state.round,
-        "split": cfg.split,
+        "split": split,
         **by_objective(scores, splits.train),
         **by_user(federation, splits),
     }

@@ -6,7 +6,7 @@ import math
 import pytest
 import torch
 
-from firm.jobs.best_adapter import BestAdapter, utility
+from firm.alignment.best_adapter import BestAdapter, utility
 
 GROUPS = torch.arange(8)
 
