@@ -161,20 +161,20 @@ class Rehearsal:
         rollout, total = self._rollout, num_rows * len(samplers)
         set_preferences(self._model, self._rollouts(total).queries.preferences)
         with torch.no_grad():
-            with self._counted() as last:
+            with self._count_bytes() as last:
                 num_before = rollout.max_prompt_tokens + rollout.max_new_tokens - 1
-                cache = self._sampled_token(total, num_before)
+                cache = self._sample_token(total, num_before)
                 whole = self._mode.take()
                 last.peak = cache_size = last.now  # excluding this pass, which no rollout has
-                self._sampled_token(total, num_before + 1, cache)
+                self._sample_token(total, num_before + 1, cache)
                 token = self._mode.take()
             del cache
-            with self._counted() as scoring:
+            with self._count_bytes() as scoring:
                 rows = [self._rollouts(num_rows) for _ in samplers]
                 self._together(lambda s, r: s.logprobs(r, of_reference=False), samplers, rows)
         return Sampled(cache_size, last.peak, scoring.peak, whole, token, self._mode.take())
 
-    def _sampled_token(self, num_rows: int, num_tokens: int, cache: Any = None) -> Any:
+    def _sample_token(self, num_rows: int, num_tokens: int, cache: Any = None) -> Any:
         """Samples a token after `num_tokens` others, and returns the keys and values.
 
         Makes the tensors that `generate` makes: the logits in float32, the tempered ones, the
@@ -210,7 +210,7 @@ class Rehearsal:
             return 0.0
 
         self._mode.take()  # the learners' beginnings, which no step repeats
-        with self._counted() as live:
+        with self._count_bytes() as live:
             experiences = self._experiences(size, num_preferences or 1)
             advantages = self._mode.take()
             values, live.peak = live.peak, live.now
@@ -256,7 +256,7 @@ class Rehearsal:
             batches,
         )
 
-    def _counted(self) -> LiveBytes:
+    def _count_bytes(self) -> LiveBytes:
         states = [learner.estimator.state() for learner in self._learners]
         critics = [each for each in tree_leaves(states) if isinstance(each, torch.Tensor)]
         adapters = [p for each in self.trainers for p in each.adapter_parameters.values()]
@@ -310,7 +310,7 @@ class PairRehearsal(Rehearsal):
     def sampling(self, samplers: Sequence[Sampler], num_rows: int) -> Sampled:
         """Rehearses the passes over pairs without gradients; there are no others."""
         set_mode(self._model, is_training=False)
-        with torch.no_grad(), self._counted() as scoring:
+        with torch.no_grad(), self._count_bytes() as scoring:
             rows = self._rollouts(num_rows, num_replies=2)
             set_preferences(self._model, rows.queries.preferences)
             self.alone._sampler.logprobs(rows, of_reference=False)

@@ -442,7 +442,7 @@ class _LanguageTask(Task):
         if "validation" in self._base and not cfg.start:
             own: Any = self._base["validation"].by_row()
             asked = self.preferences if self._measures_front else [self._equal_shares]
-            quality = self._noted(0, {preference: own for preference in asked})  # noqa: C420
+            quality = self._note_utility(0, {preference: own for preference in asked})  # noqa: C420
         return replace(state, adapter=loaded.start), quality
 
     def restore(self, content: State) -> None:
@@ -500,9 +500,9 @@ class _LanguageTask(Task):
                 self._is_out |= not all(self._guard.is_inside(row.get("kl")) for row in front)
                 if not self._is_out and self._measures_front:
                     at = {p: self._by_row["validation", p] for p in self.preferences}
-                    quality = self._noted(after.round, at)
+                    quality = self._note_utility(after.round, at)
             if not self._is_out and not self._measures_front:
-                quality = self._noted(after.round, {self._equal_shares: measured.by_row()})
+                quality = self._note_utility(after.round, {self._equal_shares: measured.by_row()})
         else:
             self._stop_by_rules(rows, after.round, alarms)
         metrics["round"]["alarms"] = [
@@ -533,7 +533,7 @@ class _LanguageTask(Task):
     def _equal_shares(self) -> tuple[float, ...]:
         return (1.0,) * len(self._cfg.objectives)
 
-    def _noted(
+    def _note_utility(
         self, round: int, measured: Mapping[tuple[float, ...], Mapping[str, torch.Tensor]]
     ) -> float | None:
         """Notes an adapter's utility on the validation data; returns it if checkpoints have it."""
@@ -638,7 +638,7 @@ class _LanguageTask(Task):
                 for split in ("test", "validation"):
                     if rows := self._by_row.get((split, tuple(preference))):
                         save_file(rows, folder / f"{split}_scores.safetensors")
-                _folded_card(self._cfg, preference).save(folder / "README.md")
+                _fold_card(self._cfg, preference).save(folder / "README.md")
 
     def _at_preferences(self, state: ServerState, split: str) -> list[Row]:
         """Returns the evaluation of a conditioned policy at each preference."""
@@ -782,7 +782,7 @@ def _run_row(
     }
 
 
-def _folded_card(cfg: AlignmentConfig, preference: Sequence[float]) -> ModelCard:
+def _fold_card(cfg: AlignmentConfig, preference: Sequence[float]) -> ModelCard:
     """Returns the model card of a conditioned adapter folded at one preference."""
     shares = zip(cfg.objectives, preference, strict=True)
     aim = ", ".join(f"{name} {share / sum(preference):.3f}" for name, share in shares)

@@ -264,7 +264,7 @@ def build_clients(
         own |= {f"client_{index}": (judges, config) for index in config.clients}
     if shards is None:
         shards = data.shards(loaded.data.train, cfg)
-    new_trainer = _stacked(loaded) if cfg.engine == "stacked" else lambda: loaded.trainer
+    new_trainer = _trainer_factory(loaded) if cfg.engine == "stacked" else lambda: loaded.trainer
     clients = []
     for name in names:
         judges, group = own.get(name, (common, None))
@@ -332,7 +332,7 @@ def own_engine(
     )
 
 
-def _stacked(loaded: LoadedRun) -> Callable[[], MultiObjectiveTrainer]:
+def _trainer_factory(loaded: LoadedRun) -> Callable[[], MultiObjectiveTrainer]:
     """Returns a factory of trainers that share forward passes."""
     if (per_client := loaded.processes.per_client) > 1:  # a site may override the checked setting
         raise UserError(f"processes_per_client must be 1 with engine stacked, got {per_client}.")

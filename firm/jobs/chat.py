@@ -113,10 +113,10 @@ class Conversation:
             line: The user's message.
             turn: Number of the turn; with the seed it determines the sampling noise of both models.
         """
-        answers, self._dialogues = self.continued(self._dialogues, line, turn)
+        answers, self._dialogues = self.extend(self._dialogues, line, turn)
         return answers
 
-    def continued(
+    def extend(
         self, dialogues: Mapping[str, list[ChatMessage]], line: str, turn: int
     ) -> tuple[dict[str, ChatReply], dict[str, list[ChatMessage]]]:
         """Returns each model's reply to a line, and the extended dialogues.

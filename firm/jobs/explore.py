@@ -98,7 +98,7 @@ class Explorer:
     ) -> tuple[dict[str, ChatReply], dict[str, list[ChatMessage]]]:
         """Returns the replies of the base model and at `point`, and the extended dialogues."""
         self._conversation.turn_to(point.preference)
-        return self._conversation.continued(dialogues, line, turn)
+        return self._conversation.extend(dialogues, line, turn)
 
 
 def _in_any_light(figure: Any) -> Any:

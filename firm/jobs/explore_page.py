@@ -81,7 +81,7 @@ def serve(page: Any, port: int | None) -> str:
             css=STYLE,
         )
     except OSError as error:
-        raise _taken(port) from error
+        raise _port_error(port) from error
     return address
 
 
@@ -89,10 +89,10 @@ def _check_free(port: int) -> None:
     try:
         socket.create_server((HOST, port)).close()
     except OSError as error:
-        raise _taken(port) from error
+        raise _port_error(port) from error
 
 
-def _taken(port: int | None) -> UserError:
+def _port_error(port: int | None) -> UserError:
     place = port or "any port from 7860"
     return UserError(f"port: the page cannot be served at {place}; choose another --port.")
 
@@ -178,7 +178,7 @@ def build_page(explorer: Explorer) -> Any:
 
     def moved(*target: float) -> list[Any]:
         """Returns the figures with the sliders' point marked, and its description."""
-        point = _reached(explorer, target)
+        point = _target_point(explorer, target)
         if point is None:
             return [*[gradio.skip()] * len(figures), "Move at least one slider above 0."]
         return [*map(go.Figure, explorer.planes(point)), _in_words(explorer, point)]
@@ -197,7 +197,7 @@ def build_page(explorer: Explorer) -> Any:
     first = explorer.reach([1.0] * len(front.objectives))
     figures = [go.Figure(plane) for plane in explorer.planes(first)]
     with gradio.Blocks(title=f"FIRM · {front.strategy}", analytics_enabled=False) as page:
-        gradio.Markdown(f"# {_escaped(front.strategy)}\n\n{HELP}")
+        gradio.Markdown(f"# {_escape(front.strategy)}\n\n{HELP}")
         with gradio.Row():
             with gradio.Column(scale=2):
                 sliders = [
@@ -253,7 +253,7 @@ def reply(
     explorer: Explorer, line: str, talk: dict[str, Any], target: Sequence[float]
 ) -> tuple[str, dict[str, Any]]:
     """Returns the rest of a line, and the talk with the replies to it if it can be answered."""
-    point = _reached(explorer, target)
+    point = _target_point(explorer, target)
     if not line.strip() or point is None:
         return line, talk
     answers, dialogues = explorer.answer(point, talk["said"], line.strip(), talk["turn"])
@@ -286,7 +286,7 @@ def _theme() -> Any:
     return theme.set(**fills, **{f"{name}_dark": color for name, color in fills.items()})
 
 
-def _reached(explorer: Explorer, target: Sequence[float]) -> TargetPoint | None:
+def _target_point(explorer: Explorer, target: Sequence[float]) -> TargetPoint | None:
     return explorer.reach(target) if any(target) else None
 
 
@@ -305,7 +305,7 @@ def _turn(line: str, answer: ChatReply) -> list[dict[str, str]]:
 def _in_words(explorer: Explorer, point: TargetPoint) -> str:
     """Returns the preference and its expected rewards, as a table."""
     rows = [
-        f"| {_escaped(name)} | {share:.3f} | {explorer.front.base[name]:.3f} "
+        f"| {_escape(name)} | {share:.3f} | {explorer.front.base[name]:.3f} "
         f"| {point.expected.rewards[name]:.3f} ± {point.expected.errors[name]:.3f} |"
         for name, share in zip(explorer.front.objectives, point.preference, strict=True)
     ]
@@ -313,6 +313,6 @@ def _in_words(explorer: Explorer, point: TargetPoint) -> str:
     return "\n".join([head, *rows])
 
 
-def _escaped(text: str) -> str:
+def _escape(text: str) -> str:
     """Escapes all Markdown syntax in a text."""
     return "".join(f"\\{sign}" if sign in r"\`*_{}[]()<>#+-.!|~&" else sign for sign in text)

@@ -111,7 +111,7 @@ def fetch(name: str, folder: Path | None = None, *, say: Callable[[str], None]) 
     if _is_complete(place):
         return place
     place.parent.mkdir(parents=True, exist_ok=True)
-    with _locked(place.parent / f".{place.name}.lock", say):
+    with _lock(place.parent / f".{place.name}.lock", say):
         if _is_complete(place):
             return place
         with tempfile.TemporaryDirectory(dir=place.parent, prefix=f".{place.name}-") as scratch:
@@ -170,7 +170,7 @@ def _is_complete(place: Path) -> bool:
 
 
 @contextmanager
-def _locked(file: Path, say: Callable[[str], None]) -> Iterator[None]:
+def _lock(file: Path, say: Callable[[str], None]) -> Iterator[None]:
     """Waits for other processes that fetch the same model."""
     with file.open("w") as lock:
         try:

@@ -96,7 +96,7 @@ def init(cfg: InitConfig, ask: Callable[[str], str] | None = None) -> Written:
     """
     if cfg.out.exists():
         raise UserError(f"{cfg.out} already exists; choose another --out, or remove it.")
-    answers = {key: getattr(cfg, key) or _asked(key, ask) for key in ASKED}
+    answers = {key: getattr(cfg, key) or _ask(key, ask) for key in ASKED}
     for name, reward in answers["rewards"].items():
         check_reward(f"rewards.{name}", **reward_settings(reward))
     splits = _splits(answers["prompts"], cfg.test_prompts)
@@ -117,8 +117,8 @@ def init(cfg: InitConfig, ask: Callable[[str], str] | None = None) -> Written:
     if errors and not _may_be_on_hub(policy, errors[0]):
         raise UserError(str(errors[0]).replace("policy.path", "policy", 1)) from errors[0]
     text = TEMPLATE.read_text(encoding="utf-8")
-    text = text.replace("path: POLICY", f"path: {_quoted(answers['policy'])}")
-    text = _fitted(text, inspection, num_rows)
+    text = text.replace("path: POLICY", f"path: {_quote(answers['policy'])}")
+    text = _fit(text, inspection, num_rows)
     text = _with_section(text, "rewards", _rewards(answers["rewards"]))
     text = _with_section(text, "data", _data(answers["prompts"], cfg.test_prompts, splits))
     text = "".join(f"{line}\n" for line in text.splitlines() if not line.startswith("#"))
@@ -162,14 +162,14 @@ def _num_rows(key: str, prompts: str, split: str) -> int | None:
     return num_rows
 
 
-def _fitted(text: str, inspection: Inspection | None, num_rows: int | None) -> str:
+def _fit(text: str, inspection: Inspection | None, num_rows: int | None) -> str:
     """Returns the template, adapted to the model, the data and this machine."""
     changes = {"dtype: bfloat16 # of the frozen": f"dtype: {fast_dtype()} # of the frozen"}
     if num_rows is not None:
         num_clients = max(1, min(MAX_CLIENTS, num_rows // BATCH_SIZE))
         changes["num_clients: 8"] = f"num_clients: {num_clients}"
     if inspection and inspection.target_modules:
-        names = ", ".join(map(_quoted, inspection.target_modules))
+        names = ", ".join(map(_quote, inspection.target_modules))
         changes["[q_proj, k_proj, v_proj, o_proj]"] = f"[{names}]"
     if inspection and (context := inspection.context or MAX_TOKENS) < MAX_TOKENS:
         num_new = max(1, min(MAX_NEW_TOKENS, context // 4))
@@ -183,7 +183,7 @@ def _fitted(text: str, inspection: Inspection | None, num_rows: int | None) -> s
     return text
 
 
-def _asked(key: str, ask: Callable[[str], str] | None) -> Any:
+def _ask(key: str, ask: Callable[[str], str] | None) -> Any:
     """Returns the user's answer; for rewards, a mapping."""
     if ask is None:
         raise UserError(f"{key} is missing; pass --{key}, or run this in a terminal to be asked.")
@@ -191,10 +191,10 @@ def _asked(key: str, ask: Callable[[str], str] | None) -> Any:
     answer = ask(f"{key}: {question}\n> ").strip()
     if not answer:
         raise UserError(f"{key} must not be empty; enter a value, or pass --{key}.")
-    return answer if key != "rewards" else _named(answer)
+    return answer if key != "rewards" else _parse_named(answer)
 
 
-def _named(answer: str) -> dict[str, str]:
+def _parse_named(answer: str) -> dict[str, str]:
     """Parses `a: x, b: y`, with or without braces, to a mapping."""
     try:
         named = yaml.safe_load("{" + answer.strip().removeprefix("{").removesuffix("}") + "}")
@@ -221,8 +221,8 @@ def _rewards(rewards: Mapping[str, str]) -> list[str]:
         if "path" in settings:
             settings["format"] = _likely_format(settings["path"])
             comment = " # as in its training; or hh_pair, question_answer, plain, response"
-        entries = ", ".join(f"{key}: {_quoted(value)}" for key, value in settings.items())
-        lines.append(f"  {_quoted(name)}: {{ {entries} }}{comment}")
+        entries = ", ".join(f"{key}: {_quote(value)}" for key, value in settings.items())
+        lines.append(f"  {_quote(name)}: {{ {entries} }}{comment}")
     return lines
 
 
@@ -252,14 +252,14 @@ def _splits(prompts: str, test_prompts: str) -> dict[str, str]:
 def _data(prompts: str, test_prompts: str, splits: Mapping[str, str]) -> list[str]:
     lines = []
     for name, split in splits.items():
-        source = _quoted(prompts if name == "train" else test_prompts or prompts)
+        source = _quote(prompts if name == "train" else test_prompts or prompts)
         lines.append(f'  {name}: {{ source: {source}, split: "{split}", max_tokens: 256 }}')
     if len(splits) == 1:
         lines.append(f"  hold_out: {1 / HELD_OUT} # of the prompts for validation, and for testing")
     return lines
 
 
-def _quoted(text: str) -> str:
+def _quote(text: str) -> str:
     """Returns a text as a YAML scalar, quoted if necessary."""
     return text if re.fullmatch(r"[A-Za-z_][\w./-]*", text) else json.dumps(text)
 

@@ -131,8 +131,8 @@ class PickedModel:
                 f"Interpolated between rewards on {prompts}, not measured; the rewards of a merged "
                 "model may differ."
             )
-        trained = _scaled(self.parts[0][0].preference)
-        pairs = zip(_scaled(self.preference), trained, strict=True)
+        trained = _scale(self.parts[0][0].preference)
+        pairs = zip(_scale(self.preference), trained, strict=True)
         if all(math.isclose(chosen, given, abs_tol=1e-6) for chosen, given in pairs):
             nearby = ""
         elif self.front.is_conditioned:
@@ -292,7 +292,7 @@ def load_front(path: Path) -> Front:
         raise UserError(f"front: {error}") from error
 
 
-def _scaled(preference: Sequence[float] | None) -> list[float]:
+def _scale(preference: Sequence[float] | None) -> list[float]:
     shares = preference or ()
     return [share / sum(shares) for share in shares]
 

@@ -152,7 +152,7 @@ def run_points(
     def show() -> None:
         if set(sweep.pending()) < set(points):
             with drawing("The page of the finished runs"):
-                show_finished(sweep, _unfinished(sweep, outcomes))
+                show_finished(sweep, _unfinished_note(sweep, outcomes))
 
     for wave in waves:
         with continued_later(out):
@@ -174,7 +174,7 @@ def run_points(
     return sweep
 
 
-def _unfinished(sweep: Sweep, outcomes: Sequence[Outcome]) -> str:
+def _unfinished_note(sweep: Sweep, outcomes: Sequence[Outcome]) -> str:
     """Returns a sentence that names the unfinished runs and, if they failed, the reasons."""
     problems = {each.name: printable(each.problem, max_length=500) for each in outcomes}
     reasons = [(name, problems.get(name, "it has not ended")) for name in sweep.pending()]

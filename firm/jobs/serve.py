@@ -91,7 +91,7 @@ def endpoint(cfg: ServeConfig) -> Iterator["Endpoint"]:
         _check_free(cfg)
         with tempfile.TemporaryDirectory(prefix="firm-serve-") as scratch:
             engine = LlamaEngine(
-                cfg.export or _exported(cfg, Path(scratch) / "front"),
+                cfg.export or _export_run(cfg, Path(scratch) / "front"),
                 base=cfg.base,
                 num_slots=cfg.num_slots,
                 context=cfg.context,
@@ -106,7 +106,7 @@ def endpoint(cfg: ServeConfig) -> Iterator["Endpoint"]:
         raise UserError(str(error)) from error
 
 
-def _exported(cfg: ServeConfig, out: Path) -> Path:
+def _export_run(cfg: ServeConfig, out: Path) -> Path:
     conditioned_front(cfg.run or Path(), "serve")
     given = {"policy": cfg.policy, "rollout": cfg.rollout, "has_base": cfg.base is None}
     return export(ExportConfig(run=cfg.run, to="gguf", out=out, **given)).folder

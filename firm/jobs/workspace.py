@@ -73,7 +73,7 @@ def save_workspace(cfg: WorkspaceConfig) -> str:
         UserError: The run does not exist or has no round yet, there is no API key, W&B cannot be
             reached or rejects the request, or the package `wandb-workspaces` is missing.
     """
-    logged = _logged(cfg.run)
+    logged = _read_logged(cfg.run)
     workspaces, panels = _packages()
     import wandb
 
@@ -153,7 +153,7 @@ def _packages() -> tuple[Any, Any]:
     return workspaces, panels
 
 
-def _logged(path: Path) -> _Logged:
+def _read_logged(path: Path) -> _Logged:
     paths = [path]
     if is_sweep := (path / SWEEP_NAME).exists():
         sweep = Sweep(path)

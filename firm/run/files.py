@@ -25,7 +25,7 @@ def read_text(path: Path, *, remedy: str) -> str:
         UserError: The file is not valid UTF-8; the message names file and line.
         OSError: The file cannot be read.
     """
-    return _decoded(_read_bytes(path), path, remedy)
+    return _decode(_read_bytes(path), path, remedy)
 
 
 def _read_bytes(path: Path) -> bytes:
@@ -33,7 +33,7 @@ def _read_bytes(path: Path) -> bytes:
         return file.read()
 
 
-def _decoded(content: bytes, path: Path, remedy: str) -> str:
+def _decode(content: bytes, path: Path, remedy: str) -> str:
     try:
         return content.decode("utf-8")
     except UnicodeDecodeError as error:
@@ -169,7 +169,7 @@ def read_rows(path: Path, *, remedy: str) -> list[Any]:
     if not path.exists():
         return []
     whole = _read_bytes(path).rpartition(b"\n")[0]  # drops an incomplete last line
-    lines = _decoded(whole, path, remedy).split("\n") if whole else []
+    lines = _decode(whole, path, remedy).split("\n") if whole else []
     rows: list[Any] = []
     for number, line in enumerate(lines, start=1):
         try:

@@ -108,7 +108,7 @@ class Sweep:
                 )
             sweep = cls(path)
             fixed = [
-                {**each, "config": sweep._fixed(each["config"], own_keys)}
+                {**each, "config": sweep._fixed_part(each["config"], own_keys)}
                 for each in (manifest, asked)
             ]
             if changed := differences({k: fixed[0][k] for k in asked}, fixed[1]):
@@ -132,7 +132,7 @@ class Sweep:
                 place_new(path / SWEEP_NAME, manifest)
         return cls.open(path, config, points, resume=True, kind=kind)
 
-    def _fixed(self, config: Any, own_keys: Mapping[str, Sequence[str]] | None) -> Any:
+    def _fixed_part(self, config: Any, own_keys: Mapping[str, Sequence[str]] | None) -> Any:
         """Returns the part of a configuration that must not change; see `open`."""
         if own_keys is None:
             return config
@@ -256,7 +256,7 @@ def _run_point(
     try:
         if _is_held(place):
             return None
-        with interrupted_by_sigterm(), _printed_to(log):
+        with interrupted_by_sigterm(), _print_to(log):
             run(place, settings)
     except LinkFound as error:
         problem = str(error)
@@ -289,7 +289,7 @@ def _is_held(place: str) -> bool:
 
 
 @contextmanager
-def _printed_to(log: str) -> Iterator[None]:
+def _print_to(log: str) -> Iterator[None]:
     with (
         open(log, "a", encoding="utf-8", opener=open_inside) as file,
         redirect_stdout(file),

@@ -54,7 +54,7 @@ def write_merged(
     for folder, adapter, other in zip(folders, adapters, settings, strict=True):
         for key in sorted(settings[0].keys() | other.keys()):
             ours, theirs = settings[0].get(key), other.get(key)
-            if _unordered(ours) != _unordered(theirs):
+            if _sort_lists(ours) != _sort_lists(theirs):
                 raise UserError(
                     f"only adapters with equal settings can be merged; {key} is {ours!r} in "
                     f"{folders[0]} and {theirs!r} in {folder}."
@@ -112,7 +112,7 @@ def read_settings(folder: Path) -> dict[str, Any]:
     return {**settings, "base_model_name_or_path": base}
 
 
-def _unordered(value: Any) -> Any:
+def _sort_lists(value: Any) -> Any:
     """Sorts lists, as peft writes sets of names in arbitrary order."""
     return sorted(map(str, value)) if isinstance(value, list) else value
 

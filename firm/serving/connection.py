@@ -101,7 +101,7 @@ class Connection:
 
     async def while_connected(self, work: Coroutine[Any, Any, None]) -> None:
         """Awaits work, which is cancelled when the client leaves."""
-        tasks = asyncio.create_task(work), asyncio.create_task(self._gone())
+        tasks = asyncio.create_task(work), asyncio.create_task(self._wait_for_leaving())
         try:
             await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
             if not tasks[0].done():
@@ -112,7 +112,7 @@ class Connection:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
 
-    async def _gone(self) -> None:
+    async def _wait_for_leaving(self) -> None:
         with suppress(LeftError):
             while True:
                 await self._next()
@@ -122,14 +122,14 @@ class Connection:
     ) -> None:
         """Sends a whole response."""
         response = Response(json_text(content), status, headers, "application/json")
-        await response(self.request.scope, self._receive, self._timed_send)
+        await response(self.request.scope, self._receive, self._send_in_time)
 
     async def begin_events(self) -> None:
         """Begins a response of server-sent events."""
         self._has_begun = True
         head = Response(None, 200, {"Cache-Control": "no-cache"}, "text/event-stream").raw_headers
         fields = [pair for pair in head if pair[0] != b"content-length"]
-        await self._timed_send({"type": "http.response.start", "status": 200, "headers": fields})
+        await self._send_in_time({"type": "http.response.start", "status": 200, "headers": fields})
 
     async def send_event(self, content: Any) -> None:
         """Sends an event with an object."""
@@ -141,7 +141,7 @@ class Connection:
 
     async def _send_part(self, text: str, *, has_more: bool = True) -> None:
         part = {"type": "http.response.body", "body": text.encode(), "more_body": has_more}
-        await self._timed_send(part)
+        await self._send_in_time(part)
 
     async def refuse(self, error: RequestRefused) -> None:
         """Sends an error as the response or, within events, as the last one."""
@@ -163,7 +163,7 @@ class Connection:
             while not self._has_body and num_bytes < MAX_DROPPED:
                 num_bytes += len(await self._next())
 
-    async def _timed_send(self, message: Message) -> None:
+    async def _send_in_time(self, message: Message) -> None:
         try:
             async with asyncio.timeout(SEND_S):
                 await self._send(message)

@@ -25,8 +25,15 @@ from starlette.types import Receive, Scope, Send
 from firm.serving.connection import IDLE_S, SEND_S, Connection, LeftError, TimedProtocol
 from firm.serving.front import ServedFront
 from firm.serving.local import check_host, family_of, foreign, is_local
-from firm.serving.replies import assembled, refusal, total_usage
-from firm.serving.requests import RequestRefused, Translated, defaults, models, parsed, translated
+from firm.serving.replies import assemble, refusal, total_usage
+from firm.serving.requests import (
+    EngineRequest,
+    RequestRefused,
+    defaults,
+    models,
+    parse_body,
+    translate,
+)
 from firm.serving.slots import Slots
 
 logger = logging.getLogger(__name__)
@@ -165,7 +172,7 @@ class Endpoint:
             case "GET", "/v1/models":
                 await own.send_json(models(self.engine.served, self.name))
             case "POST", "/v1/chat/completions":
-                with self._slots.admitted():
+                with self._slots.admit():
                     await self._chat(own)
             case method, path:
                 raise RequestRefused(
@@ -189,14 +196,14 @@ class Endpoint:
         limits = {"num_slots": self.engine.num_slots, "context": self.engine.context}
         request = await asyncio.get_running_loop().run_in_executor(
             self._reader,
-            lambda: translated(parsed(text), self.engine.served, self.name, **limits),
+            lambda: translate(parse_body(text), self.engine.served, self.name, **limits),
         )
         await own.while_connected(self._reply(own, request))
 
-    async def _reply(self, own: Connection, request: Translated) -> None:
+    async def _reply(self, own: Connection, request: EngineRequest) -> None:
         async with aclosing(self._parts(request)) as parts:
             if not request.body.get("stream"):
-                await own.send_json(assembled([part async for part in parts]))
+                await own.send_json(assemble([part async for part in parts]))
                 return
             first = await anext(parts)  # until then, an error has a status
             await own.begin_events()
@@ -206,7 +213,7 @@ class Endpoint:
                     await own.send_event(part)
             await own.end_events()
 
-    async def _parts(self, request: Translated) -> AsyncGenerator[dict[str, Any]]:
+    async def _parts(self, request: EngineRequest) -> AsyncGenerator[dict[str, Any]]:
         """Yields the parts of a reply, the last one with its usage.
 
         Raises:
@@ -228,7 +235,7 @@ class Endpoint:
         if len(usages) < request.num_replies:
             raise RequestRefused("llama.cpp has ended the reply early.", 500)
 
-    async def _chunks(self, request: Translated) -> AsyncGenerator[dict[str, Any]]:
+    async def _chunks(self, request: EngineRequest) -> AsyncGenerator[dict[str, Any]]:
         """Yields the chunks of the engine, which stops at the next one if this is closed."""
         chunks: asyncio.Queue[dict[str, Any] | Exception | None] = asyncio.Queue()
         loop, has_left, num = asyncio.get_running_loop(), Event(), request.num_replies
@@ -240,7 +247,7 @@ class Endpoint:
 
         def compute() -> None:
             try:
-                self.engine.reply(_streamed(request.body), request.scales, put)
+                self.engine.reply(_stream_request(request.body), request.scales, put)
             except Exception as error:
                 put(error)
             else:
@@ -260,7 +267,7 @@ class Endpoint:
             has_left.set()
 
 
-def _streamed(body: dict[str, Any]) -> dict[str, Any]:
+def _stream_request(body: dict[str, Any]) -> dict[str, Any]:
     """Returns a request whose reply llama.cpp can stop: one in parts, the prompt's among them."""
     options = {"stream_options": {"include_usage": True}, "return_progress": True}
     return {**body, "stream": True, **options}

@@ -139,7 +139,7 @@ def stated_preference(
         return mean_preference(reaching(front, shares))
     if require is not None:
         if not isinstance(require, str):
-            raise ValueError(f"require must be a text such as 'kl<=3', got {_shown(require)}.")
+            raise ValueError(f"require must be a text such as 'kl<=3', got {_short_json(require)}.")
         certificate = passing_certificate(front, require, confidence=confidence)
         return [certificate.preference[name] for name in objectives]
     return [1 / len(objectives)] * len(objectives)
@@ -188,10 +188,10 @@ def _as_text(value: Any, objectives: Sequence[str], key: str) -> str:
         return ",".join(f"{name}={s}" for name, s in zip(objectives, value, strict=True))
     raise ValueError(
         f"{key} must be name=share pairs, an object of shares by objective, or a list of "
-        f"{len(objectives)} shares ({', '.join(objectives)}), got {_shown(value)}."
+        f"{len(objectives)} shares ({', '.join(objectives)}), got {_short_json(value)}."
     )
 
 
-def _shown(value: Any) -> str:
+def _short_json(value: Any) -> str:
     text = json.dumps(value, default=str)
     return text if len(text) <= 60 else f"{text[:60]}[...]"

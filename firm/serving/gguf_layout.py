@@ -71,15 +71,15 @@ def layout_of(config: PretrainedConfig) -> Layout:
         layer = own.split(".")[-2]
         if architecture != _PERMUTED or layer not in heads:
             return tensor
-        return permuted(tensor, heads[layer])
+        return permute_rows(tensor, heads[layer])
 
     return Layout(architecture, name, rows)
 
 
-def permuted(tensor: torch.Tensor, num_heads: int) -> torch.Tensor:
+def permute_rows(tensor: torch.Tensor, num_heads: int) -> torch.Tensor:
     """Returns a tensor with the rows of each head interleaved from its two halves.
 
-    >>> permuted(torch.arange(8.0), 2).tolist()
+    >>> permute_rows(torch.arange(8.0), 2).tolist()
     [0.0, 2.0, 1.0, 3.0, 4.0, 6.0, 5.0, 7.0]
     """
     halves = tensor.unflatten(0, (num_heads, 2, tensor.size(0) // num_heads // 2))

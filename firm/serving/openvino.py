@@ -49,7 +49,7 @@ class OpenVINOEngine:
         self.pipeline: Any = self._genai.LLMPipeline(
             str(model),
             device,
-            adapters=self._scaled(self.served.scales()),
+            adapters=self._adapter_config(self.served.scales()),
             # the other backend's cache of prompts ignores scales, as of 2026.4
             ATTENTION_BACKEND="SDPA",
             **properties,
@@ -68,9 +68,9 @@ class OpenVINOEngine:
         """
         if self.served.end_ids:
             options.setdefault("stop_token_ids", set(self.served.end_ids))
-        return self.pipeline.generate(prompt, adapters=self._scaled(scales), **options)
+        return self.pipeline.generate(prompt, adapters=self._adapter_config(scales), **options)
 
-    def _scaled(self, scales: Mapping[str, float]) -> Any:
+    def _adapter_config(self, scales: Mapping[str, float]) -> Any:
         # OpenVINO GenAI 2026.4 keeps all scales if the last adapter's is unchanged, unless the
         # adapters' order has changed
         self._adapters.reverse()

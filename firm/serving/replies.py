@@ -42,7 +42,7 @@ def total_usage(usages: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     return {**usages[0], **total}
 
 
-def assembled(chunks: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
+def assemble(chunks: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
     """Returns the response whose parts are given, the last one with its usage."""
     reply: dict[str, Any] = {}
     choices: dict[int, dict[str, Any]] = {}

@@ -79,7 +79,7 @@ class RequestRefused(ValueError):
 
 
 @dataclass(frozen=True)
-class Translated:
+class EngineRequest:
     """A request for the engine."""
 
     body: dict[str, Any]
@@ -122,7 +122,7 @@ def _schema(value: dict[str, Any]) -> dict[str, Any]:
             # "((a?){100}){20}" takes llama.cpp minutes
             if any("pattern" in key.lower() for key in part):
                 raise PydanticCustomError("schema", "a JSON schema without patterns")
-            parts += [*part, *part.values(), *_referred(value, part.get("$ref"))]
+            parts += [*part, *part.values(), *_referenced_parts(value, part.get("$ref"))]
         elif isinstance(part, list):
             parts += part
         else:
@@ -134,7 +134,7 @@ def _schema(value: dict[str, Any]) -> dict[str, Any]:
     return value
 
 
-def _referred(schema: dict[str, Any], place: Any) -> list[Any]:
+def _referenced_parts(schema: dict[str, Any], place: Any) -> list[Any]:
     """Returns the part of a schema to which `$ref` points, if it is there."""
     part: Any = schema
     for step in place.split("/")[1:] if isinstance(place, str) else [None]:
@@ -285,7 +285,7 @@ _UNUSED = {
 """Fields that concern OpenAI's own accounts and caches."""
 
 
-def checked(request: Mapping[str, Any]) -> dict[str, Any]:
+def check_fields(request: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the fields of a request that are not null.
 
     Raises:
@@ -317,7 +317,7 @@ def _short(value: Any) -> str:
 # --- Translation ----------------------------------------------------------------------------------
 
 
-def parsed(text: bytes) -> dict[str, Any]:
+def parse_body(text: bytes) -> dict[str, Any]:
     """Returns the request in a body.
 
     Raises:
@@ -332,14 +332,14 @@ def parsed(text: bytes) -> dict[str, Any]:
     return request
 
 
-def translated(
+def translate(
     request: Mapping[str, Any],
     served: ServedFront,
     name: str,
     *,
     num_slots: int = 1,
     context: int = 2**31 - 1,
-) -> Translated:
+) -> EngineRequest:
     """Returns a chat request with the scales of its trade-off.
 
     Fields that are null, or not there, take the front's defaults. Strings that end a reply and
@@ -370,12 +370,12 @@ def translated(
             f"state the trade-off once, got {next(iter(stated))} in the body and {words[:80]} in "
             "the model's name."
         )
-    body = _merged(checked(given), served, num_slots=num_slots, context=context)
+    body = _engine_body(check_fields(given), served, num_slots=num_slots, context=context)
     options = body.pop("stream_options", {})
     has_usage = options.get("include_usage", False) is True
     if words == BASE:
         scales, label = dict.fromkeys(served.adapters, 0.0), f"{name}@{BASE}"
-        return Translated(body, scales, label, has_usage)
+        return EngineRequest(body, scales, label, has_usage)
     if at:
         key, colon, value = words.partition(":")
         is_named = bool(colon) and key in TRADE_OFFS
@@ -391,7 +391,7 @@ def translated(
         scales = served.scales(confidence=float(confidence), **stated)
     except ValueError as error:
         raise RequestRefused(str(error)) from error
-    return Translated(body, scales, model_at(name, scales), has_usage)
+    return EngineRequest(body, scales, model_at(name, scales), has_usage)
 
 
 def defaults(served: ServedFront) -> dict[str, Any]:
@@ -400,11 +400,11 @@ def defaults(served: ServedFront) -> dict[str, Any]:
     Raises:
         RequestRefused: When they are no fields of requests.
     """
-    own = checked({**served.request, "messages": [{"role": "user", "content": ""}]})
+    own = check_fields({**served.request, "messages": [{"role": "user", "content": ""}]})
     return {key: value for key, value in own.items() if key != "messages"}
 
 
-def _merged(
+def _engine_body(
     given: dict[str, Any], served: ServedFront, *, num_slots: int, context: int
 ) -> dict[str, Any]:
     """Returns the engine's request: the fields that are given, on top of the front's."""

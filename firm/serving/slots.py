@@ -21,7 +21,7 @@ class Slots:
         self._turn, self._free = asyncio.Lock(), asyncio.Semaphore(num_slots)
 
     @contextmanager
-    def admitted(self) -> Iterator[None]:
+    def admit(self) -> Iterator[None]:
         """Counts a request from before its body is read to the end of its answer.
 
         Raises:

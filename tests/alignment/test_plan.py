@@ -81,7 +81,7 @@ def plan_of(cfg: AlignmentConfig, num_processes: int = 1):
 def plan_without_memory(cfg: AlignmentConfig, num_processes: int = 1):
     """A plan but for its memory, whose estimate takes a second and more."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("firm.jobs.plan.planning.estimated_costs", lambda *_: (None, None))
+        patch.setattr("firm.jobs.plan.planning.estimate_costs", lambda *_: (None, None))
         return plan_of(cfg, num_processes)
 
 

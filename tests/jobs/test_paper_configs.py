@@ -58,7 +58,7 @@ def test_work_is_that_of_the_setting():
 
 
 def test_fedcmoo_a_is_firm_s_baseline_without_compression_and_without_beta(monkeypatch):
-    takes_seconds = "firm.jobs.plan.planning.estimated_costs"
+    takes_seconds = "firm.jobs.plan.planning.estimate_costs"
     monkeypatch.setattr(takes_seconds, lambda *_: (None, None))
     local = ("--policy.path", "firm/miniature/checkpoints/policy", "--policy.prompt.name", "hh")
     cfg = config("fedcmoo_a")

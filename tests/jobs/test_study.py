@@ -119,7 +119,7 @@ def test_the_seeds_of_a_setting_are_one_job_type_in_wandb():
 
 
 def test_a_setting_has_a_folder_of_its_own_below_the_study(capsys, monkeypatch):
-    takes_seconds = "firm.jobs.plan.planning.estimated_costs"
+    takes_seconds = "firm.jobs.plan.planning.estimate_costs"
     monkeypatch.setattr(takes_seconds, lambda *_: (None, None))
     settings = "{'../../β = 0.5': {}}"
     base = str(SMOKE)

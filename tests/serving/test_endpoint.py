@@ -7,7 +7,7 @@ import pytest
 
 from firm.serving.endpoint import Endpoint
 from firm.serving.local import is_local
-from firm.serving.requests import MAX_BODY, models, translated
+from firm.serving.requests import MAX_BODY, models, translate
 from tests.serving.served import HEAD, MESSAGES, Echo, ask, chunk, serving
 
 
@@ -107,7 +107,7 @@ def test_the_models_are_the_measured_points(server, served):
     assert len(names) == 2 + len(served.front.points)
     assert entries[2]["rewards"] == {"helpful": 0.0, "harmless": 1.0}
     for name in names:
-        translated({"messages": MESSAGES, "model": name}, served, "tiny")
+        translate({"messages": MESSAGES, "model": name}, served, "tiny")
 
 
 @pytest.mark.parametrize(

@@ -11,10 +11,10 @@ from firm.serving.requests import (
     MAX_SCHEMA,
     ChatRequest,
     RequestRefused,
-    checked,
+    check_fields,
     defaults,
-    parsed,
-    translated,
+    parse_body,
+    translate,
 )
 
 MESSAGES = [{"role": "user", "content": "Hi"}]
@@ -43,7 +43,7 @@ MET = f"tiny@helpful={round(SHARE, 6):g},harmless={round(1 - SHARE, 6):g}"
     ],
 )
 def test_a_trade_off_in_the_body_or_the_name_becomes_scales(served, request_, shares, model):
-    own = translated({"messages": MESSAGES, "top_k": 3, **request_}, served, "tiny")
+    own = translate({"messages": MESSAGES, "top_k": 3, **request_}, served, "tiny")
     assert list(own.scales.values()) == pytest.approx(shares, abs=1e-6)
     assert own.model == model
     # the front's defaults, without what only this endpoint knows
@@ -53,7 +53,7 @@ def test_a_trade_off_in_the_body_or_the_name_becomes_scales(served, request_, sh
 
 def test_the_request_s_own_system_message_and_sampling_take_precedence(served):
     messages = [{"role": "system", "content": "Rhyme."}, *MESSAGES]
-    own = translated({"messages": messages, "temperature": 0}, served, "tiny")
+    own = translate({"messages": messages, "temperature": 0}, served, "tiny")
     assert own.body == {"messages": messages, "temperature": 0}
 
 
@@ -153,7 +153,7 @@ REFUSED = {
 def test_a_field_that_is_wrong_is_refused_with_its_name(served, name):
     request, words = REFUSED[name]
     with pytest.raises(RequestRefused, match=words) as refusal:
-        translated({"messages": MESSAGES, **request}, served, "tiny", num_slots=3, context=256)
+        translate({"messages": MESSAGES, **request}, served, "tiny", num_slots=3, context=256)
     assert refusal.value.status == (404 if "model" in words else 400)
     assert len(str(refusal.value)) < 600
 
@@ -173,13 +173,13 @@ def test_a_field_that_is_wrong_is_refused_with_its_name(served, name):
 )
 def test_a_body_is_strict_json(text, words):
     with pytest.raises(RequestRefused, match=words):
-        parsed(text)
+        parse_body(text)
 
 
 def test_null_takes_the_front_s_default(served):
     request = {"messages": MESSAGES, "temperature": None, "top_k": None, "preference": None}
-    assert translated(request, served, "tiny").body["temperature"] == 0.7
-    assert "top_k" not in translated(request, served, "tiny").body
+    assert translate(request, served, "tiny").body["temperature"] == 0.7
+    assert "top_k" not in translate(request, served, "tiny").body
 
 
 def test_stops_and_template_options_are_added_to_the_front_s(served):
@@ -188,22 +188,22 @@ def test_stops_and_template_options_are_added_to_the_front_s(served):
     front = replace(served, request=request)
     for own in ("END", ["END", "\n\nHuman:"]):
         body = {"messages": MESSAGES, "stop": own, "chat_template_kwargs": {"thinking": False}}
-        body = translated(body, front, "tiny").body
+        body = translate(body, front, "tiny").body
         assert body["stop"] == ["\n\nHuman:", "END"]
         assert body["chat_template_kwargs"] == {"date_string": "26 Jul 2024", "thinking": False}
-    body = translated({"messages": MESSAGES, "stop": None}, front, "tiny").body
+    body = translate({"messages": MESSAGES, "stop": None}, front, "tiny").body
     assert body["stop"] == ["\n\nHuman:"]
 
 
 def test_a_developer_message_is_a_system_message(served):
     messages = [{"role": "developer", "content": "Rhyme."}, *MESSAGES]
-    body = translated({"messages": messages}, served, "tiny").body
+    body = translate({"messages": messages}, served, "tiny").body
     assert body["messages"] == [{"role": "system", "content": "Rhyme."}, *MESSAGES]
 
 
 def test_a_list_of_texts_is_one_text(served):
     parts = [{"type": "text", "text": "Where is"}, {"type": "text", "text": "my ladder?"}]
-    body = translated({"messages": [{"role": "user", "content": parts}]}, served, "tiny").body
+    body = translate({"messages": [{"role": "user", "content": parts}]}, served, "tiny").body
     assert body["messages"][-1]["content"] == "Where is\nmy ladder?"
 
 
@@ -213,7 +213,7 @@ def test_a_reply_of_the_client_can_be_sent_back(served):
     unused = {"refusal": None, "annotations": [], "audio": None, "function_call": None}
     result = {"role": "tool", "tool_call_id": "1", "content": "3"}
     request = {"messages": [*MESSAGES, {**reply, **unused}, result]}
-    _, _, first, second = translated(request, served, "tiny").body["messages"]
+    _, _, first, second = translate(request, served, "tiny").body["messages"]
     assert first == {"role": "assistant", "tool_calls": [call]}
     assert second == result
 
@@ -222,13 +222,13 @@ def test_a_chosen_tool_is_the_only_one_and_required(served):
     tools = [tool("add"), tool("subtract")]
     choice = {"type": "function", "function": {"name": "subtract"}}
     request = {"messages": MESSAGES, "tools": tools, "tool_choice": choice}
-    body = translated(request, served, "tiny").body
+    body = translate(request, served, "tiny").body
     assert (body["tools"], body["tool_choice"]) == ([tools[1]], "required")
 
 
 def test_seeds_are_reproducible_even_if_llama_cpp_draws_one_for_them(served):
     seeds = [-1, 0, 1, 2**32 - 1, 2**63 - 1]
-    bodies = [translated({"messages": MESSAGES, "seed": s}, served, "tiny").body for s in seeds]
+    bodies = [translate({"messages": MESSAGES, "seed": s}, served, "tiny").body for s in seeds]
     assert all(0 <= body["seed"] < 2**32 - 1 for body in bodies)
 
 
@@ -245,7 +245,7 @@ def test_an_odd_value_is_taken_or_refused(served, key):
     for value in ODD:
         for given in (value, [value], {"type": value}, {"role": value, "content": value}):
             with suppress(RequestRefused):
-                translated({"messages": MESSAGES, key: given}, served, "tiny")
+                translate({"messages": MESSAGES, key: given}, served, "tiny")
 
 
 def test_references_of_a_schema_are_followed_as_far_as_they_are_needed(served):
@@ -253,13 +253,13 @@ def test_references_of_a_schema_are_followed_as_far_as_they_are_needed(served):
     own = {"properties": {"a": {"$ref": "#/$defs/n"}}, "$defs": {"n": number, "a/b": number}}
     for schema in (own, {**own, "items": {"$ref": "#/$defs/a~1b"}}, {"$ref": "#/nowhere"}):
         request = {"messages": MESSAGES, "response_format": formatted(**schema)}
-        body = translated(request, served, "tiny").body
+        body = translate(request, served, "tiny").body
         assert body["response_format"]["json_schema"]["schema"] == schema
 
 
 def test_fields_for_openai_s_accounts_are_accepted_and_dropped(served):
     request = {"messages": MESSAGES, "user": "me", "metadata": {"a": "b"}, "store": False}
-    assert checked(request) == {"messages": MESSAGES}
+    assert check_fields(request) == {"messages": MESSAGES}
 
 
 def test_defaults_that_are_no_fields_are_refused_before_serving(served):

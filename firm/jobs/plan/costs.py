@@ -43,7 +43,7 @@ class Rehearsed(NamedTuple):
     """A rollout in evaluations and calibration."""
 
 
-def estimated_costs(
+def estimate_costs(
     architecture: PretrainedConfig,
     policy: PolicyFigures,
     cfg: AlignmentConfig,
@@ -68,10 +68,10 @@ def estimated_costs(
     """
     device = _device_here(cfg.policy.device)
     models = _models(architecture, policy, cfg)
-    rehearsals = [rehearsed(each, cfg, traffic, work, device) for each in models]
+    rehearsals = [rehearse(each, cfg, traffic, work, device) for each in models]
     num_further = architecture.num_hidden_layers - DEPTH if len(models) > 1 else 0
     update, rollout, evaluation = (
-        _extrapolated(stages, num_further) for stages in zip(*rehearsals, strict=True)
+        _extrapolate(stages, num_further) for stages in zip(*rehearsals, strict=True)
     )
     memory = _memory(update, rollout, evaluation, policy, cfg, num_clients)
     is_here = cfg.policy.device.partition(":")[0] in ("auto", device.type)
@@ -84,7 +84,7 @@ def estimated_costs(
         torch.set_num_threads(cfg.num_threads)
     try:
         seconds = [_seconds(cfg, each, work, speeds) for each in rehearsals]
-        return memory, _extrapolated(seconds, num_further)
+        return memory, _extrapolate(seconds, num_further)
     except RuntimeError as error:  # the device is too full, or cannot multiply a dtype
         notes.append(f"{device}: no estimate of the time ({first_line(error)}).")
         return memory, None
@@ -114,7 +114,7 @@ def _models(
     return [policy_without_storage(architecture, cfg.policy, num_objectives)]
 
 
-def _extrapolated(figures: Sequence[Figures], num_further: int) -> Figures:
+def _extrapolate(figures: Sequence[Figures], num_further: int) -> Figures:
     """Returns the figures of a policy with `num_further` layers more than that of the first.
 
     Each layer adds as much as that between both policies: what a layer keeps for the backward pass
@@ -140,7 +140,7 @@ def policy_without_storage(
         return add_adapter(model, config, num_objectives=num_objectives)
 
 
-def rehearsed(
+def rehearse(
     model: Any, cfg: AlignmentConfig, traffic: Traffic, work: Work, device: torch.device
 ) -> Rehearsed:
     """Rehearses a local step of the busiest process.

@@ -25,7 +25,7 @@ def updates(cfg: AlignmentConfig, traffic: Traffic, num_clients: int) -> Passes:
     count = traffic.num_trainings * num_passes(cfg) * parts(cfg.estimator.minibatch_size)
     if traffic.takes_whole_batches:
         count += max(1, traffic.num_solves) * parts(cfg.estimator.batch_size)
-    return _joined(cfg, num_clients, rows=part, count=count)
+    return _passes(cfg, num_clients, rows=part, count=count)
 
 
 def num_passes(cfg: AlignmentConfig) -> int:
@@ -54,10 +54,10 @@ def rollouts(cfg: AlignmentConfig, traffic: Traffic, num_clients: int) -> Passes
     # a client's trainings start from the same state, so they share their first batch
     batches = traffic.num_trainings * (cfg.strategy.num_local_steps - 1) + 1
     rows = min(cfg.rollout.forward_batch_size, size)
-    return _joined(cfg, num_clients, rows=rows, count=batches * math.ceil(size / rows))
+    return _passes(cfg, num_clients, rows=rows, count=batches * math.ceil(size / rows))
 
 
-def _joined(cfg: AlignmentConfig, num_clients: int, *, rows: int, count: int) -> Passes:
+def _passes(cfg: AlignmentConfig, num_clients: int, *, rows: int, count: int) -> Passes:
     together = 1
     if cfg.engine == "stacked":
         together = min(num_clients, max(1, (cfg.max_rows or MAX_ROWS) // rows))

@@ -24,7 +24,7 @@ from firm.jobs.alignment_config import (
     reward_configs,
 )
 from firm.jobs.alignment_data import data_of
-from firm.jobs.plan.costs import estimated_costs, policy_without_storage
+from firm.jobs.plan.costs import estimate_costs, policy_without_storage
 from firm.jobs.plan.passes import num_passes, rollouts, updates
 from firm.jobs.plan.record import Placement, PolicyFigures, RewardFigures, RunPlan, Work
 from reward_models.config import RewardModelConfig
@@ -98,7 +98,7 @@ def make_plan(cfg: AlignmentConfig, clients: Sequence[str], processes: Processes
     work = _work(cfg, len(clients), traffic, busiest, shares)
     if architecture is not None and policy is not None:
         try:
-            memory, seconds = estimated_costs(
+            memory, seconds = estimate_costs(
                 architecture, policy, cfg, traffic, busiest, work, notes
             )
         except (AttributeError, RuntimeError, TypeError, ValueError) as error:
