@@ -29,7 +29,7 @@ PARTS: dict[str, tuple[Any, str]] = {
     "page": (run_page, "write_report"),
     "alarms": (alignment, "alarms_of_rounds"),
     "guard": (KLGuard, "judge"),
-    "best": (alignment._LanguageTask, "_noted"),
+    "best": (alignment._LanguageTask, "_note_utility"),
     "log": (Logbook, "log"),
     "checkpoint": (Run, "save_checkpoint"),
 }

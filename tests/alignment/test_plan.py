@@ -20,6 +20,7 @@ from transformers import (
     GPT2Config,
     LlamaForSequenceClassification,
     MambaConfig,
+    Qwen2Config,
 )
 
 from firm.alignment import (
@@ -36,6 +37,7 @@ from firm.alignment.hyperparameters import departures, hyperparameters
 from firm.alignment.live_bytes import LiveBytes
 from firm.alignment.policy import adapter_parameters, without_needless_warnings
 from firm.alignment.prompts import prompt_of
+from firm.alignment.roofline import Speeds
 from firm.alignment.stacked.trainer import stacked_trainers
 from firm.base.fields import NOT_IN_PAPER, Paper, configuration
 from firm.federation import Processes, RandomStream
@@ -43,7 +45,7 @@ from firm.federation.lockstep import lockstep
 from firm.jobs.alignment import main
 from firm.jobs.alignment_config import AlignmentConfig
 from firm.jobs.alignment_data import data_of
-from firm.jobs.plan import make_plan, paper_tables, plan_tables, planning
+from firm.jobs.plan import costs, make_plan, paper_tables, plan_tables, planning
 from firm.jobs.plan.costs import EVALUATION_BATCH, evaluated_rows
 from firm.jobs.plan.passes import preferences_of_minibatch
 from firm.jobs.plan.record import RewardFigures
@@ -663,6 +665,51 @@ def test_absolute_positions_and_conv1d_layers_are_planned_too(tmp_path):
     checkpointed = plan_of(saving).memory
     assert checkpointed.update < plan.memory.update
     assert checkpointed.saved < plan.memory.saved
+
+
+@pytest.fixture
+def depths(monkeypatch) -> list[int]:
+    """Numbers of layers of the rehearsed policies, whose time is the number of operations."""
+    seen: list[int] = []
+    rehearse = costs._rehearse
+
+    def noted(model, *rest):
+        seen.append(model.config.num_hidden_layers)
+        return rehearse(model, *rest)
+
+    monkeypatch.setattr(costs, "_rehearse", noted)
+    monkeypatch.setattr(Speeds, "seconds", lambda _, own: sum(each.flops for each in own))
+    return seen
+
+
+@pytest.mark.parametrize(
+    "options",
+    [(), ("--estimator.name", "critic_free", "--engine", "stacked")],
+    ids=["ppo", "critic_free, stacked"],
+)
+def test_a_deep_policy_is_rehearsed_shallow_and_takes_as_much(
+    options, make_model, tmp_path, monkeypatch, depths
+):
+    make_model(num_hidden_layers=7).config.save_pretrained(tmp_path)
+    path = ("--policy.path", tmp_path, "--policy.lora.target_modules", "[q_proj]")
+    shallow = plan_of(config(*path, *options))
+    assert depths == [2, 3]
+    monkeypatch.setattr(costs, "DEPTH", 100)
+    whole = plan_of(config(*path, *options))
+    assert depths == [2, 3, 7]
+    assert shallow.memory == whole.memory
+    assert shallow.seconds.total == pytest.approx(whole.seconds.total)
+
+
+def test_a_policy_whose_layers_differ_is_rehearsed_whole(tmp_path, depths):
+    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_attention_heads": 2}
+    windows = {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 3}
+    Qwen2Config(
+        vocab_size=32, num_hidden_layers=6, num_key_value_heads=2, **sizes, **windows
+    ).save_pretrained(tmp_path)
+    cfg = config("--policy.path", tmp_path, "--policy.lora.target_modules", "[q_proj]")
+    assert plan_of(cfg).memory is not None
+    assert depths == [6]
 
 
 def test_layers_are_counted_by_target_module(make_model, tmp_path):

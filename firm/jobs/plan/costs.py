@@ -7,6 +7,7 @@ holds freed blocks: a run of "49k, PPO" there took 2.0 times the estimate with g
 
 import copy
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any, NamedTuple, TypeVar
 
@@ -35,12 +36,11 @@ Figures = TypeVar("Figures", Update, Sampled, Seconds)
 
 
 class Rehearsed(NamedTuple):
-    """Stages of a local step."""
+    """Stages of a local step, and a rollout in evaluations and calibration."""
 
     update: Update
     rollout: Sampled
     evaluation: Sampled
-    """A rollout in evaluations and calibration."""
 
 
 def estimate_costs(
@@ -52,28 +52,17 @@ def estimate_costs(
     work: Work,
     notes: list[str],
 ) -> tuple[Memory, Seconds | None]:
-    """Returns the memory of the busiest process, and the run's time.
+    """Returns the memory of the busiest process, which trains `num_clients`, and the run's time.
 
     The time is None if the policy's device is not on this machine, another engine samples, or the
-    speeds cannot be measured, which a note then says.
-
-    Args:
-        architecture: The policy's architecture.
-        policy: Sizes of the policy.
-        cfg: The run.
-        traffic: Traffic of one round.
-        num_clients: Number of clients that the process trains in a round.
-        work: The numbers of passes.
-        notes: Receives notes on the estimates.
+    speeds cannot be measured, which `notes` then say.
     """
     device = _device_here(cfg.policy.device)
     models = _models(architecture, policy, cfg)
-    rehearsals = [rehearse(each, cfg, traffic, work, device) for each in models]
+    rehearsals = [_rehearse(each, cfg, traffic, work, device) for each in models]
     num_further = architecture.num_hidden_layers - DEPTH if len(models) > 1 else 0
-    update, rollout, evaluation = (
-        _extrapolate(stages, num_further) for stages in zip(*rehearsals, strict=True)
-    )
-    memory = _memory(update, rollout, evaluation, policy, cfg, num_clients)
+    stages = (_extrapolate(each, num_further) for each in zip(*rehearsals, strict=True))
+    memory = _memory(Rehearsed(*stages), policy, cfg, num_clients)
     is_here = cfg.policy.device.partition(":")[0] in ("auto", device.type)
     if not is_here or not isinstance(cfg.rollout.engine, TransformersConfig):
         return memory, None
@@ -92,25 +81,23 @@ def estimate_costs(
         torch.set_num_threads(threads)
 
 
-def _models(
-    architecture: PretrainedConfig, policy: PolicyFigures, cfg: AlignmentConfig
-) -> list[Any]:
+def _models(architecture: Any, policy: PolicyFigures, cfg: AlignmentConfig) -> list[Any]:
     """Returns the policy, or two shallow ones if it is deeper and all its layers are equal."""
     depth, num_objectives = getattr(architecture, "num_hidden_layers", 0), len(cfg.objectives)
-    kinds = getattr(architecture, "layer_types", None) or ["equal"]
+    kinds, models = getattr(architecture, "layer_types", None) or ["equal"], []
     if depth > DEPTH + 2 and len(set(kinds)) == 1:
-        models = []
-        for num_layers in (DEPTH, DEPTH + 1):
-            shallow = copy.deepcopy(architecture)
-            if len(kinds) == depth:
-                shallow.layer_types = kinds[:num_layers]
-            shallow.num_hidden_layers = num_layers
-            models.append(policy_without_storage(shallow, cfg.policy, num_objectives))
-        frozen = [sum(p.numel() for p in m.parameters() if not p.requires_grad) for m in models]
-        trained = [sum(p.numel() for p in adapter_parameters(m).values()) for m in models]
-        full = (policy.num_parameters, policy.num_trainable)
-        if full == tuple(a + (depth - DEPTH) * (b - a) for a, b in (frozen, trained)):
-            return models
+        with suppress(AttributeError, LookupError, TypeError, ValueError):  # it needs its depth
+            for num_layers in (DEPTH, DEPTH + 1):
+                shallow = copy.deepcopy(architecture)
+                if len(kinds) == depth:
+                    shallow.layer_types = kinds[:num_layers]
+                shallow.num_hidden_layers = num_layers
+                models.append(policy_without_storage(shallow, cfg.policy, num_objectives))
+            frozen = [sum(p.numel() for p in m.parameters() if not p.requires_grad) for m in models]
+            trained = [sum(p.numel() for p in adapter_parameters(m).values()) for m in models]
+            full = (policy.num_parameters, policy.num_trainable)
+            if full == tuple(a + (depth - DEPTH) * (b - a) for a, b in (frozen, trained)):
+                return models
     return [policy_without_storage(architecture, cfg.policy, num_objectives)]
 
 
@@ -120,15 +107,10 @@ def _extrapolate(figures: Sequence[Figures], num_further: int) -> Figures:
     Each layer adds as much as that between both policies: what a layer keeps for the backward pass
     or in the cache of keys and values, and its operations, do not depend on the layers before it.
     """
-    first, last = vars(figures[0]), vars(figures[-1])
-    return replace(
-        figures[0],
-        **{
-            name: own + num_further * (last[name] - own)
-            for name, own in first.items()
-            if isinstance(own, int | float)
-        },
-    )
+    numbers = {n: own for n, own in vars(figures[0]).items() if isinstance(own, int | float)}
+    last = vars(figures[-1])
+    changes = {name: own + num_further * (last[name] - own) for name, own in numbers.items()}
+    return replace(figures[0], **changes)
 
 
 def policy_without_storage(
@@ -140,18 +122,10 @@ def policy_without_storage(
         return add_adapter(model, config, num_objectives=num_objectives)
 
 
-def rehearse(
+def _rehearse(
     model: Any, cfg: AlignmentConfig, traffic: Traffic, work: Work, device: torch.device
 ) -> Rehearsed:
-    """Rehearses a local step of the busiest process.
-
-    Args:
-        model: The policy on the meta device; its parameters are replaced.
-        cfg: The run.
-        traffic: Traffic of one round.
-        work: The numbers of passes.
-        device: Device of the policy, which must be on this machine.
-    """
+    """Rehearses a local step of the busiest process; replaces the model's parameters."""
     joint, sampled = work.updates, work.rollouts
     rehearsal = REHEARSALS[cfg.estimator.learns_from](
         model,
@@ -174,13 +148,9 @@ def rehearse(
 
 
 def _memory(
-    update: Update,
-    rollout: Sampled,
-    evaluation: Sampled,
-    policy: PolicyFigures,
-    cfg: AlignmentConfig,
-    num_clients: int,
+    stages: Rehearsed, policy: PolicyFigures, cfg: AlignmentConfig, num_clients: int
 ) -> Memory:
+    update, rollout, evaluation = stages
     critic, is_stacked = update.critic, cfg.engine == "stacked"
     moments = 2 * policy.adapter_bytes if cfg.estimator.actor_optimizer == "adam" else 0
     learner = 3 * critic + moments  # Adam trains all parameters outside the adapter

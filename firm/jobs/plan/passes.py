@@ -9,13 +9,7 @@ from firm.jobs.plan.record import Passes
 
 
 def updates(cfg: AlignmentConfig, traffic: Traffic, num_clients: int) -> Passes:
-    """Returns the forward passes with gradients.
-
-    Args:
-        cfg: The run's configuration.
-        traffic: Traffic of one round.
-        num_clients: Clients that one process trains in a round.
-    """
+    """Returns the forward passes with gradients of a process that trains `num_clients`."""
     share = minibatch_share(cfg, traffic)
     part = min(cfg.estimator.micro_batch_size or share, share)
 

@@ -75,13 +75,12 @@ def make_plan(cfg: AlignmentConfig, clients: Sequence[str], processes: Processes
             policy_bytes = bytes_by_device(model.get_base_model(), devices)
         except ValueError as error:  # the devices of another machine
             notes.append(f"{error} The policy is counted on one device.")
+        unknown = "the format of prompts and the ends of replies are unknown: {}".format
         inspection = inspect_policy(
             cfg.policy.path,
             cfg.rollout,
             cfg.policy.prompt,
-            on_error=lambda reason: notes.append(
-                f"the format of prompts and the ends of replies are unknown: {reason}"
-            ),
+            on_error=lambda reason: notes.append(unknown(reason)),
         )
     rewards = _rewards(cfg, notes)
     if cfg.strategy.num_local_epochs is not None:
@@ -124,10 +123,7 @@ def make_plan(cfg: AlignmentConfig, clients: Sequence[str], processes: Processes
 
 
 def _prompts_per_client(cfg: AlignmentConfig, *, has_tokenizer: bool) -> tuple[int, int] | None:
-    """Returns the smallest and the largest number of training prompts of a client.
-
-    None if the prompts are not on this machine, or cannot be filtered by token count.
-    """
+    """Returns the fewest and most training prompts of a client; None if they are not here."""
     data = data_of(cfg)
     configs = data.sources(cfg).values()
     lists = [[own.source] if isinstance(own.source, str) else own.source for own in configs]

@@ -16,8 +16,7 @@ class PolicyFigures:
     bytes_by_dtype: dict[str, int]
     """Bytes of the frozen parameters by dtype, and of "buffers"."""
     part_bytes: int
-    """Bytes of the frozen parameters that a process keeps: its part of them, if they are
-    sharded."""
+    """Bytes of the frozen parameters that a process keeps: its part, if they are sharded."""
     gathered_bytes: int
     """Bytes of frozen parameters that a pass gathers at a time; 0 unless they are sharded."""
     num_trainable: int
@@ -104,8 +103,7 @@ class Work:
     clients_per_round: int
     rounds: int
     prompts_per_client: tuple[int, int] | None
-    """Minimum and maximum training prompts of a client; None if the data are not on this
-    machine."""
+    """Minimum and maximum training prompts of a client; None if not on this machine."""
     training_replies: int
     """Replies sampled in training, excluding the batches of FedCMOO's communication two_sample."""
     evaluation_replies: int

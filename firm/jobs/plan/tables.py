@@ -4,7 +4,6 @@ import json
 import os
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
-from itertools import islice
 from typing import Any, NamedTuple
 
 from firm.alignment.hyperparameters import hyperparameters
@@ -50,8 +49,7 @@ def print_plan(cfg: AlignmentConfig) -> None:
 
 def print_plans(runs: Mapping[str, AlignmentConfig], noun: str) -> None:
     """Prints the names and sizes of several runs, and the plan of the first that trains."""
-    shown = islice(runs.items(), MAX_ROWS)
-    rows = [[name, str(run.rounds), str(run.num_clients)] for name, run in shown]
+    rows = [[n, str(run.rounds), str(run.num_clients)] for n, run in [*runs.items()][:MAX_ROWS]]
     if len(runs) > MAX_ROWS:
         rows.append([f"and {len(runs) - MAX_ROWS:,} more", "", ""])
     print_table(f"{len(runs):,} {noun}s", [noun, "rounds", "clients"], rows)
@@ -77,14 +75,12 @@ def plan_tables(plan: RunPlan) -> list[PlanTable]:
 def _model_rows(plan: RunPlan) -> Iterator[tuple[str, str]]:
     yield "policy", plan.cfg.policy.path
     if inspection := plan.inspection:
-        yield (
-            "prompts",
-            {
-                "chat": "messages in its chat template",
-                "hh": "in the format of HH-RLHF, without a chat template",
-                "plain": "the last user message in policy.prompt.template",
-            }[inspection.prompt_format],
-        )
+        formats_in_words = {
+            "chat": "messages in its chat template",
+            "hh": "in the format of HH-RLHF, without a chat template",
+            "plain": "the last user message in policy.prompt.template",
+        }
+        yield "prompts", formats_in_words[inspection.prompt_format]
         ends = " ".join(inspection.ends) or "the maximum length, as there is no end token"
         yield "replies end at", ends
         if inspection.stop_strings:
@@ -94,9 +90,8 @@ def _model_rows(plan: RunPlan) -> Iterator[tuple[str, str]]:
     if policy := plan.policy:
         share = policy.num_trainable / (policy.num_parameters + policy.num_trainable)
         visits = plan.work.rounds * plan.work.clients_per_round
-        size, down, up = map(
-            formats.size, (policy.adapter_bytes, policy.bytes_down, policy.bytes_up)
-        )
+        sizes = (policy.adapter_bytes, policy.bytes_down, policy.bytes_up)
+        size, down, up = map(formats.size, sizes)
         total = visits * (policy.bytes_down + policy.bytes_up)
         yield "parameters", f"{policy.num_parameters:,} in {plan.cfg.policy.dtype}"
         yield "trainable", f"{policy.num_trainable:,} in float32, {100 * share:.2g} % of all"
@@ -130,19 +125,14 @@ def _work_rows(plan: RunPlan) -> Iterator[tuple[str, str]]:
     if work.prompts_per_client:
         fewest, most = work.prompts_per_client
         yield "prompts per client", f"{fewest:,}" + f" to {most:,}" * (most > fewest)
-    yield (
-        "optimizer steps",
-        f"{work.optimizer_steps:,} per client and round, "
-        f"{work.rounds * visits * work.optimizer_steps:,} in total",
-    )
+    own, total = work.optimizer_steps, work.rounds * visits * work.optimizer_steps
+    yield "optimizer steps", f"{own:,} per client and round, {total:,} in total"
     num_solves = work.rounds * (visits * work.solves + work.server_solves)
     yield "solves for weights in total", f"{num_solves:,}"
     if work.training_replies:
         yield "replies sampled in training", f"{work.training_replies:,}"
-        yield (
-            "replies sampled to evaluate and calibrate",
-            f"at most {work.evaluation_replies:,} and {work.calibration_replies:,}",
-        )
+        most = f"at most {work.evaluation_replies:,} and {work.calibration_replies:,}"
+        yield "replies sampled to evaluate and calibrate", most
         yield "reward calls, one per reply and score", f"at most {work.scored_replies:,}"
     yield "forward and backward passes", _passes_text(work.updates)
     if work.training_replies:
@@ -183,10 +173,8 @@ def _memory_rows(plan: RunPlan) -> Iterator[tuple[str, str]]:
     yield "client in training: critic, moments, saved state", size(memory.training)
     yield "other client: critic, moments, saved states", size(memory.waiting)
     yield "Jacobian [M, d]", size(memory.jacobian)
-    yield (
-        f"update {mode} gradient checkpointing",
-        f"{size(memory.update)} ({size(memory.saved)} saved for the backward pass)",
-    )
+    update = f"{size(memory.update)} ({size(memory.saved)} saved for the backward pass)"
+    yield f"update {mode} gradient checkpointing", update
     yield "values and advantages", size(memory.values)
     if not plan.work.training_replies:
         yield "passes over pairs without gradients", size(memory.evaluation)
