@@ -2,7 +2,7 @@
 
 import shlex
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Any
@@ -18,7 +18,7 @@ from firm.base.fields import configuration
 from firm.base.inside import whole_folder
 from firm.base.preferences import in_words, preference_folder
 from firm.base.sanitize import legible
-from firm.fronts.certificate import CERTIFICATE_NAME, Certificate
+from firm.fronts.certificate import Certificate
 from firm.fronts.front import Front
 from firm.jobs.fetch import fetch_policy
 from firm.jobs.finished_runs import adapter_folder
@@ -195,6 +195,8 @@ def _record(cfg: ExportConfig, front: Front, source: Source, engine: Target) -> 
         request["chat_template_kwargs"] = options
     else:
         template = HH_TEMPLATE if kind == "hh" else plain_template(given.template)
+    # those that `firm pick` has certified
+    chosen = sorted((source.adapter.parent / "front").glob("*/"))
     stop = cfg.rollout.stop_strings
     if stop := given.stop_strings(tokenizer) if stop is None else stop:
         request["stop"] = stop
@@ -206,16 +208,9 @@ def _record(cfg: ExportConfig, front: Front, source: Source, engine: Target) -> 
         system_prompt=given.system_prompt if kind == "chat" else "",
         chat_template=template,
         end_ids=tuple(source.end_ids),
-        certificates=tuple(_certificates(source.adapter.parent / "front")),
+        certificates=tuple(found for folder in chosen if (found := Certificate.load(folder))),
         request=request,
     )
-
-
-def _certificates(folder: Path) -> Iterator[Certificate]:
-    """Yields the certificates that `firm pick` has written beside the adapters of a front."""
-    for file in sorted(folder.glob(f"*/{CERTIFICATE_NAME}")):
-        if found := Certificate.load(file.parent):
-            yield found
 
 
 def _write_card(

@@ -204,7 +204,8 @@ def train_reward(cfg: RewardConfig) -> TrainedReward:
         reward.tokenizer.save_pretrained(folder)
         replace_text(folder / "reward.yaml", _yaml(cfg.name, settings, reward))
         replace_text(folder / "report.json", json_text(report.as_data(), indent=1) + "\n")
-        write_reward_page(folder / "report.html", report, title=_title(cfg))
+        title = f"Reward model {cfg.name!r} of {Path(cfg.base).name}"
+        write_reward_page(folder / "report.html", report, title=title)
     return TrainedReward(out, settings, report)
 
 
@@ -412,7 +413,3 @@ def _yaml(name: str, settings: RewardModelConfig, reward: SequenceClassifierRewa
     return yaml.safe_dump(
         {"rewards": {name: {**own, "golden": golden}}}, sort_keys=False, allow_unicode=True
     )
-
-
-def _title(cfg: RewardConfig) -> str:
-    return f"Reward model {cfg.name!r} of {Path(cfg.base).name}"

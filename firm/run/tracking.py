@@ -495,7 +495,7 @@ def _start(
         logger.warning(
             "W&B is offline (%s); upload with: wandb sync %s",
             printable(reason),
-            printable(_folder(run)),
+            printable(Path(run.dir).parent),  # of the files' folder, as `wandb sync` expects
         )
     run.define_metric("round")
     run.define_metric("*", step_metric="round")
@@ -509,7 +509,3 @@ def _label(text: str) -> str:
         return label
     digest = sha256(text.encode()).hexdigest()[:8]
     return f"{label[: _LABEL_LENGTH - 9]}…{digest}"
-
-
-def _folder(run: Any) -> Path:
-    return Path(run.dir).parent  # parent of the files' folder, as `wandb sync` expects
