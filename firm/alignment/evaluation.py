@@ -39,18 +39,18 @@ class MetricRecord(TypedDict):
     num_prompts: NotRequired[Count]
 
 
-_measured = partial(Quantity, kind="evaluation", section="")
+_quantity = partial(Quantity, kind="evaluation", section="")
 register(
-    _measured("kl", "KL from the base model", "nats per reply"),
-    _measured("length", "Reply length", "tokens", type=NonNegative),
-    _measured("distinct_1", "Distinct words", "share", type=Share),
-    _measured("distinct_2", "Distinct word pairs", "share", type=Share),
-    _measured("end_share", "Replies that end by themselves", "share", type=Share),
-    _measured("kl_se", type=NonNegative),
-    _measured("commonest_share", type=Share),
-    _measured("empty_share", type=Share),
-    *(_measured(name, type=Count) for name in ("num_prompts", "num_rows", "num_samples")),
-    _measured(
+    _quantity("kl", "KL from the base model", "nats per reply"),
+    _quantity("length", "Reply length", "tokens", type=NonNegative),
+    _quantity("distinct_1", "Distinct words", "share", type=Share),
+    _quantity("distinct_2", "Distinct word pairs", "share", type=Share),
+    _quantity("end_share", "Replies that end by themselves", "share", type=Share),
+    _quantity("kl_se", type=NonNegative),
+    _quantity("commonest_share", type=Share),
+    _quantity("empty_share", type=Share),
+    *(_quantity(name, type=Count) for name in ("num_prompts", "num_rows", "num_samples")),
+    _quantity(
         "rewards",
         "reward",
         "mean reward in [0, 1]",
@@ -60,7 +60,7 @@ register(
         axis={},
         better="higher",
     ),
-    *(_measured(name, type=dict[str, MetricRecord]) for name in ("scores", "change")),
+    *(_quantity(name, type=dict[str, MetricRecord]) for name in ("scores", "change")),
 )
 
 
@@ -129,8 +129,61 @@ def sample_replies(
     )
 
 
+class RowMetrics:
+    """Scores and rewards of a policy on R rows of data, which may share prompts."""
+
+    scores: dict[str, torch.Tensor]
+    rewards: dict[str, torch.Tensor]
+    num_samples: int
+
+    @property
+    def prompt_of_row(self) -> torch.Tensor:
+        """Prompt index of each row, in order of first appearance, [R]."""
+        raise NotImplementedError
+
+    @property
+    def num_rows(self) -> int:
+        """Number of rows, R."""
+        return len(self.prompt_of_row)
+
+    @property
+    def num_prompts(self) -> int:
+        """Number of distinct prompts, ignoring white space."""
+        return len(self.prompt_of_row.unique())
+
+    def by_row(self) -> dict[str, torch.Tensor]:
+        """Returns metrics by row, each [R]: "rewards/NAME", "scores/NAME" and "prompt".
+
+        Rewards and scores are NaN where they do not apply; "prompt" is the prompt index.
+        """
+        return {
+            "prompt": self.prompt_of_row,
+            **{f"rewards/{name}": values for name, values in self.rewards.items()},
+            **{f"scores/{name}": values for name, values in self.scores.items()},
+        }
+
+    def reward_comparison(self, base: "RowMetrics") -> "dict[str, MetricComparison]":
+        """Returns comparisons of the rewards in [0, 1] with the base model's, by objective."""
+        return rewards_compared(base.rewards, self.rewards, self.prompt_of_row)
+
+    def _row(self, round: int, split: str, **figures: Any) -> dict[str, Any]:
+        """Returns the part of a row of `metrics.jsonl` that does not depend on the data's kind."""
+        groups = self.prompt_of_row
+        return {
+            "kind": "evaluation",
+            "round": round,
+            "split": split,
+            "num_prompts": self.num_prompts,
+            "num_rows": self.num_rows,
+            "num_samples": self.num_samples,
+            "scores": summaries(self.scores, groups),
+            "rewards": summaries(self.rewards, groups),
+            **figures,
+        }
+
+
 @dataclass(frozen=True)
-class Evaluation:
+class Evaluation(RowMetrics):
     """Metrics of a policy on R rows of data, which may share prompts."""
 
     scores: dict[str, torch.Tensor]
@@ -154,16 +207,6 @@ class Evaluation:
     for scores that do not apply."""
     has_template: list[bool]
     """True for rows whose first reply contains a special token before its end."""
-
-    @property
-    def num_rows(self) -> int:
-        """Number of rows, R."""
-        return len(self.samples)
-
-    @property
-    def num_prompts(self) -> int:
-        """Number of distinct prompts, ignoring white space."""
-        return len(self.prompt_of_row.unique())
 
     @property
     def prompt_of_row(self) -> torch.Tensor:
@@ -190,14 +233,6 @@ class Evaluation:
         _check_scored(change, self.prompt_of_row, "of both policies")
         return change
 
-    def hacking_signs(self, base: "Evaluation", *, has_quotes: bool = True) -> list[str]:
-        """Returns texts on signs of reward hacking in the first replies to the rows."""
-        return hacking_signs(base._texts(), self._texts(), has_quotes=has_quotes)
-
-    def _texts(self) -> list[ReplyText]:
-        replies = zip(self.samples, self.has_template, strict=True)
-        return [ReplyText(row["completion"], has_template) for row, has_template in replies]
-
     def row(
         self,
         base: "Evaluation | None" = None,
@@ -211,66 +246,44 @@ class Evaluation:
         `round` is the round after which the policy was evaluated, 0 for the base model. Signs of
         reward hacking quote phrases from the replies unless `has_quotes` is False.
         """
-        groups = self.prompt_of_row
+        groups, changes = self.prompt_of_row, {}
+        if base is not None:
+            texts = [
+                [
+                    ReplyText(sample["completion"], has_template)
+                    for sample, has_template in zip(each.samples, each.has_template, strict=True)
+                ]
+                for each in (base, self)
+            ]
+            changes = {
+                "change": summaries(self.change(base), groups),
+                "hacking_signs": hacking_signs(*texts, has_quotes=has_quotes),
+            }
+        counts = Counter(sample["completion"].strip() for sample in self.samples)
+        num_empty = counts.pop("", 0)
         kl, kl_error = mean_and_error(self.kl, groups)
-        return {
-            "kind": "evaluation",
-            "round": round,
-            "split": split,
-            "num_prompts": self.num_prompts,
-            "num_rows": self.num_rows,
-            "num_samples": self.num_samples,
-            "scores": summaries(self.scores, groups),
-            "rewards": summaries(self.rewards, groups),
-            **(
-                {}
-                if base is None
-                else {
-                    "change": summaries(self.change(base), groups),
-                    "hacking_signs": self.hacking_signs(base, has_quotes=has_quotes),
-                }
-            ),
-            "kl": kl,
-            "kl_se": kl_error,
-            "length": self.length.mean().item(),
-            "distinct_1": self.distinct_1,
-            "distinct_2": self.distinct_2,
-            "end_share": self.ended.mean().item(),
-            **self.sameness(),
-        }
+        return self._row(
+            round,
+            split,
+            **changes,
+            kl=kl,
+            kl_se=kl_error,
+            length=self.length.mean().item(),
+            distinct_1=self.distinct_1,
+            distinct_2=self.distinct_2,
+            end_share=self.ended.mean().item(),
+            # of the first replies to the rows: that of the most frequent one, and of blank ones
+            commonest_share=max(counts.values(), default=0) / self.num_rows,
+            empty_share=num_empty / self.num_rows,
+        )
 
     def comparison(self, base: "Evaluation") -> "list[MetricComparison]":
         """Returns comparisons with the base model; see `comparison_table`."""
         return comparison_table(base, self)
 
-    def reward_comparison(self, base: "Evaluation") -> "dict[str, MetricComparison]":
-        """Returns comparisons of the rewards in [0, 1] with the base model's, by objective."""
-        return rewards_compared(base.rewards, self.rewards, self.prompt_of_row)
-
     def by_row(self) -> dict[str, torch.Tensor]:
-        """Returns metrics by row, each [R]: "rewards/NAME", "scores/NAME", "kl" and "prompt".
-
-        Rewards and scores are NaN where they do not apply; "prompt" is the prompt index.
-        """
-        return {
-            "prompt": self.prompt_of_row,
-            **{f"rewards/{name}": values for name, values in self.rewards.items()},
-            **{f"scores/{name}": values for name, values in self.scores.items()},
-            "kl": self.kl,
-        }
-
-    def sameness(self) -> dict[str, float]:
-        """Returns similarity measures of the first replies to the rows.
-
-        "commonest_share" is the share of rows with the most frequent non-blank reply; "empty_share"
-        is the share of rows with a blank reply.
-        """
-        counts = Counter(row["completion"].strip() for row in self.samples)
-        num_empty = counts.pop("", 0)
-        return {
-            "commonest_share": max(counts.values(), default=0) / self.num_rows,
-            "empty_share": num_empty / self.num_rows,
-        }
+        """Returns metrics by row as `RowMetrics.by_row`, and "kl"."""
+        return {**super().by_row(), "kl": self.kl}
 
     def sample_rows(self, *, round: int, limit: int | None = None) -> list[dict[str, Any]]:
         """Returns rows of `samples.jsonl`: the first reply to each of the first `limit` rows."""
@@ -315,19 +328,18 @@ def evaluate(
             f"num_samples and batch_size must be positive, got {num_samples} and {batch_size}."
         )
     _check_measurable(prompts, reward_fns, extra_fns, calibrations)
-    asked = [
-        prompt for prompt in prompts for _ in range(num_samples)
-    ]  # replies to a row are adjacent
+    # replies to a row are adjacent
+    asked = [prompt for prompt in prompts for _ in range(num_samples)]
     with stream:
         chunks = []
         for start in range(0, len(asked), batch_size):
             on_progress(start, len(asked))
             batch = asked[start : start + batch_size]
 
-            def told(num_done: float, *, start: int = start) -> None:
+            def report(num_done: float, *, start: int = start) -> None:
                 on_progress(start + num_done, len(asked))
 
-            chunks.append(generate(batch, on_progress=told))
+            chunks.append(generate(batch, on_progress=report))
         on_progress(len(asked), len(asked))
     completions = [text for replies in chunks for text in replies.completions]
     ids = [row for replies in chunks for row in replies.completion_ids]
@@ -526,13 +538,10 @@ def comparison_table(
         figures[f"{name} in [0, 1]"] = base.rewards[name], after
     figures["kl"], figures["length"] = (base.kl, aligned.kl), (base.length, aligned.length)
     figures["end_share"] = base.ended, aligned.ended
-    groups, rows = aligned.prompt_of_row, []
-    for name, (before, after) in figures.items():
-        rows.append(compared(name, before, after, groups))
+    groups = aligned.prompt_of_row
+    rows = [compared(name, *both, groups) for name, both in figures.items()]
     for name in ("distinct_1", "distinct_2"):
         before, after = getattr(base, name), getattr(aligned, name)
-        change = after - before
-        rows.append(
-            MetricComparison(name, before, None, after, None, change, None, aligned.num_prompts)
-        )
+        count = aligned.num_prompts
+        rows.append(MetricComparison(name, before, None, after, None, after - before, None, count))
     return rows

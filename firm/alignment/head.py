@@ -9,6 +9,8 @@ losses of a pass depend on h through log p, so that M backward passes share g, i
 through the head, whose cost grows with the vocabulary.
 """
 
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -101,18 +103,37 @@ def _checked_head(model: Any, module: torch.nn.Module) -> Head | None:
 @torch.no_grad()
 def _agrees(model: Any, head: Head) -> bool:
     """Returns whether a head's formula gives a model's logits, up to rounding."""
-    states: list[torch.Tensor] = []
-    hook = head.module.register_forward_pre_hook(lambda _, inputs: states.append(inputs[0]))
     ids = torch.arange(1, NUM_CHECKED + 1, device=model.get_input_embeddings().weight.device)[None]
-    try:
+    with head_inputs(model) as states:
         logits = model(input_ids=ids, use_cache=False, return_dict=True).logits
-    finally:
-        hook.remove()
     if len(states) != 1 or states[0].shape[:2] != ids.shape:
         return False
     expected, own = logits[0].float(), head.logits(states[0][0]).float().to(logits.device)
     rounding = 16 * torch.finfo(logits.dtype).eps * expected.abs().max()
     return own.shape == expected.shape and bool((own - expected).abs().max() <= rounding)
+
+
+@contextmanager
+def head_inputs(
+    model: Any, select: Callable[[torch.Tensor], torch.Tensor] | None = None
+) -> Iterator[list[torch.Tensor]]:
+    """Yields a list of the head's inputs in passes inside the context; empty without a head.
+
+    The head itself gets those that `select` returns, by default all.
+    """
+    module, states = model.get_output_embeddings(), []
+
+    def keep(_: torch.nn.Module, inputs: tuple[torch.Tensor, ...]) -> Any:
+        states.append(inputs[0])
+        return None if select is None else (select(inputs[0]), *inputs[1:])
+
+    with nullcontext() if module is None else module.register_forward_pre_hook(keep):
+        yield states
+
+
+def no_positions(states: torch.Tensor) -> torch.Tensor:
+    """Returns hidden states [B, L, H] without positions, for which a head computes no logits."""
+    return states[:, :0]
 
 
 def chosen_logprobs(

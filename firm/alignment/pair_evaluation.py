@@ -15,6 +15,7 @@ import torch
 from firm.alignment.evaluation import (
     MetricComparison,
     MetricRecord,
+    RowMetrics,
     num_scored,
     prompt_indices,
     rewards_compared,
@@ -30,33 +31,22 @@ MARGIN = "{}, margin"
 
 
 @dataclass(frozen=True)
-class PairEvaluation:
+class PairEvaluation(RowMetrics):
     """Implicit rewards of a policy on R held-out pairs."""
 
-    margins: dict[str, torch.Tensor]
-    """β Δ by objective, each [R]; NaN for pairs that another objective ranks."""
-    prompt_of_row: torch.Tensor
+    scores: dict[str, torch.Tensor]
+    """Margins β Δ by objective, each [R]; NaN for pairs that another objective ranks."""
+    rewards: dict[str, torch.Tensor]
+    """Accuracies by objective, each [R]; NaN for pairs that another objective ranks."""
+    prompt_indices: torch.Tensor
     """Prompt index of each pair, in order of first appearance, [R]."""
 
     num_samples = 1
 
     @property
-    def rewards(self) -> dict[str, torch.Tensor]:
-        """Accuracies by objective, each [R]; NaN for pairs that another objective ranks."""
-        return {  # torch.sign turns NaN into 0
-            name: ((values.sign() + 1) / 2).where(~values.isnan(), torch.nan)
-            for name, values in self.margins.items()
-        }
-
-    @property
-    def num_rows(self) -> int:
-        """Number of pairs, R."""
-        return len(self.prompt_of_row)
-
-    @property
-    def num_prompts(self) -> int:
-        """Number of distinct prompts."""
-        return len(self.prompt_of_row.unique())
+    def prompt_of_row(self) -> torch.Tensor:
+        """Prompt index of each pair, [R]."""
+        return self.prompt_indices
 
     def row(
         self,
@@ -70,46 +60,22 @@ class PairEvaluation:
 
         Its `rewards` are accuracies, and its `scores` margins.
         """
-        groups = self.prompt_of_row
         changes = {}
         if base is not None:
-            change = {name: own - base.margins[name] for name, own in self.margins.items()}
-            gained = {name: own - base.rewards[name] for name, own in self.rewards.items()}
-            changes = {
-                "change": summaries(change, groups),
-                "accuracy_change": summaries(gained, groups),
-            }
-        return {
-            "kind": "evaluation",
-            "round": round,
-            "split": split,
-            "num_prompts": self.num_prompts,
-            "num_rows": self.num_rows,
-            "num_samples": self.num_samples,
-            "scores": summaries(self.margins, groups),
-            "rewards": summaries(self.rewards, groups),
-            **changes,
-        }
-
-    def by_row(self) -> dict[str, torch.Tensor]:
-        """Returns accuracies, margins and the prompt index by row; see `Evaluation.by_row`."""
-        return {
-            "prompt": self.prompt_of_row,
-            **{f"rewards/{name}": values.float() for name, values in self.rewards.items()},
-            **{f"scores/{name}": values for name, values in self.margins.items()},
-        }
+            for key in ("scores", "rewards"):
+                before, after = getattr(base, key), getattr(self, key)
+                change = {name: values - before[name] for name, values in after.items()}
+                name = "change" if key == "scores" else "accuracy_change"
+                changes[name] = summaries(change, self.prompt_of_row)
+        return self._row(round, split, **changes)
 
     def sample_rows(self, *, round: int, limit: int | None = None) -> list[dict[str, Any]]:
         """Returns no rows, since the policy sampled no replies."""
         return []
 
-    def reward_comparison(self, base: "PairEvaluation") -> dict[str, MetricComparison]:
-        """Returns comparisons of the accuracies with the base model's, by objective."""
-        return rewards_compared(base.rewards, self.rewards, self.prompt_of_row)
-
     def comparison(self, base: "PairEvaluation") -> list[MetricComparison]:
         """Returns comparisons of accuracies and margins with the base model's."""
-        margins = rewards_compared(base.margins, self.margins, self.prompt_of_row)
+        margins = rewards_compared(base.scores, self.scores, self.prompt_of_row)
         named = {ACCURACY: self.reward_comparison(base), MARGIN: margins}
         # each objective has its own pairs, so that every row would be marked as partial
         return [
@@ -154,4 +120,8 @@ def evaluate_pairs(
                 f"an evaluation needs pairs of {name} with at least 2 different prompts for a "
                 f"standard error, got {count}: hold out more pairs."
             )
-    return PairEvaluation(margins, groups)
+    accuracies = {  # torch.sign turns NaN into 0
+        name: ((values.sign() + 1) / 2).where(~values.isnan(), torch.nan).float()
+        for name, values in margins.items()
+    }
+    return PairEvaluation(margins, accuracies, groups)

@@ -121,9 +121,9 @@ def _calls_of(
 ) -> Iterator[_Call]:
     """Yields a call for the chats and one for the texts among the replies of a group."""
     objectives: list[tuple[str, RewardFn]] = []
-    for _, *objective in group:
-        if tuple(objective) not in objectives:  # reward functions need not be hashable
-            objectives.append((objective[0], objective[1]))
+    for _, name, reward_fn in group:
+        if (name, reward_fn) not in objectives:  # reward functions need not be hashable
+            objectives.append((name, reward_fn))
     name, reward_fn = objectives[0]
     batches = {at: requests[at] for at, _, _ in group}
     reads_prompts = getattr(reward_fn, "reads_prompts", False)

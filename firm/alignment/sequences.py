@@ -11,7 +11,7 @@ import torch
 from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer
 
-from firm.alignment.head import Head, chosen_logprobs, head_of
+from firm.alignment.head import Head, chosen_logprobs, head_inputs, head_of, no_positions
 from firm.alignment.prompts import Prompt
 from firm.federation.engines.processes import Team
 from firm.gradients.per_sequence import taken_rows
@@ -358,14 +358,8 @@ def forward(model: Any, token_ids: torch.Tensor, attention_mask: torch.Tensor) -
     If `head_of` knows the model's head, `head` is set and the logits are empty, [B, 0, V]; see
     `token_scores`.
     """
-    module, head, states = model.get_output_embeddings(), head_of(model), []
-
-    def keep(module: torch.nn.Module, inputs: tuple[torch.Tensor, ...]) -> Any:
-        states.append(inputs[0])
-        return None if head is None else (inputs[0][:, :0], *inputs[1:])
-
-    hook = module.register_forward_pre_hook(keep) if module is not None else None
-    try:
+    head = head_of(model)
+    with head_inputs(model, None if head is None else no_positions) as states:
         output = model(
             input_ids=torch.masked_fill(token_ids, ~attention_mask, 0),
             attention_mask=attention_mask,
@@ -373,9 +367,6 @@ def forward(model: Any, token_ids: torch.Tensor, attention_mask: torch.Tensor) -
             return_dict=True,
             use_cache=False,
         )
-    finally:
-        if hook is not None:
-            hook.remove()
     output.hidden_states = (states[0] if states else output.last_hidden_state,)
     output.head = head
     return output
@@ -468,26 +459,25 @@ def cached_states(
         mask: Mask of all tokens up to them.
         cache: Keys and values of those before, to which theirs are added.
     """
-    states: list[torch.Tensor] = []
-
-    def keep(_: torch.nn.Module, inputs: tuple[torch.Tensor, ...]) -> Any:
-        states.append(inputs[0])
-        return inputs[0][:, :0], *inputs[1:]
-
     width = token_ids.size(1)
-    hook = model.get_output_embeddings().register_forward_pre_hook(keep)
-    try:
-        model(
-            input_ids=token_ids.masked_fill(~mask[:, -width:], 0),
-            attention_mask=mask,
-            position_ids=(mask.cumsum(1) - mask.long())[:, -width:],
-            past_key_values=cache,
-            use_cache=True,
-            return_dict=True,
-        )
-    finally:
-        hook.remove()
+    token_ids = token_ids.masked_fill(~mask[:, -width:], 0)
+    positions = (mask.cumsum(1) - mask.long())[:, -width:]
+    with head_inputs(model, no_positions) as states:
+        _continued_pass(model, token_ids, mask, positions, cache)
     return states[0]
+
+
+def _continued_pass(
+    model: Any, token_ids: torch.Tensor, mask: torch.Tensor, positions: torch.Tensor, cache: Any
+) -> Any:
+    return model(
+        input_ids=token_ids,
+        attention_mask=mask,
+        position_ids=positions,
+        past_key_values=cache,
+        use_cache=True,
+        return_dict=True,
+    )
 
 
 def may_pass_prompts_once(model: Any) -> bool:
@@ -531,22 +521,11 @@ def cached_pass(
     """
     is_large = head_of(model) is not None
 
-    def keep_last(_: torch.nn.Module, inputs: tuple[torch.Tensor, ...]) -> Any:
-        last = inputs[0][:, -1:]
-        return last.contiguous() if is_large else last, *inputs[1:]
+    def last_position(states: torch.Tensor) -> torch.Tensor:
+        return states[:, -1:].contiguous() if is_large else states[:, -1:]
 
-    hook = model.get_output_embeddings().register_forward_pre_hook(keep_last)
-    try:
-        return model(
-            input_ids=token_ids,
-            attention_mask=mask,
-            position_ids=positions,
-            past_key_values=cache,
-            use_cache=True,
-            return_dict=True,
-        )
-    finally:
-        hook.remove()
+    with head_inputs(model, last_position):
+        return _continued_pass(model, token_ids, mask, positions, cache)
 
 
 def set_preferences(model: Any, preferences: torch.Tensor | None) -> None:

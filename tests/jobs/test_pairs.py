@@ -217,7 +217,7 @@ def test_stacked_clients_train_as_alone(pairs, tmp_path):
     alone = align(configured(pairs, tmp_path / "alone"))
     stacked = align(configured(pairs, tmp_path / "stacked", engine="stacked"))
     for name in ("helpful", "harmless"):
-        own, theirs = (each.aligned.margins[name].nanmean() for each in (alone, stacked))
+        own, theirs = (each.aligned.scores[name].nanmean() for each in (alone, stacked))
         assert own.item() == pytest.approx(theirs.item(), rel=1e-3)
 
 
