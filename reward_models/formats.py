@@ -43,7 +43,7 @@ def present(
     if format == "hh_pair":
         return _hh_question(as_hh(prompt)), completion.lstrip(" ")
     if format == "plain":
-        return (_joined(as_hh(prompt), completion),)
+        return (_join(as_hh(prompt), completion),)
     if format == "question_answer":
         asked = [turn.get("content") or "" for turn in prompt.messages if turn["role"] == "user"]
         return (asked or [""])[-1], completion.strip()
@@ -83,7 +83,7 @@ def _hh_question(prompt: str) -> str:
     return prompt if question == prompt else question.rstrip(" ") + " " + ASSISTANT
 
 
-def _joined(prompt: str, completion: str) -> str:
+def _join(prompt: str, completion: str) -> str:
     """Returns one text; a chat template's reply lacks the space after a tag in HH-RLHF."""
     is_glued = prompt.endswith(ASSISTANT) and completion and not completion[0].isspace()
     return prompt + (" " if is_glued else "") + completion

@@ -230,11 +230,7 @@ def as_reward(
 
 
 def _check_call(
-    name: str,
-    function: Callable[..., Any],
-    options: dict[str, Any],
-    *,
-    bound: tuple[Any, ...] = (),
+    name: str, function: Callable[..., Any], options: dict[str, Any], *, bound: tuple[Any, ...] = ()
 ) -> None:
     """Checks that a reward function can be called; `bound` are arguments that it will have."""
     signature = inspect.signature(function)

@@ -6,8 +6,8 @@ from typing import Any
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from firm.alignment import RolloutConfig, rollout_engines
-from firm.alignment.rollout_engines import SampleRequest
+from firm.alignment import RolloutConfig
+from firm.alignment.rollout_engines import SampleRequest, transformers
 from firm.alignment.sequences import Queries
 
 
@@ -22,4 +22,4 @@ def generate(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Returns token ids and log-probabilities; options are further fields of `SampleRequest`."""
     request = SampleRequest(asked, config, end_ids, **options)
-    return rollout_engines.generate(model, request, tokenizer)
+    return transformers.generate(model, request, tokenizer)

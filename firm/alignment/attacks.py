@@ -40,7 +40,7 @@ def attacked_judges(judges: Judges, attack: AttackConfig | None) -> Judges:
         return judges
     maps = judges.calibrations or {}
     fns = {
-        name: _attacked(name, fn, attack, maps.get(name))
+        name: _attack_reward(name, fn, attack, maps.get(name))
         if attack.objective in (None, name)
         else fn
         for name, fn in judges.reward_fns.items()
@@ -89,7 +89,7 @@ class _AttackedReward:
         return getattr(self._reward_fn, name)
 
 
-def _attacked(
+def _attack_reward(
     name: str, reward_fn: RewardFn, attack: AttackConfig, calibration: Calibration | None
 ) -> RewardFn:
     if attack.kind == "label_flip":

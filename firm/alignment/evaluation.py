@@ -164,7 +164,7 @@ class RowMetrics:
 
     def reward_comparison(self, base: "RowMetrics") -> "dict[str, MetricComparison]":
         """Returns comparisons of the rewards in [0, 1] with the base model's, by objective."""
-        return rewards_compared(base.rewards, self.rewards, self.prompt_of_row)
+        return compare_by_name(base.rewards, self.rewards, self.prompt_of_row)
 
     def _row(self, round: int, split: str, **figures: Any) -> dict[str, Any]:
         """Returns the part of a row of `metrics.jsonl` that does not depend on the data's kind."""
@@ -234,12 +234,7 @@ class Evaluation(RowMetrics):
         return change
 
     def row(
-        self,
-        base: "Evaluation | None" = None,
-        *,
-        round: int,
-        split: str,
-        has_quotes: bool = True,
+        self, base: "Evaluation | None" = None, *, round: int, split: str, has_quotes: bool = True
     ) -> dict[str, Any]:
         """Returns the row of `metrics.jsonl`, with paired changes from the base model.
 
@@ -503,7 +498,7 @@ def _figure(value: float, error: float | None, *, sign: str = "") -> str:
     return shown if error is None else f"{shown} ± {error:.3f}"
 
 
-def compared(
+def compare_metric(
     name: str, before: torch.Tensor, after: torch.Tensor, groups: torch.Tensor
 ) -> MetricComparison:
     """Returns the comparison of a metric by row, [R], in rows with a prompt index, [R]."""
@@ -518,11 +513,11 @@ def compared(
     )
 
 
-def rewards_compared(
+def compare_by_name(
     before: Mapping[str, torch.Tensor], after: Mapping[str, torch.Tensor], groups: torch.Tensor
 ) -> dict[str, MetricComparison]:
-    """Returns the comparisons of metrics by row, [R], by name; see `compared`."""
-    return {name: compared(name, before[name], own, groups) for name, own in after.items()}
+    """Returns the comparisons of metrics by row, [R], by name; see `compare_metric`."""
+    return {name: compare_metric(name, before[name], own, groups) for name, own in after.items()}
 
 
 def comparison_table(
@@ -539,7 +534,7 @@ def comparison_table(
     figures["kl"], figures["length"] = (base.kl, aligned.kl), (base.length, aligned.length)
     figures["end_share"] = base.ended, aligned.ended
     groups = aligned.prompt_of_row
-    rows = [compared(name, *both, groups) for name, both in figures.items()]
+    rows = [compare_metric(name, *both, groups) for name, both in figures.items()]
     for name in ("distinct_1", "distinct_2"):
         before, after = getattr(base, name), getattr(aligned, name)
         count = aligned.num_prompts

@@ -19,7 +19,7 @@ _loops: dict[int, asyncio.AbstractEventLoop] = {}
 """Event loop by process id, since a forked process does not inherit its parent's threads."""
 
 
-def started(coroutines: Sequence[Coroutine[Any, Any, Any]]) -> Callable[[], list[Any]]:
+def start_coroutines(coroutines: Sequence[Coroutine[Any, Any, Any]]) -> Callable[[], list[Any]]:
     """Starts coroutines, which run concurrently, and returns a function that waits for the results.
 
     The results are in order. Exceptions are raised after all coroutines have ended; if there are

@@ -74,13 +74,13 @@ def head_of(model: Any) -> Head | None:
     if module is None:
         return None
     if module not in _formulas:
-        head = _checked_head(model, module)
+        head = _find_head(model, module)
         _formulas[module] = None if head is None else (head.scale, head.cap)
     formula = _formulas[module]
     return None if formula is None else Head(module, *formula)
 
 
-def _checked_head(model: Any, module: torch.nn.Module) -> Head | None:
+def _find_head(model: Any, module: torch.nn.Module) -> Head | None:
     if type(module) is not torch.nn.Linear:
         return None
     weight = module.weight

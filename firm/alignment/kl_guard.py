@@ -96,7 +96,7 @@ class KLGuard:
             before: The server's state before the round.
             after: Its state after the round.
         """
-        self._good = self._good or _kept(before)
+        self._good = self._good or _checkpoint(before)
         kl, num_tokens = round_kl(clients), _median(clients, "response_length")
         if not self._num_tokens and num_tokens is not None:
             self._num_tokens = max(1.0, num_tokens)
@@ -110,16 +110,16 @@ class KLGuard:
             what = "the log-probability that preferred replies have lost"
         limit, ceiling, found = self.limit, self.ceiling, f"{what}, {kl:.3g} nats, is above"
         if limit is not None and kl > limit:
-            return self._undone(after, f"{found} the trust region's {limit:.3g}")
+            return self._undo(after, f"{found} the trust region's {limit:.3g}")
         if ceiling is not None and kl > ceiling:
             self.stopped = (
                 f"{found} the ceiling of {ceiling:.3g} (guard.max_kl {self.config.max_kl:g} per "
                 "token). Lower estimator.actor_learning_rate or estimator.num_epochs, or raise "
                 "estimator.kl.coefficient"
             )
-            return after, [_ended(self.stopped)]
+            return after, [_end_alarm(self.stopped)]
         self._kls = [*self._kls, kl][-NUM_RECENT:]
-        self._good = _kept(before)
+        self._good = _checkpoint(before)
         return after, []
 
     @property
@@ -169,10 +169,10 @@ class KLGuard:
         self._num_rollbacks, self.stopped = state["num_rollbacks"], state["stopped"]
         self._start_kl, self._good = state["start_kl"], state["good"]
 
-    def _undone(self, after: "ServerState", why: str) -> "tuple[ServerState, list[str]]":
+    def _undo(self, after: "ServerState", why: str) -> "tuple[ServerState, list[str]]":
         if self._num_rollbacks == self.config.max_rollbacks:
             self.stopped = f"{why}, after {self._num_rollbacks} undone updates"
-            return self.good(after), [_ended(self.stopped)]
+            return self.good(after), [_end_alarm(self.stopped)]
         self._num_rollbacks += 1
         # the strategy's memory stays: what it has counted, such as the clients' ε, has happened
         state = replace(self.good(after), rate=after.rate / 2)
@@ -212,9 +212,9 @@ def _median(clients: Sequence[Mapping[str, Any]], key: str) -> float | None:
     return median(known) if known else None
 
 
-def _kept(state: "ServerState") -> State:
+def _checkpoint(state: "ServerState") -> State:
     return {"adapter": state.adapter, "round": state.round}
 
 
-def _ended(why: str) -> str:
+def _end_alarm(why: str) -> str:
     return f"the run ends, because {why}."

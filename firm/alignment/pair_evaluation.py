@@ -16,9 +16,9 @@ from firm.alignment.evaluation import (
     MetricComparison,
     MetricRecord,
     RowMetrics,
+    compare_by_name,
     num_scored,
     prompt_indices,
-    rewards_compared,
     summaries,
 )
 from firm.alignment.pair_tokens import EncodedPair
@@ -75,7 +75,7 @@ class PairEvaluation(RowMetrics):
 
     def comparison(self, base: "PairEvaluation") -> list[MetricComparison]:
         """Returns comparisons of accuracies and margins with the base model's."""
-        margins = rewards_compared(base.scores, self.scores, self.prompt_of_row)
+        margins = compare_by_name(base.scores, self.scores, self.prompt_of_row)
         named = {ACCURACY: self.reward_comparison(base), MARGIN: margins}
         # each objective has its own pairs, so that every row would be marked as partial
         return [

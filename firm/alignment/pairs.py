@@ -5,14 +5,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Annotated, Any
 
 from firm.alignment.prompt_data import PromptsConfig, load_prompts
-from firm.alignment.prompts import (
-    AUTO,
-    ChatMessage,
-    Prompt,
-    PromptFormat,
-    checked_message,
-    is_hh,
-)
+from firm.alignment.prompts import AUTO, ChatMessage, Prompt, PromptFormat, is_hh, plain_message
 from firm.base.fields import NOT_IN_PAPER, configuration
 
 if TYPE_CHECKING:
@@ -203,7 +196,7 @@ def _split(value: Any, prompt: Prompt) -> tuple[list[tuple[Any, ...]], str, dict
         return [], value, {}
     if not isinstance(value, Sequence) or not all(isinstance(turn, Mapping) for turn in value):
         return [], "", {}
-    turns = [checked_message(turn, number) for number, turn in enumerate(value, 1)]
+    turns = [plain_message(turn, number) for number, turn in enumerate(value, 1)]
     start = len(turns)
     while start and turns[start - 1]["role"] == "assistant":
         start -= 1

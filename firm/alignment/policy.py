@@ -472,7 +472,7 @@ def _checkpoint_activations_(model: Any) -> None:
     their dropout.
     """
 
-    def checkpointed(layer: Any, own: Callable, forward: Callable, *args: Any) -> Any:
+    def recompute(layer: Any, own: Callable, forward: Callable, *args: Any) -> Any:
         def in_evaluation_mode(*args: Any) -> Any:
             layer.training = False
             try:
@@ -488,7 +488,7 @@ def _checkpoint_activations_(model: Any) -> None:
         if isinstance(layer, GradientCheckpointingLayer) and layer.gradient_checkpointing:
             settings: Any = layer
             own = settings._gradient_checkpointing_func
-            settings._gradient_checkpointing_func = partial(checkpointed, layer, own)
+            settings._gradient_checkpointing_func = partial(recompute, layer, own)
 
 
 def copy_adapter(parameters: dict[str, torch.nn.Parameter]) -> Adapter:

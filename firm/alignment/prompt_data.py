@@ -11,14 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from firm.alignment.prompts import (
-    AUTO,
-    Prompt,
-    PromptFormat,
-    as_prompt,
-    reader_of,
-    token_ids,
-)
+from firm.alignment.prompts import AUTO, Prompt, PromptFormat, as_prompt, reader_of, token_ids
 from firm.base.fields import NOT_IN_PAPER, NonNegativeInt, Paper, configuration
 from firm.base.sanitize import first_line
 

@@ -72,7 +72,7 @@ class Prompt:
     @property
     def turns(self) -> list[dict[str, str]]:
         """The messages as roles and texts for display, with tool calls as JSON."""
-        return [{"role": m["role"], "content": _shown(m)} for m in self.messages]
+        return [{"role": m["role"], "content": _display_text(m)} for m in self.messages]
 
     @property
     def transcript(self) -> str:
@@ -82,7 +82,7 @@ class Prompt:
         return "\n\n".join(f"{turn['role']}: {turn['content']}" for turn in self.turns)
 
 
-def _shown(message: ChatMessage) -> str:
+def _display_text(message: ChatMessage) -> str:
     calls = message.get("tool_calls")
     parts = [_content(message), json.dumps(calls, ensure_ascii=False, default=str) if calls else ""]
     return "\n".join(filter(None, parts))
@@ -218,8 +218,9 @@ def as_prompt(row: Any, *, place: str, kind: str = "", reader: Reader = "text") 
         if isinstance(value, str):
             text, messages = _read_text(value, row.get("rejected"), source, reader)
         else:
-            if source == "chosen":  # the prompt is the common prefix of the two
-                value = _common_messages(value, row.get("rejected"))
+            rejected = row.get("rejected")
+            if source == "chosen" and isinstance(value, list) and isinstance(rejected, list):
+                value = common_beginning(value, rejected)  # the replies follow it
             text, messages = None, _read_messages(value, drops_answer=source != "prompt")
         tools, options = _template_fields(row)
     except ValueError as error:
@@ -291,27 +292,13 @@ def common_beginning(first: Any, *others: Any) -> Any:
     return first[: sum(1 for _ in takewhile(lambda row: row.count(row[0]) == len(row), rows))]
 
 
-def _common_messages(chosen: Any, rejected: Any) -> Any:
-    if not (isinstance(chosen, list) and isinstance(rejected, list)):
-        return chosen
-    return common_beginning(chosen, rejected)
-
-
 def _read_messages(value: Any, *, drops_answer: bool) -> tuple[ChatMessage, ...]:
-    """Returns chat messages after checking them.
-
-    Args:
-        value: The field's value.
-        drops_answer: Whether to drop the assistant's messages at the end, which are replies.
-
-    Raises:
-        ValueError: When a message has no role or no content, or the last one is the assistant's.
-    """
+    """Returns a field's chat messages; `drops_answer` removes the assistant's at the end."""
     if value is None:
         return ()
     if not isinstance(value, Sequence):
         raise ValueError(f"chat messages must be a list, got a JSON {type(value).__name__}.")
-    messages = [checked_message(turn, number) for number, turn in enumerate(value, start=1)]
+    messages = [plain_message(turn, number) for number, turn in enumerate(value, start=1)]
     while drops_answer and messages and messages[-1]["role"] == "assistant":
         messages.pop()
     roles = [message["role"] for message in messages]
@@ -323,7 +310,7 @@ def _read_messages(value: Any, *, drops_answer: bool) -> tuple[ChatMessage, ...]
     return tuple(messages)
 
 
-def checked_message(turn: Any, number: int) -> ChatMessage:
+def plain_message(turn: Any, number: int) -> ChatMessage:
     """Returns a chat message with its text parts joined and None fields removed."""
     turn = _without_none(turn) if isinstance(turn, Mapping) else {}
     role, content = turn.get("role"), turn.get("content")
@@ -506,7 +493,7 @@ def format_prompt(
     if name == "plain":
         asked = [_content(m) for m in prompt.messages if m["role"] == "user"]
         return prompt_format.template.replace("{prompt}", asked[-1] if asked else "")
-    return _rendered(prompt, (), tokenizer, prompt_format, add_generation_prompt=has_opening)
+    return _render(prompt, (), tokenizer, prompt_format, add_generation_prompt=has_opening)
 
 
 def format_dialogue(
@@ -520,10 +507,10 @@ def format_dialogue(
     Raises:
         ValueError: When the template rejects the conversation.
     """
-    return _rendered(prompt, (reply,), tokenizer, prompt_format)
+    return _render(prompt, (reply,), tokenizer, prompt_format)
 
 
-def _rendered(
+def _render(
     prompt: Prompt,
     replies: Sequence[ChatMessage],
     tokenizer: "PreTrainedTokenizerBase",
@@ -613,12 +600,9 @@ def check_prompts(
             continue
         seen.add(shape)
         text = format_prompt(prompt, tokenizer, prompt_format)
-        last = _content(prompt.messages[-1]).strip()
-        if (
-            prompt_format.kind_for(tokenizer) == "chat"
-            and last.split()[:1]
-            and (last.split()[0] not in text)
-        ):
+        words = _content(prompt.messages[-1]).split()
+        is_chat = prompt_format.kind_for(tokenizer) == "chat"
+        if is_chat and words and words[0] not in text:
             raise ValueError(
                 "the policy's chat template omits the text of the last message: use a tokenizer "
                 "whose template supports messages with a text as `content`."
@@ -701,7 +685,7 @@ def _cut(
         ids = ids_of(candidate)
         return ids if ids is not None and len(ids) <= max_tokens else None
 
-    def shortened(messages: Sequence[ChatMessage], places: Sequence[int]) -> list[int] | None:
+    def shorten(messages: Sequence[ChatMessage], places: Sequence[int]) -> list[int] | None:
         """Returns the ids after cutting the beginnings of messages until they fit, or None."""
         for place in places:
             content = _content(messages[place])
@@ -730,7 +714,7 @@ def _cut(
     others = [at for at in range(len(messages)) if at not in system]
     bare = [{**m, "content": ""} if m["role"] in _SYSTEM else m for m in messages]
     for base, places in ((messages, others), (messages, system), (bare, others)):
-        if ids := shortened(base, places):
+        if ids := shorten(base, places):
             return ids
     whole = ids_of(shortest) or token_ids([prompt], tokenizer, prompt_format)[0]
     return _last_ids(whole, tokenizer, prompt_format, max_tokens)

@@ -21,7 +21,7 @@ import torch
 from transformers import TrainerState
 
 from firm.alignment.calibration import Calibration, Method
-from firm.alignment.event_loop import started
+from firm.alignment.event_loop import start_coroutines
 from firm.alignment.prompts import ChatMessage, Prompt, prompt_of
 from firm.base.sanitize import printable
 from firm.base.user_code import user_code
@@ -201,7 +201,7 @@ def _begin_calls(calls: Sequence[_Call]) -> Callable[[], list[tuple[Any, list[bo
     waiting = [at for at, values in enumerate(results) if inspect.isawaitable(values)]
     if not waiting:
         return lambda: list(zip(results, truncated, strict=True))
-    awaited = started([_result(calls[at].objectives[0][0], results[at]) for at in waiting])
+    awaited = start_coroutines([_result(calls[at].objectives[0][0], results[at]) for at in waiting])
 
     def finish() -> list[tuple[Any, list[bool] | None]]:
         for at, values in zip(waiting, awaited(), strict=True):
@@ -447,9 +447,7 @@ def scored(asked: ScoringRequest) -> Callable[[], Scored]:
     return lambda: finish()[0]
 
 
-def scored_together(
-    asked: Sequence[ScoringRequest],
-) -> list[Callable[[], Scored] | ValueError]:
+def scored_together(asked: Sequence[ScoringRequest]) -> list[Callable[[], Scored] | ValueError]:
     """Begins to score several batches of replies; returns for each as ``scored``, or the error.
 
     A reward model shared by several batches scores all their replies in one call. If that fails,
@@ -462,7 +460,7 @@ def scored_together(
             return [error]
         return [result for each in asked for result in scored_together([each])]
 
-    def own(at: int) -> Scored:
+    def finish_one(at: int) -> Scored:
         try:
             return finish()[at]
         except ValueError:
@@ -470,7 +468,7 @@ def scored_together(
                 raise
             return scored(asked[at])()
 
-    return [partial(own, at) for at in range(len(asked))]
+    return [partial(finish_one, at) for at in range(len(asked))]
 
 
 def _begin_all(requests: Sequence[ScoringRequest]) -> Callable[[], list[Scored]]:

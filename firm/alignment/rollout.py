@@ -18,12 +18,7 @@ from firm.alignment.advantages import masked_mean
 from firm.alignment.generation import end_token_ids, find_ends, stop_strings
 from firm.alignment.prompts import AUTO, Prompt, PromptFormat, fitting_token_ids
 from firm.alignment.rollout_config import RolloutConfig
-from firm.alignment.rollout_engines import (
-    RolloutEngine,
-    SampleRequest,
-    Samples,
-    TransformersEngine,
-)
+from firm.alignment.rollout_engines import RolloutEngine, SampleRequest, Samples, TransformersEngine
 from firm.alignment.sequences import (
     INVALID_LOGPROB,
     SINGLE_PROCESS,
@@ -129,7 +124,7 @@ def sample(
         on_progress: Called at each token with the number of replies so far, including fractions of
             unfinished ones.
     """
-    sampled, at_generation = _sampled(sampler, queries, on_progress)
+    sampled, at_generation = _sample_tokens(sampler, queries, on_progress)
     num_tokens, ended, completions = find_ends(
         sampled[:, queries.token_ids.size(1) :],
         tokenizer=sampler.tokenizer,
@@ -161,7 +156,7 @@ def with_logprobs(
     config, at_generation = sampler.config, sampled.generation_logprobs
     padding = ~sampled.mask  # [B, T]
 
-    def passed(*, of_reference: bool) -> torch.Tensor:
+    def pass_over(*, of_reference: bool) -> torch.Tensor:
         logprobs = sampler.logprobs(sampled, of_reference=of_reference)
         return logprobs.masked_fill(padding, INVALID_LOGPROB)
 
@@ -171,13 +166,13 @@ def with_logprobs(
         logprobs = at_generation.masked_fill(padding, INVALID_LOGPROB)
     is_forward = logprobs is None or logprobs_from(precision, config) == "forward"
     if is_forward or measures_mismatch:
-        own = passed(of_reference=False)
+        own = pass_over(of_reference=False)
         mismatch = None if logprobs is None else logprobs - own
         logprobs = own if is_forward else logprobs
     if mismatch is not None and config.engine.samples_itself:
         config.engine.check_mismatch(masked_mean(mismatch**2, sampled.mask).sqrt().item())
     assert logprobs is not None
-    reference_logprobs = passed(of_reference=True)
+    reference_logprobs = pass_over(of_reference=True)
     known = {field.name: getattr(sampled, field.name) for field in fields(sampled)}
     return Rollouts(
         **known, logprobs=logprobs, reference_logprobs=reference_logprobs, mismatch=mismatch
@@ -196,7 +191,7 @@ def rollout(
     return with_logprobs(sampler, sampled, measures_mismatch=measures_mismatch)
 
 
-def _sampled(
+def _sample_tokens(
     sampler: Sampler, queries: Queries, on_progress: Callable[[float], None]
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Returns sampled token ids [B, Q + T], and their log-probabilities [B, T] if there are any."""
@@ -204,12 +199,10 @@ def _sampled(
     for chunk in queries.split(sampler.config.forward_batch_size):
         replies_per_token = chunk.num_rows / sampler.config.max_new_tokens
 
-        def told(
-            num_tokens: int, *, start: int = num_done, rate: float = replies_per_token
-        ) -> None:
-            on_progress(start + rate * num_tokens)
+        def report(num: int, *, start: int = num_done, rate: float = replies_per_token) -> None:
+            on_progress(start + rate * num)
 
-        chunks.append(sampler.generate(chunk, on_token=told))
+        chunks.append(sampler.generate(chunk, on_token=report))
         num_done += chunk.num_rows
     length = max(chunk.token_ids.size(1) for chunk in chunks)
     num_tokens = length - queries.token_ids.size(1)

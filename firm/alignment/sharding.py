@@ -66,7 +66,7 @@ class ShardedTeam(Team):
 
         def before_pass(*_: Any) -> None:
             nonlocal num_passes
-            if self._counted(is_running=True)[1]:
+            if self._count(is_running=True)[1]:
                 raise _Stopped
             num_passes += 1
 
@@ -84,14 +84,14 @@ class ShardedTeam(Team):
         finally:
             hook.remove()
         has_failed = error is not None
-        while (counts := self._counted(has_failed=has_failed))[0]:
+        while (counts := self._count(has_failed=has_failed))[0]:
             if not counts[1]:
                 self._pass_without_content()
         with super().unanimous():
             if error:
                 raise error
 
-    def _counted(self, *, is_running: bool = False, has_failed: bool = False) -> list[int]:
+    def _count(self, *, is_running: bool = False, has_failed: bool = False) -> list[int]:
         """Returns the numbers of members that run another pass, and of those that have failed."""
         return self.sum(torch.tensor([is_running, has_failed], dtype=torch.int64)).tolist()
 
@@ -152,7 +152,7 @@ def shard_(policy: Any, processes: Processes, team: Team, device: torch.device) 
         for name, module in layer.named_children():
             if name != "base_layer":
                 module.to(device)
-    model, frozen = policy.get_base_model(), _frozen(policy)
+    model, frozen = policy.get_base_model(), _frozen_parameters(policy)
     for name, parameter in frozen.items():
         if not parameter.is_floating_point():
             raise ValueError(
@@ -178,7 +178,7 @@ def shard_(policy: Any, processes: Processes, team: Team, device: torch.device) 
 
 def local_bytes(policy: Any) -> int:
     """Returns the bytes of the frozen parameters that this process keeps between passes."""
-    return sum(getattr(p, "_local_tensor", p).nbytes for p in _frozen(policy).values())
+    return sum(getattr(p, "_local_tensor", p).nbytes for p in _frozen_parameters(policy).values())
 
 
 def part_bytes(policy: Any, size: int) -> int:
@@ -186,7 +186,7 @@ def part_bytes(policy: Any, size: int) -> int:
 
     A parameter is divided along its first axis; the last processes may have a smaller part.
     """
-    sizes = (math.ceil(len(p) / size) * p[:1].nbytes for p in _frozen(policy).values())
+    sizes = (math.ceil(len(p) / size) * p[:1].nbytes for p in _frozen_parameters(policy).values())
     return sum(sizes)
 
 
@@ -196,12 +196,12 @@ def gathered_bytes(policy: Any) -> int:
     The parameters outside of layers stay for the whole pass; of the layers, there are the current
     one, and the next one twice: as received, and as copied from there.
     """
-    sizes = [sum(p.nbytes for p in _frozen(layer).values()) for layer in _layers(policy)]
-    total = sum(p.nbytes for p in _frozen(policy).values())
+    sizes = [sum(p.nbytes for p in _frozen_parameters(layer).values()) for layer in _layers(policy)]
+    total = sum(p.nbytes for p in _frozen_parameters(policy).values())
     return total - sum(sizes) + 3 * max(sizes, default=0)
 
 
-def _frozen(module: Any) -> dict[str, torch.nn.Parameter]:
+def _frozen_parameters(module: Any) -> dict[str, torch.nn.Parameter]:
     """Returns the parameters outside of the adapter, by name."""
     return {name: p for name, p in module.named_parameters() if "lora_" not in name}
 

@@ -95,7 +95,7 @@ class MultiObjectivePPOTrainer(PPOTrainer):
             options = {**options, "weight_decay": self.args.weight_decay}
             self.stages = MultiObjectiveTrainer(config, **arguments, adam=partial(adam, **options))
             self.learner, self.stages.trl = self.stages.new_learner(), self
-            with _restored(self.stages.policy_model, self.stages.critic):
+            with _undo_set_up(self.stages.policy_model, self.stages.critic):
                 super().__init__(
                     args=self.args,
                     processing_class=self.stages.tokenizer,
@@ -193,7 +193,7 @@ class MultiObjectivePPOTrainer(PPOTrainer):
 
 
 @contextmanager
-def _restored(policy: Any, critic: torch.nn.Module | None) -> Iterator[None]:
+def _undo_set_up(policy: Any, critic: torch.nn.Module | None) -> Iterator[None]:
     """Restores at the end what TRL's set-up changes on models: end tokens and dropout.
 
     TRL replaces the end tokens of the policy's generation config by the tokenizer's EOS token, and

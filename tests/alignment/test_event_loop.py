@@ -7,13 +7,13 @@ import pytest
 import torch
 
 from firm.alignment import event_loop
-from firm.alignment.event_loop import started
+from firm.alignment.event_loop import start_coroutines
 from firm.base.errors import TimeLimitError
 from firm.federation.engines.time_limit import time_limit
 
 
 def gathered(coroutines):
-    return started(coroutines)()
+    return start_coroutines(coroutines)()
 
 
 async def doubled(value):
@@ -44,7 +44,7 @@ def test_they_run_before_anyone_waits_for_them():
         ran.set()
         return 5
 
-    results = started([runs()])
+    results = start_coroutines([runs()])
     assert ran.wait(30)
     assert results() == results() == [5]
 
@@ -130,7 +130,7 @@ def test_coroutines_whose_results_nobody_can_ask_for_are_cancelled():
         finally:
             cancelled.set()
 
-    results = started([hangs()])
+    results = start_coroutines([hangs()])
     assert began.wait(30)
     del results
     assert cancelled.wait(30)
@@ -146,7 +146,7 @@ module = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(module)
 
 def gathered(coroutines):
-    return module.started(coroutines)()
+    return module.start_coroutines(coroutines)()
 
 async def one():
     return 1

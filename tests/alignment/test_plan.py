@@ -774,8 +774,7 @@ def test_a_plan_says_why_it_does_not_show_how_prompts_reach_the_policy(tmp_path)
 
 
 @pytest.mark.parametrize(
-    ("options", "shown"),
-    [((), r"'\n\nHuman:'"), (("--rollout.stop_strings", "[]"), None)],
+    ("options", "shown"), [((), r"'\n\nHuman:'"), (("--rollout.stop_strings", "[]"), None)]
 )
 def test_a_plan_tells_where_replies_end(options, shown):
     rows = dict(rows_of(plan_without_memory(config(*options)), "Models"))

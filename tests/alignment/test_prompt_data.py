@@ -256,10 +256,7 @@ def test_limits_leave_out_what_is_too_short_or_too_long(tmp_path):
             '{"prompt": [{"role": "user", "content": "x"}, {"role": "assistant", "content": ""}]}',
             r"line 2: chat messages must end with a message .* got user, assistant: add or remove",
         ),
-        (
-            '{"chosen": "secret"}',
-            r"line 2: a row with a text as `chosen` needs a text `rejected`",
-        ),
+        ('{"chosen": "secret"}', r"line 2: a row with a text as `chosen` needs a text `rejected`"),
         ('{"prompt": "secret", "kind": 3}', r"line 2: `kind` must be a text, got int"),
         (r'{"prompt": "secret \ud83d"}', r"line 2: the prompt has a lone surrogate .* character 8"),
         (r'{"prompt": "secret", "kind": "\udc00"}', r"line 2: `kind` has a lone surrogate"),

@@ -479,10 +479,7 @@ def test_an_output_may_be_named_otherwise_than_its_objective():
 @pytest.mark.parametrize(
     ("reward_fn", "message"),
     [
-        (
-            judge,
-            "^reward 'terse' uses the output 'terse' of .* outputs 'long', 'brief', 'none': s",
-        ),
+        (judge, "^reward 'terse' uses the output 'terse' of .* outputs 'long', 'brief', 'none': s"),
         (Named(judge, "short"), "^reward 'terse' uses the output 'short' of a function that"),
         (
             Named(length, "long"),

@@ -34,10 +34,7 @@ PROMPTS = {
     "chat, prompt-only": ({"prompt": TURNS}, TURNS),
     "chat, prompt-completion": ({"prompt": [USER], "completion": [BLUE]}, [USER]),
     "chat, preference": ({"prompt": [USER], "chosen": [BLUE], "rejected": [GREEN]}, [USER]),
-    "chat, preference, implicit": (
-        {"chosen": [*TURNS, BLUE], "rejected": [*TURNS, GREEN]},
-        TURNS,
-    ),
+    "chat, preference, implicit": ({"chosen": [*TURNS, BLUE], "rejected": [*TURNS, GREEN]}, TURNS),
     "chat, preference, implicit, apart early": (
         {"chosen": [USER, BLUE, USER, BLUE], "rejected": [USER, GREEN, USER, BLUE]},
         [USER],

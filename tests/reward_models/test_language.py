@@ -5,13 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from firm.base.extras import install_command
-from reward_models import (
-    RewardModelConfig,
-    load_reward_model,
-    reading_ease,
-    sentiment,
-    vocabulary,
-)
+from reward_models import RewardModelConfig, load_reward_model, reading_ease, sentiment, vocabulary
 from reward_models.language import num_syllables
 
 PLAIN = "The cat sat on the mat. It was warm there. A dog came in and the cat ran up a tree."

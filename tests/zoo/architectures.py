@@ -134,22 +134,13 @@ ARCHITECTURES: dict[str, Architecture] = {
         ("tied head",),
     ),
     "mistral": Architecture(
-        "Mistral 7B",
-        "MistralConfig",
-        {**HEADED, "sliding_window": 16},
-        ("sliding window",),
+        "Mistral 7B", "MistralConfig", {**HEADED, "sliding_window": 16}, ("sliding window",)
     ),
     "ministral": Architecture(
-        "Ministral 8B",
-        "MinistralConfig",
-        {**HEADED, **SLIDING},
-        ("sliding window",),
+        "Ministral 8B", "MinistralConfig", {**HEADED, **SLIDING}, ("sliding window",)
     ),
     "mixtral": Architecture(
-        "Mixtral",
-        "MixtralConfig",
-        {**GROUPED, **EXPERTS},
-        ("mixture of experts",),
+        "Mixtral", "MixtralConfig", {**GROUPED, **EXPERTS}, ("mixture of experts",)
     ),
     "qwen2": Architecture(
         "Qwen 2 and 2.5",
@@ -182,16 +173,10 @@ ARCHITECTURES: dict[str, Architecture] = {
         ("linear attention", "mixture of experts"),
     ),
     "qwen3_5": Architecture(
-        "Qwen 3.5, its text part",
-        "Qwen3_5TextConfig",
-        {**HEADED, **LINEAR},
-        ("linear attention",),
+        "Qwen 3.5, its text part", "Qwen3_5TextConfig", {**HEADED, **LINEAR}, ("linear attention",)
     ),
     "gemma": Architecture(
-        "Gemma",
-        "GemmaConfig",
-        {**HEADED},
-        ("scaled embeddings or logits", "tied head"),
+        "Gemma", "GemmaConfig", {**HEADED}, ("scaled embeddings or logits", "tied head")
     ),
     "gemma2": Architecture(
         "Gemma 2",
@@ -273,16 +258,10 @@ ARCHITECTURES: dict[str, Architecture] = {
         ("parallel attention", "partly rotary positions", "LayerNorm"),
     ),
     "phi3": Architecture(
-        "Phi 3 and 4",
-        "Phi3Config",
-        {**GROUPED, "sliding_window": None},
-        ("fused projections",),
+        "Phi 3 and 4", "Phi3Config", {**GROUPED, "sliding_window": None}, ("fused projections",)
     ),
     "phimoe": Architecture(
-        "Phi 3.5 MoE",
-        "PhimoeConfig",
-        {**GROUPED, **EXPERTS},
-        ("mixture of experts", "LayerNorm"),
+        "Phi 3.5 MoE", "PhimoeConfig", {**GROUPED, **EXPERTS}, ("mixture of experts", "LayerNorm")
     ),
     "gpt2": Architecture(
         "GPT-2, DistilGPT-2",
@@ -422,29 +401,15 @@ ARCHITECTURES: dict[str, Architecture] = {
             "tied head",
         ),
     ),
-    "olmo": Architecture(
-        "OLMo",
-        "OlmoConfig",
-        {**GROUPED, "clip_qkv": 2.0},
-        ("LayerNorm",),
-    ),
+    "olmo": Architecture("OLMo", "OlmoConfig", {**GROUPED, "clip_qkv": 2.0}, ("LayerNorm",)),
     "olmo2": Architecture(
-        "OLMo 2",
-        "Olmo2Config",
-        GROUPED,
-        ("norms after layers", "normalised queries"),
+        "OLMo 2", "Olmo2Config", GROUPED, ("norms after layers", "normalised queries")
     ),
     "olmo3": Architecture(
-        "OLMo 3",
-        "Olmo3Config",
-        {**GROUPED, **SLIDING},
-        ("norms after layers", "sliding window"),
+        "OLMo 3", "Olmo3Config", {**GROUPED, **SLIDING}, ("norms after layers", "sliding window")
     ),
     "olmoe": Architecture(
-        "OLMoE",
-        "OlmoeConfig",
-        {**GROUPED, **EXPERTS},
-        ("mixture of experts", "normalised queries"),
+        "OLMoE", "OlmoeConfig", {**GROUPED, **EXPERTS}, ("mixture of experts", "normalised queries")
     ),
     "stablelm": Architecture(
         "StableLM",
@@ -465,29 +430,13 @@ ARCHITECTURES: dict[str, Architecture] = {
         ("layers without positions", "tied head"),
     ),
     "nemotron": Architecture(
-        "Nemotron 4, Minitron",
-        "NemotronConfig",
-        GROUPED,
-        ("partly rotary positions", "LayerNorm"),
+        "Nemotron 4, Minitron", "NemotronConfig", GROUPED, ("partly rotary positions", "LayerNorm")
     ),
-    "glm": Architecture(
-        "GLM-4 9B",
-        "GlmConfig",
-        {**HEADED},
-        ("partly rotary positions",),
-    ),
+    "glm": Architecture("GLM-4 9B", "GlmConfig", {**HEADED}, ("partly rotary positions",)),
     "glm4": Architecture(
-        "GLM-4 0414",
-        "Glm4Config",
-        {**HEADED},
-        ("norms after layers", "partly rotary positions"),
+        "GLM-4 0414", "Glm4Config", {**HEADED}, ("norms after layers", "partly rotary positions")
     ),
-    "helium": Architecture(
-        "Helium",
-        "HeliumConfig",
-        {**HEADED},
-        ("rotary positions",),
-    ),
+    "helium": Architecture("Helium", "HeliumConfig", {**HEADED}, ("rotary positions",)),
     "exaone4": Architecture(
         "EXAONE 4",
         "Exaone4Config",
@@ -495,16 +444,10 @@ ARCHITECTURES: dict[str, Architecture] = {
         ("norms after layers", "sliding window", "normalised queries"),
     ),
     "deepseek_v2": Architecture(
-        "DeepSeek V2",
-        "DeepseekV2Config",
-        LATENT,
-        ("latent attention", "mixture of experts"),
+        "DeepSeek V2", "DeepseekV2Config", LATENT, ("latent attention", "mixture of experts")
     ),
     "deepseek_v3": Architecture(
-        "DeepSeek V3 and R1",
-        "DeepseekV3Config",
-        LATENT,
-        ("latent attention", "mixture of experts"),
+        "DeepSeek V3 and R1", "DeepseekV3Config", LATENT, ("latent attention", "mixture of experts")
     ),
     "gpt_oss": Architecture(
         "gpt-oss",
@@ -512,12 +455,7 @@ ARCHITECTURES: dict[str, Architecture] = {
         {**HEADED, **EXPERTS, **SLIDING},
         ("attention sinks", "mixture of experts", "sliding window"),
     ),
-    "ernie4_5": Architecture(
-        "ERNIE 4.5",
-        "Ernie4_5Config",
-        {**HEADED},
-        ("tied head",),
-    ),
+    "ernie4_5": Architecture("ERNIE 4.5", "Ernie4_5Config", {**HEADED}, ("tied head",)),
     "persimmon": Architecture(
         "Persimmon",
         "PersimmonConfig",
@@ -525,10 +463,7 @@ ARCHITECTURES: dict[str, Architecture] = {
         ("fused projections", "partly rotary positions", "LayerNorm"),
     ),
     "biogpt": Architecture(
-        "BioGPT",
-        "BioGptConfig",
-        SIZES,
-        ("learned positions", "LayerNorm", "tied head"),
+        "BioGPT", "BioGptConfig", SIZES, ("learned positions", "LayerNorm", "tied head")
     ),
     "xglm": Architecture(
         "XGLM",
@@ -580,10 +515,7 @@ ARCHITECTURES: dict[str, Architecture] = {
         ("state space", "mixture of experts"),
     ),
     "bamba": Architecture(
-        "Bamba",
-        "BambaConfig",
-        {**GROUPED, **MAMBA, "attn_layer_indices": [1]},
-        ("state space",),
+        "Bamba", "BambaConfig", {**GROUPED, **MAMBA, "attn_layer_indices": [1]}, ("state space",)
     ),
     "granitemoehybrid": Architecture(
         "Granite 4",
@@ -598,10 +530,7 @@ ARCHITECTURES: dict[str, Architecture] = {
         ("state space", "mixture of experts"),
     ),
     "falcon_h1": Architecture(
-        "Falcon H1",
-        "FalconH1Config",
-        {**HEADED, **MAMBA, "mamba_d_ssm": 64},
-        ("state space",),
+        "Falcon H1", "FalconH1Config", {**HEADED, **MAMBA, "mamba_d_ssm": 64}, ("state space",)
     ),
     "recurrent_gemma": Architecture(
         "RecurrentGemma",

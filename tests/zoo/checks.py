@@ -148,8 +148,7 @@ def place(
         _end_early_(plain, given, tokenizer, ends[-1], end_at)
     given.generation_config.eos_token_id = ends[0] if len(ends) == 1 else ends or None
     config = PolicyConfig(
-        name,
-        lora=LoraSettings(r=4, alpha=8, dropout=0.0, target_modules=targets and list(targets)),
+        name, lora=LoraSettings(r=4, alpha=8, dropout=0.0, target_modules=targets and list(targets))
     )
     own = load_tokenizer(config, tokenizer)
     policy = load_policy(config, stream=RandomStream(seed, "policy", "adapter"), given=given)

@@ -115,10 +115,7 @@ KINDS: dict[str, Kind] = {
     ),
     "no_pad": Kind("no pad token, BOS added", "Llama 2", BOS_EOS, "<s> $A"),
     "pad_is_eos": Kind(
-        "pad = EOS, and a template that adds a system turn",
-        "SmolLM2",
-        END_OF_TURN,
-        template=CHATML,
+        "pad = EOS, and a template that adds a system turn", "SmolLM2", END_OF_TURN, template=CHATML
     ),
     "one_special": Kind("pad = BOS = EOS = UNK", "GPT-2", ONE),
     "pad_is_bos": Kind(

@@ -45,7 +45,7 @@ class ConditioningConfig:
     draw_per: Literal["prompt", "step"] = "prompt"
     """Scope of a drawn preference: one for each prompt, or one for all prompts of a local step."""
 
-    def conditioned(self, kind: Lora, num_objectives: int) -> Lora:
+    def condition(self, kind: Lora, num_objectives: int) -> Lora:
         """Returns the kind of adapter, conditioned on a preference if configured."""
         return kind if self.kind == "none" else Conditioned(kind, num_objectives)
 

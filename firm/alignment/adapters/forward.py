@@ -65,9 +65,9 @@ class AdapterForward:
         result = layer.base_layer(x, *args, **options)
         if self.rows.is_base(layer):
             return result
-        return self.kind.output(layer, self.rows, self._widened(layer, x), result)
+        return self.kind.output(layer, self.rows, self._widen(layer, x), result)
 
-    def _widened(self, layer: Any, x: torch.Tensor) -> torch.Tensor:
+    def _widen(self, layer: Any, x: torch.Tensor) -> torch.Tensor:
         """Returns x in the dtype of a layer's adapter, for joint passes.
 
         Layers in a row that share their input, as those of queries, keys and values, share the copy

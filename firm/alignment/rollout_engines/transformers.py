@@ -106,9 +106,9 @@ def _generate(
     if not len(query_ids):  # the batch has fewer rows than the team has processes
         return query_ids, torch.empty(0, 0, device=query_ids.device)
     if request.config.cache == "dynamic" and shares_prompts(model):
-        sequences, logprobs = _decoded(model, request, draws)
+        sequences, logprobs = _decode_with_own_loop(model, request, draws)
     else:
-        sequences = _generated(model, request, draws)
+        sequences = _generate_with_transformers(model, request, draws)
         logprobs = draws.logprobs(sequences.size(1) - query_ids.size(1))
     if not logprobs.isfinite().all():
         raise RuntimeError(
@@ -121,7 +121,9 @@ def _generate(
     return torch.cat((query_ids, responses.masked_fill(is_after, pad_id)), dim=1), logprobs
 
 
-def _generated(model: Any, request: SampleRequest, draws: "_Draws") -> torch.Tensor:
+def _generate_with_transformers(
+    model: Any, request: SampleRequest, draws: "_Draws"
+) -> torch.Tensor:
     """Returns token ids [B, Q + T] sampled by transformers."""
     queries, config, end_ids = request.queries, request.config, request.end_ids
     set_preferences(model, queries.preferences)
@@ -129,7 +131,7 @@ def _generated(model: Any, request: SampleRequest, draws: "_Draws") -> torch.Ten
         return model.generate(
             input_ids=torch.masked_fill(queries.token_ids, ~queries.mask, 0),
             attention_mask=queries.mask,
-            logits_processor=LogitsProcessorList([_Told(request.on_token), draws]),
+            logits_processor=LogitsProcessorList([_TokenReport(request.on_token), draws]),
             generation_config=GenerationConfig(
                 max_new_tokens=config.max_new_tokens,
                 do_sample=False,  # `draws` samples
@@ -140,7 +142,7 @@ def _generated(model: Any, request: SampleRequest, draws: "_Draws") -> torch.Ten
         )
 
 
-def _decoded(
+def _decode_with_own_loop(
     model: Any, request: SampleRequest, draws: "_Draws"
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Returns token ids [B, Q + T], -1 after the end, and log-probabilities [B, T]."""
@@ -185,7 +187,7 @@ class _OwnRows:
         return rows
 
 
-class _Told(LogitsProcessor):
+class _TokenReport(LogitsProcessor):
     """Reports the number of generated tokens; leaves the scores unchanged."""
 
     def __init__(self, on_token: Callable[[int], None]) -> None:

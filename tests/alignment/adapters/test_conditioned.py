@@ -8,12 +8,7 @@ import torch
 
 from firm.alignment import AlignmentClient, RolloutConfig, copy_adapter, fill_adapter_
 from firm.alignment.adapter_files import save_adapter
-from firm.alignment.adapters import (
-    Conditioned,
-    Lora,
-    LoraSettings,
-    adapt_,
-)
+from firm.alignment.adapters import Conditioned, Lora, LoraSettings, adapt_
 from firm.alignment.adapters.conditioned import ConditioningConfig, PreferenceStream, fold
 from firm.alignment.policy import adapter_parameters, load_adapter_
 from firm.alignment.rewards import Judges
@@ -285,11 +280,7 @@ def test_a_preference_is_solved_for_the_objectives_that_its_replies_have_scores_
         ]
 
     rewards = {"a": letter_count("a"), "b": partial}
-    trainer = make_trainer(
-        rewards=rewards,
-        estimator="critic_free",
-        policy=make_conditioned(2),
-    )
+    trainer = make_trainer(rewards=rewards, estimator="critic_free", policy=make_conditioned(2))
     client = client_of(trainer)
     steps = []
     monkeypatch.setattr(client, "step", lambda *arguments: steps.append(arguments))

@@ -19,11 +19,7 @@ from firm.alignment import (
 from firm.alignment.adapter_files import save_adapter, save_folded
 from firm.alignment.adapters import lora_xs as module
 from firm.alignment.adapters.conditioned import ConditioningConfig
-from firm.alignment.policy import (
-    adapter_parameters,
-    load_adapter_,
-    without_needless_warnings,
-)
+from firm.alignment.policy import adapter_parameters, load_adapter_, without_needless_warnings
 from firm.alignment.sequences import forward, response_logprobs, set_preferences
 from firm.alignment.stacked.trainer import stacked_trainers
 from firm.federation import LocalEngine, RandomStream, ServerState
