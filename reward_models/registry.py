@@ -2,7 +2,6 @@
 
 import difflib
 import inspect
-import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -14,7 +13,7 @@ from typing import Any, TypeVar
 
 from firm.base.extras import install_command
 from firm.base.registry import Registry
-from firm.base.user_code import ENDS, user_code
+from firm.base.user_code import ENDS, described, user_code
 from firm.run.plugins import import_file
 from reward_models.config import RewardModelConfig
 from reward_models.golden import check_golden_scores
@@ -333,8 +332,8 @@ def _import_file(file: str) -> None:
         raise
     except BaseException as error:  # whatever another's module raises
         raise ValueError(
-            f"the file of reward functions cannot be imported, {_place(error, path)}: "
-            f"{_in_one_line(error)}: repair it."
+            f"the file of reward functions {file} cannot be imported ({described(error)}): "
+            "repair it."
         ) from error
 
 
@@ -377,7 +376,7 @@ def _import_installed(name: str) -> None:
     except BaseException as error:  # whatever another's module raises
         raise ValueError(
             f"the reward model {name!r} of the installed package {packages[0]} cannot be imported "
-            f"({_in_one_line(error)}): repair or update the package."
+            f"({described(error)}): repair or update the package."
         ) from error
 
 
@@ -391,17 +390,3 @@ def _all_or_no_names() -> Iterator[None]:
         REWARD_MODELS.clear()
         REWARD_MODELS.update(before)
         raise
-
-
-def _place(error: BaseException, path: Path) -> str:
-    """Returns the file and its own line that the error came through, not one that it imports."""
-    frames = traceback.extract_tb(error.__traceback__)
-    lines = [frame.lineno for frame in frames if frame.filename == str(path)]
-    if isinstance(error, SyntaxError) and error.filename == str(path):
-        lines.append(error.lineno)
-    return f"{path}:{lines[-1]}" if lines and lines[-1] else str(path)
-
-
-def _in_one_line(error: BaseException) -> str:
-    text = error.msg if isinstance(error, SyntaxError) else str(error)
-    return ": ".join([type(error).__name__, *text.splitlines()[:1]])

@@ -66,9 +66,7 @@ def _run(loop: asyncio.AbstractEventLoop) -> None:
     while True:
         try:
             loop.run_forever()
-        except (
-            BaseException
-        ):  # SystemExit in a task stops the loop, and is stored as the task's error
+        except BaseException:  # a task's SystemExit stops the loop; the task has it as its error
             continue
         return
 

@@ -83,11 +83,6 @@ class PairBatch(Examples):
         ids = torch.cat((queries.token_ids, self.replies.flatten(0, 1)), dim=1)
         return Sequences(queries, ids, self.num_tokens.flatten())
 
-    def to(self, device: Any) -> "PairBatch":
-        """Returns the pairs on a device."""
-        names = ("queries", "replies", "num_tokens", "reference", "ranked", "cut")
-        return replace(self, **{name: getattr(self, name).to(device) for name in names})
-
 
 def encode_pairs(
     pairs: Sequence[Pair],

@@ -233,9 +233,8 @@ def _select_output(name: str, reward_fn: RewardFn, values: Any) -> Any:
                 f"{type(values).__name__}: return a dict of lists, or remove `output`."
             )
         return values
-    wanted = (
-        output if isinstance(output, str) else name.rpartition("/")[2]
-    )  # "group/name" selects "name"
+    # "group/name" selects "name"
+    wanted = output if isinstance(output, str) else name.rpartition("/")[2]
     if wanted not in values:
         returned = printable(", ".join(map(repr, values)) or "none", max_length=200)
         raise ValueError(
@@ -263,9 +262,7 @@ def _check_values(name: str, values: Any, num_completions: int) -> torch.Tensor:
             f"reward {name!r} returned {type(values[odd[0]]).__name__} at index {odd[0]} "
             f"({len(odd)} of {num_completions} values are not numbers): {expected}, {or_none}."
         )
-    row = torch.tensor(
-        numbers, dtype=torch.float64
-    ).float()  # beyond float32's range becomes infinite
+    row = torch.tensor(numbers, dtype=torch.float64).float()  # large numbers become infinite
     finite = row.isfinite().tolist()
     broken = [at for at, value in enumerate(values) if value is not None and not finite[at]]
     if broken:

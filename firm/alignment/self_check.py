@@ -156,9 +156,8 @@ def _logprobs(policy: Any, ids: torch.Tensor, mask: torch.Tensor) -> torch.Tenso
 def _rounding(dtype: torch.dtype) -> float:
     """Returns the limit in `ROUNDING` for a dtype; TF32 has the precision of float16."""
     matmul = torch.backends.cuda.matmul
-    precision = getattr(
-        matmul, "fp32_precision", None
-    )  # new in torch 2.9, which rejects mixing it with allow_tf32
+    # new in torch 2.9, which rejects mixing it with allow_tf32
+    precision = getattr(matmul, "fp32_precision", None)
     is_tf32 = matmul.allow_tf32 if precision is None else precision == "tf32"
     own = torch.float16 if is_tf32 and dtype == torch.float32 else dtype
     return ROUNDING.get(own, ROUNDING[torch.float32])

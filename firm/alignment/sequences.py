@@ -52,6 +52,16 @@ class Rows:
         devices = (value.device for value in values if isinstance(value, torch.Tensor | Rows))
         return next(devices, torch.device("cpu"))
 
+    def to(self, device: Any) -> Self:
+        """Returns the rows with all tensors on a device."""
+        values = {field.name: getattr(self, field.name) for field in fields(self)}
+        moved = {
+            name: value.to(device)
+            for name, value in values.items()
+            if isinstance(value, torch.Tensor | Rows)
+        }
+        return replace(self, **moved)
+
     def rows(self, index: Index) -> Self:
         """Returns a record of the selected rows, in the index's order; tensors are copied."""
         chosen = torch.arange(self.num_rows)[index]
@@ -184,16 +194,6 @@ class Queries(Rows):
         num_tokens = self.token_ids.size(1)
         positions = torch.arange(num_tokens, device=self.token_ids.device)
         return positions >= num_tokens - self.lengths.unsqueeze(1)
-
-    def to(self, device: Any) -> "Queries":
-        """Returns the prompts with tokens and preferences on a device."""
-        preferences = None if self.preferences is None else self.preferences.to(device)
-        return replace(
-            self,
-            token_ids=self.token_ids.to(device),
-            lengths=self.lengths.to(device),
-            preferences=preferences,
-        )
 
     def trimmed(self) -> "Queries":
         """Returns the prompts without columns that are padding in all rows."""

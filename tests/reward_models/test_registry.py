@@ -181,7 +181,7 @@ def test_files_that_cannot_be_imported_are_named(tmp_path):
     broken = tmp_path / "broken.py"
     broken.write_text("import no_such_module_here")
     for _ in range(2):  # the failed import leaves nothing behind
-        with pytest.raises(ValueError, match=r"broken\.py:1: ModuleNotFoundError: No module"):
+        with pytest.raises(ValueError, match=r"ModuleNotFoundError: No module .*broken\.py:1"):
             load_reward_model(RewardModelConfig(name="x", file=str(broken)), "x")
     with pytest.raises(ValueError, match="no Python file of reward functions at"):
         load_reward_model(RewardModelConfig(name="x", file=str(tmp_path / "missing.py")), "x")
@@ -199,25 +199,25 @@ def test_an_unknown_name_is_answered_with_the_nearest():
 
 
 BROKEN_FILES = {
-    "x = 1\n\nprint(y)": "3: NameError: name 'y' is not defined",
-    "def f():\n    raise OSError('one\\ntwo')\n\nf()": "2: OSError: one",
-    "x = 1\nif x\n": "2: SyntaxError: expected ':'",
-    "import json\n\njson.loads('[1')": "3: JSONDecodeError: Expecting ',' delimiter: line 1",
-    "\nimport helper_with_a_typo": "2: SyntaxError: invalid syntax",
-    "import sys\nsys.exit(3)": "2: SystemExit: 3",
-    "raise ValueError": "1: ValueError",
+    "x = 1\n\nprint(y)": r"NameError: name 'y' is not defined \(.*mine\.py:3\)",
+    "def f():\n    raise OSError('one\\ntwo')\n\nf()": r"OSError: one two \(.*mine\.py:2\)",
+    "x = 1\nif x\n": r"SyntaxError: expected ':' \(.*mine\.py:2\)",
+    "import json\n\njson.loads('[1')": r"JSONDecodeError: Expecting ',' .*\(.*mine\.py:3\)",
+    "\nimport helper_with_a_typo": r"SyntaxError: invalid syntax \(.*helper_with_a_typo\.py:4\)",
+    "import sys\nsys.exit(3)": r"SystemExit: 3 \(.*mine\.py:2\)",
+    "raise ValueError": r"ValueError \(.*mine\.py:1\)",
 }
 
 
 @pytest.mark.parametrize("text", BROKEN_FILES)
-def test_a_broken_file_is_one_line_with_its_own_place(text, tmp_path, monkeypatch):
+def test_a_broken_file_is_one_line_with_the_place(text, tmp_path, monkeypatch):
     (tmp_path / "helper_with_a_typo.py").write_text("\n\n\nx = = 1")
     monkeypatch.syspath_prepend(tmp_path)
     file = tmp_path / "mine.py"
     file.write_text(text)
-    with pytest.raises(ValueError, match="cannot be imported") as caught:
+    with pytest.raises(ValueError, match=BROKEN_FILES[text]) as caught:
         load_reward_model(RewardModelConfig(name="x", file=str(file)), "x")
-    assert f"{file.resolve()}:{BROKEN_FILES[text]}" in str(caught.value)
+    assert f"{file} cannot be imported" in str(caught.value)
     assert "\n" not in str(caught.value)
 
 
@@ -225,7 +225,7 @@ def test_a_failed_import_takes_its_names_back(tmp_path):
     file = tmp_path / "half.py"
     file.write_text(OWN_FILE.format(name="half") + "\nx = unknown\n")
     for _ in range(2):
-        with pytest.raises(ValueError, match=r"half\.py:12: NameError: name 'unknown'"):
+        with pytest.raises(ValueError, match=r"NameError: name 'unknown' .*half\.py:12"):
             load_reward_model(RewardModelConfig(name="half", file=str(file)), "x")
     file.write_text(OWN_FILE.format(name="half"))
     assert load_reward_model(RewardModelConfig(name="half", file=str(file)), "x").name == "x"
@@ -377,7 +377,7 @@ def test_a_package_that_cannot_be_imported_is_named_in_one_line(install):
         "odd-rewards", "odd_rewards", "def f(texts): ...", "odd = odd_rewards:f\nno = odd_rewards"
     )
     for name, message in {
-        "early": r"package broken-rewards cannot be imported \(RuntimeError: no licence\): repair",
+        "early": r"package broken-rewards cannot be imported \(RuntimeError: no licence .*: repair",
         "odd": "package odd-rewards cannot be imported .*cannot be called with prompts",
         "no": "package odd-rewards cannot be imported .*odd_rewards is no function",
     }.items():
