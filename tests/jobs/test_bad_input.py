@@ -369,7 +369,7 @@ CASES = {
     ),
     "a reward file that does not import": (
         ["--rewards.brevity.file", "FILES/broken.py"],
-        ["FILES/broken.py:3: ModuleNotFoundError: No module named 'no_such_package'", "repair it"],
+        ["ModuleNotFoundError: No module named 'no_such_package' (FILES/broken.py:3)", "repair it"],
     ),
     "a reward that fails its golden score": (
         ["--rewards.brevity.golden", f"[{HELLO}]"],
