@@ -131,7 +131,7 @@ def read_settings(folder: Path) -> LoraConfig:
         )
     _check_ranks(folder, settings)
     _check_patterns(folder, settings)
-    settings.inference_mode, settings.init_lora_weights = True, False
+    settings.inference_mode, settings.init_lora_weights = True, False  # the file fills the slot
     return settings
 
 
@@ -268,7 +268,7 @@ def save_adapter(policy: Any, folder: Path) -> None:
         if is_conditioned(name)
     }
     if gated:
-        save_file(gated, folder / _CONDITIONED)
+        save_file(gated, folder / _CONDITIONED)  # beside the file that every PEFT tool reads
 
 
 def lora_state(
@@ -375,7 +375,7 @@ def _without_base(policy: Any, adapter: Adapter, problem: str) -> Adapter:
         ValueError: When such a weight differs from the base model's; the message starts with
             `problem`.
     """
-    own: Adapter = policy.state_dict()
+    own: Adapter = policy.state_dict()  # with the base model's parameters
     copies = {name for name in adapter if ".base_layer." in name and name in own}
     for name in copies:
         if adapter[name].shape != own[name].shape or not torch.equal(

@@ -49,11 +49,11 @@ def kl_penalty(
     Raises:
         ValueError: When the form is unknown.
     """
-    log_ratio = reference_logprobs - logprobs
+    log_ratio = reference_logprobs - logprobs  # [B, T]
     if form == "k1":
         return -log_ratio
     if form == "k3":
-        return (log_ratio.exp() - 1) - log_ratio
+        return (log_ratio.exp() - 1) - log_ratio  # non-negative: exp(x) ≥ 1 + x
     raise ValueError(f"unknown KL form {form!r}: choose k1 or k3.")
 
 
@@ -131,7 +131,7 @@ def whiten(values: torch.Tensor, mask: torch.Tensor, *, shift_mean: bool = True)
             f"whitening needs at least two response tokens, got {int(count)}: "
             "use a larger batch or switch whitening off."
         )
-    mean = masked_mean(values, mask)
+    mean = masked_mean(values, mask)  # a scalar over all tokens of the batch
     variance = masked_mean((values - mean) ** 2, mask) * (count / (count - 1))
     whitened = (values - mean) * torch.rsqrt(variance + 1e-8)  # 1e-8: TRL's guard, kept for parity
     return whitened if shift_mean else whitened + mean
@@ -145,9 +145,10 @@ def whiten_together(values: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
     advantages. Shapes are [M, B, T] and, for the mask, [B, T]; entries outside it must be masked by
     the caller.
     """
-    centred = torch.stack([row - masked_mean(row, mask) for row in values])
+    centred = torch.stack([row - masked_mean(row, mask) for row in values])  # [M, B, T]
     count = mask.sum()
     variances = torch.stack([masked_mean(row**2, mask) for row in centred]) * (count / (count - 1))
+    # one factor for all, so that sums stay sums
     return centred * torch.rsqrt(variances.mean() + 1e-8)
 
 
@@ -169,7 +170,7 @@ def shaped_rewards(
     rows = torch.arange(kl.size(0), device=kl.device)
     shaped = (-kl_coefficient * kl).repeat(len(rewards), 1, 1)  # [M, B, T]
     for row, reward in zip(shaped, rewards, strict=True):
-        row[rows, reward_index] += reward
+        row[rows, reward_index] += reward  # objective by objective, as for one alone
     return shaped
 
 
@@ -186,11 +187,11 @@ def gae(
     """
     num_tokens = rewards.size(-1)
     last = torch.zeros_like(rewards[..., 0])
-    reversed_advantages = []
+    reversed_advantages = []  # from the last token to the first
     for t in reversed(range(num_tokens)):
         next_value = values[..., t + 1] if t < num_tokens - 1 else 0.0
-        delta = rewards[..., t] + gamma * next_value - values[..., t]
+        delta = rewards[..., t] + gamma * next_value - values[..., t]  # temporal difference, [M, B]
         last = delta + gamma * gae_lambda * last
         reversed_advantages.append(last)
-    advantages = torch.stack(reversed_advantages[::-1], dim=-1)
+    advantages = torch.stack(reversed_advantages[::-1], dim=-1)  # [M, B, T]
     return advantages, advantages + values

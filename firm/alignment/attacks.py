@@ -38,7 +38,7 @@ def attacked_judges(judges: Judges, attack: AttackConfig | None) -> Judges:
     """
     if attack is None or not attack.is_on_rewards:
         return judges
-    maps = judges.calibrations or {}
+    maps = judges.calibrations or {}  # a flipped label mirrors rewards, not scores
     fns = {
         name: _attack_reward(name, fn, attack, maps.get(name))
         if attack.objective in (None, name)
@@ -102,5 +102,5 @@ def _mirror(calibration: Calibration | None) -> float:
     if calibration is None or calibration.method == "none":
         return 0.0
     if calibration.method == "sigmoid":
-        return 2 * calibration.mean
-    return calibration.low + calibration.high
+        return 2 * calibration.mean  # sigmoid(-z) = 1 - sigmoid(z)
+    return calibration.low + calibration.high  # (c - x - low) / width = 1 - r

@@ -88,7 +88,7 @@ def _validation_alarms(rows: Rows) -> Iterator[str]:
             means.append((fmean(r["mean"] for r in rewards), math.hypot(*errors) / len(errors)))
     has_fallen, best = list[bool](), (-math.inf, 0.0)
     for own in means:
-        has_fallen.append(best[0] - own[0] > 2 * math.hypot(best[1], own[1]))
+        has_fallen.append(best[0] - own[0] > 2 * math.hypot(best[1], own[1]))  # two standard errors
         best = max(best, own)
     if _has_lasted(has_fallen):
         yield (

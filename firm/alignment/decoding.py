@@ -71,7 +71,7 @@ class SamplingState:
         # generators advance as for all rows, so finished rows must consume random numbers too
         numbers = self._draw(logits.size(-1))[self._rows]
         chosen, own_logprobs = sampled_tokens(logits / self._temperature, numbers)
-        tokens = torch.full_like(self._is_open, -1, dtype=torch.long)
+        tokens = torch.full_like(self._is_open, -1, dtype=torch.long)  # of all b rows
         logprobs = own_logprobs.new_full(tokens.shape, INVALID_LOGPROB)
         tokens[self._rows] = chosen
         logprobs[self._rows] = own_logprobs
@@ -173,11 +173,11 @@ def sampled_tokens(
         Tokens and their log-probabilities, each [n]. A log-probability is NaN if logits of its row
         are.
     """
-    probabilities = torch.softmax(scores, dim=-1)
+    probabilities = torch.softmax(scores, dim=-1)  # [n, V]
     if numbers.ndim == 2:
         tokens = (probabilities / numbers).argmax(-1)
         return tokens, token_logprobs(scores[:, None], tokens[:, None])[:, 0]
-    sums = probabilities.cumsum(-1, dtype=numbers.dtype)
+    sums = probabilities.cumsum(-1, dtype=numbers.dtype)  # float64: rare tokens are not lost
     thresholds = numbers[:, None] * sums[:, -1:]  # below the sum even if the number rounds to 1
     tokens = torch.searchsorted(sums, thresholds, right=True)
     tokens = tokens.clamp(max=scores.size(-1) - 1)  # NaN is above all sums

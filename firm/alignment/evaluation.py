@@ -111,12 +111,12 @@ def sample_replies(
         prompts, tokenizer, prompt_format=prompt_format, max_prompt_tokens=config.max_prompt_tokens
     )
     if preference is not None:
-        shares = torch.tensor(preference) / sum(preference)
+        shares = torch.tensor(preference) / sum(preference)  # [M]
         queries = replace(queries, preferences=shares.expand(len(prompts), -1))
     queries = queries.to(model.device)
     sampler = Sampler(model, tokenizer, config, reference, prompt_format, engine=engine)
     rollouts = rollout(sampler, queries, on_progress=on_progress)
-    kl = kl_penalty(rollouts.logprobs, rollouts.reference_logprobs).sum(1)
+    kl = kl_penalty(rollouts.logprobs, rollouts.reference_logprobs).sum(1)  # nats per reply, [N]
     special = {id for id, token in tokenizer.added_tokens_decoder.items() if token.special}
     return Replies(
         rollouts.completions,
@@ -325,7 +325,7 @@ def evaluate(
     _check_measurable(prompts, reward_fns, extra_fns, calibrations)
     # replies to a row are adjacent
     asked = [prompt for prompt in prompts for _ in range(num_samples)]
-    with stream:
+    with stream:  # equal states give equal samples, so that changes are paired
         chunks = []
         for start in range(0, len(asked), batch_size):
             on_progress(start, len(asked))
@@ -437,11 +437,13 @@ def mean_and_error(values: torch.Tensor, groups: torch.Tensor | None = None) -> 
     """
     groups = torch.arange(len(values)) if groups is None else groups
     is_known = ~values.isnan()
+    # sums of squares cancel in float32
     values, groups = values[is_known].double(), groups[is_known]
-    mean, num_groups = values.mean(), len(groups.unique())
+    mean, num_groups = values.mean(), len(groups.unique())  # rows weigh alike, errors are by prompt
     sums = torch.zeros(int(groups.max()) + 1, dtype=torch.float64).index_add(
         0, groups, values - mean
     )
+    # G / (G - 1) corrects for the estimated mean
     variance = num_groups / (num_groups - 1) * sums.square().sum()
     return mean.item(), (variance.sqrt() / len(values)).item()
 

@@ -25,7 +25,7 @@ def end_token_ids(
     Raises:
         ValueError: When an end token is not in the vocabulary.
     """
-    own = getattr(generation_config, "eos_token_id", None)
+    own = getattr(generation_config, "eos_token_id", None)  # an id, a list of ids, or None
     of_model = own if isinstance(own, list | tuple) else [own]
     ids: list[Any] = [tokenizer.eos_token_id, *of_model]
     vocabulary = tokenizer.get_vocab()
@@ -97,7 +97,7 @@ def find_ends(
     """
     lengths, ended, texts = [], [], []
     for row in responses.tolist():
-        row = [token for token in row if token >= 0]
+        row = [token for token in row if token >= 0]  # negative ids are after the end
         end = next((i for i, token in enumerate(row) if token in end_ids), None)
         kept = row if end is None else row[: end + 1]
         text: Any = tokenizer.decode(kept, skip_special_tokens=True)
@@ -122,5 +122,5 @@ def _until_stop(
         text: Any = tokenizer.decode(token_ids[:length], skip_special_tokens=True)
         return any(stop in text for stop in stop_strings)
 
-    lengths = range(1, len(token_ids))
-    return token_ids[: 1 + bisect_left(lengths, True, key=has_stop)]
+    lengths = range(1, len(token_ids))  # the whole row has one
+    return token_ids[: 1 + bisect_left(lengths, True, key=has_stop)]  # longer prefixes have it too

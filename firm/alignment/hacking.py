@@ -76,7 +76,7 @@ def hacking_signs(
 
 
 def _is_sign(count: int, total: int, before: float, total_before: int) -> bool:
-    usual = MIN_RATIO * before / total_before
+    usual = MIN_RATIO * before / total_before  # a share may double by chance
     return count >= MIN_COUNT and count / total >= max(MIN_SHARE, usual)
 
 
@@ -104,7 +104,7 @@ def _commonest_phrase(replies: Sequence[ReplyText]) -> tuple[tuple[str, ...], in
     while True:
         counts = Counter(p for reply in replies for p in sorted(_phrases(reply.text, length)))
         longer, count = counts.most_common(1)[0] if counts else ((), 0)
-        if count < 2 or count < 0.9 * found[1]:
+        if count < 2 or count < 0.9 * found[1]:  # longer only if nearly as frequent
             return found
         found, length = (longer, count if length == PHRASE else found[1]), length + 1
 

@@ -73,7 +73,7 @@ def head_of(model: Any) -> Head | None:
     module = model.get_output_embeddings()
     if module is None:
         return None
-    if module not in _formulas:
+    if module not in _formulas:  # compared once per head, not per pass
         head = _find_head(model, module)
         _formulas[module] = None if head is None else (head.scale, head.cap)
     formula = _formulas[module]
@@ -81,7 +81,7 @@ def head_of(model: Any) -> Head | None:
 
 
 def _find_head(model: Any, module: torch.nn.Module) -> Head | None:
-    if type(module) is not torch.nn.Linear:
+    if type(module) is not torch.nn.Linear:  # a subclass may compute something else
         return None
     weight = module.weight
     if (
@@ -109,7 +109,7 @@ def _agrees(model: Any, head: Head) -> bool:
     if len(states) != 1 or states[0].shape[:2] != ids.shape:
         return False
     expected, own = logits[0].float(), head.logits(states[0][0]).float().to(logits.device)
-    rounding = 16 * torch.finfo(logits.dtype).eps * expected.abs().max()
+    rounding = 16 * torch.finfo(logits.dtype).eps * expected.abs().max()  # a few last digits
     return own.shape == expected.shape and bool((own - expected).abs().max() <= rounding)
 
 
@@ -175,7 +175,7 @@ class _Chosen(torch.autograd.Function):
         parts = [part(*each) for each in zip(states.split(size), ids.split(size), strict=True)]
         logprobs, entropies, gradients = (torch.cat(column) for column in zip(*parts, strict=True))
         ctx.save_for_backward(gradients)
-        ctx.mark_non_differentiable(entropies)
+        ctx.mark_non_differentiable(entropies)  # they are logged only
         return logprobs, entropies
 
     @staticmethod
@@ -201,12 +201,12 @@ def _part(
     head.logits(states, out=logits)
     slopes = None
     if has_gradient and head.cap is not None:
-        slopes = 1 - (logits / head.cap).square()
+        slopes = 1 - (logits / head.cap).square()  # derivative of c tanh(z / c), by its value
     logits /= temperature
     torch.log_softmax(logits, dim=-1, out=logprobs)
     probabilities = torch.exp(logprobs, out=logits)
     entropies = -torch.bmm(probabilities.unsqueeze(1), logprobs.unsqueeze(2)).flatten()
-    chosen = logprobs.gather(1, ids.unsqueeze(1)).squeeze(1)
+    chosen = logprobs.gather(1, ids.unsqueeze(1)).squeeze(1)  # [n]
     if not has_gradient:
         return chosen, entropies, states.new_empty(len(states), 0)
     # p - e_y, from which the gradient is -Wᵀ (p - e_y) / τ
@@ -214,5 +214,5 @@ def _part(
     if slopes is not None:
         probabilities *= slopes
     weight = head.module.weight
-    gradients = probabilities.to(weight.dtype) @ weight
+    gradients = probabilities.to(weight.dtype) @ weight  # [n, H]
     return chosen, entropies, gradients.mul_(-head.scale / temperature)

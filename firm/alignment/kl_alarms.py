@@ -31,13 +31,13 @@ def kl_alarm(config: KLConfig, *, batch_size: int, num_steps: int) -> str | None
             "the adaptive KL controller is inert: it multiplies estimator.kl.coefficient, which is "
             "0; set a positive one, or set estimator.kl.controller to fixed."
         )
-    most = MAX_KL_ERROR * batch_size
+    most = MAX_KL_ERROR * batch_size  # largest relative change of a step, times the horizon
     if num_steps * math.log1p(most / config.horizon) >= math.log1p(INERT_KL_CHANGE):
         return None
     low, high = (
         config.coefficient * (1 + sign * most / config.horizon) ** num_steps for sign in (-1, 1)
     )
-    horizon = most / ((1 + INERT_KL_CHANGE) ** (1 / num_steps) - 1)
+    horizon = most / ((1 + INERT_KL_CHANGE) ** (1 / num_steps) - 1)  # with which it would reach 5 %
     return (
         "the adaptive KL controller is inert, with almost no effect on the KL coefficient: with "
         f"estimator.kl.horizon {config.horizon:,g} the run's {num_steps:,} local steps of "

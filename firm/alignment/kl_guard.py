@@ -118,8 +118,8 @@ class KLGuard:
                 "estimator.kl.coefficient"
             )
             return after, [_end_alarm(self.stopped)]
-        self._kls = [*self._kls, kl][-NUM_RECENT:]
-        self._good = _checkpoint(before)
+        self._kls = [*self._kls, kl][-NUM_RECENT:]  # inside: the region moves along
+        self._good = _checkpoint(before)  # the KL measured now is that of the round's start
         return after, []
 
     @property
@@ -128,6 +128,7 @@ class KLGuard:
         growth = self.config.kl_growth
         if growth is None or not self._kls or not self._num_tokens:
             return None
+        # estimates of a small KL may be negative
         return growth * max(0.0, *self._kls) + self.config.kl_slack * self._num_tokens
 
     @property
@@ -195,6 +196,7 @@ def round_kl(clients: Sequence[Mapping[str, Any]]) -> float | None:
     rows = _trainings(clients)
     known = [row for row in rows if not ("clipped" in row and "update_norm" not in row)]  # noisy
     kls = [row["kl"] for row in known if row.get("kl") is not None]
+    # of pairs
     kls += [-row["preferred_log_ratio"] for row in known if "preferred_log_ratio" in row]
     asked = [row["kl_by_preference"] for row in known if row.get("kl_by_preference")]
     names = asked[0] if asked else ()

@@ -69,7 +69,7 @@ class PairBatch(Examples):
     @property
     def lengths(self) -> torch.Tensor:
         """Number of tokens of the prompt and the longer reply, [B]."""
-        return self.queries.lengths + self.num_tokens.amax(1)
+        return self.queries.lengths + self.num_tokens.amax(1)  # [B]
 
     def trimmed(self) -> "PairBatch":
         """Returns the pairs without columns that are padding in all prompts, or in all replies."""
@@ -79,7 +79,7 @@ class PairBatch(Examples):
     @property
     def sequences(self) -> Sequences:
         """The 2 B replies with their prompts; those of a pair are adjacent."""
-        queries = self.queries.repeated(2)
+        queries = self.queries.repeated(2)  # [2 B, Q]
         ids = torch.cat((queries.token_ids, self.replies.flatten(0, 1)), dim=1)
         return Sequences(queries, ids, self.num_tokens.flatten())
 
@@ -124,6 +124,7 @@ def encode_pairs(
     )
     encoded = []
     for pair, ids, was_cut, own in zip(pairs, prompt_ids, is_cut, replies, strict=True):
+        # a cut reply has no end token
         first, second = (reply[:max_reply_tokens] for reply in own.reply_ids)
         are_cut = [len(reply) > max_reply_tokens for reply in own.reply_ids]
         if first != second:  # equal replies have no gradient
@@ -148,7 +149,7 @@ def collate(pairs: Sequence[EncodedPair], num_objectives: int, *, pad_id: int) -
     """Returns pairs as a batch, padded to the longest prompt and reply."""
     token_ids, lengths = left_padded([pair.prompt_ids for pair in pairs], fill=pad_id)
     rows = [ids for pair in pairs for ids in pair.reply_ids]
-    longest = max(map(len, rows))
+    longest = max(map(len, rows))  # T
     replies = torch.tensor([ids + [pad_id] * (longest - len(ids)) for ids in rows])
     objectives = torch.tensor([pair.objective for pair in pairs])
     return PairBatch(
@@ -199,7 +200,7 @@ def with_references(
 def fingerprint(model: Any, *settings: Any) -> bytes:
     """Returns a hash of a model's frozen parameters, its configuration and further settings."""
     digest = hashlib.blake2b(repr(settings).encode(), digest_size=20)
-    digest.update(model.config.to_json_string().encode())
+    digest.update(model.config.to_json_string().encode())  # equal parameters may be used otherwise
     for name, tensor in sorted([*model.named_parameters(), *model.named_buffers()]):
         if not tensor.requires_grad:
             digest.update(f"{name} {tensor.dtype} {list(tensor.shape)}".encode())

@@ -171,11 +171,11 @@ def pair_of(prompt: Prompt, ranked_by: str = "", *, objective: str = "") -> Pair
                 f"{place}: `{name}` must be a reply, as a text or as messages that end with the "
                 f"assistant's, got {got}: correct the row."
             )
-        if before and before != [_bare(turn) for turn in prompt.messages]:
+        if before and before != [_bare(turn) for turn in prompt.messages]:  # another conversation
             return None
         texts.append(text)
         fields.append(more)
-    opening = (prompt.text or "").lstrip()
+    opening = (prompt.text or "").lstrip()  # empty for chats, whose replies were split off above
     if prompt.is_implicit or any(map(is_hh, texts)):
         # the texts are whole dialogues, which begin with the prompt
         if not all(text.lstrip().startswith(opening) for text in texts):
@@ -198,7 +198,7 @@ def _split(value: Any, prompt: Prompt) -> tuple[list[tuple[Any, ...]], str, dict
         return [], "", {}
     turns = [plain_message(turn, number) for number, turn in enumerate(value, 1)]
     start = len(turns)
-    while start and turns[start - 1]["role"] == "assistant":
+    while start and turns[start - 1]["role"] == "assistant":  # a reply may have several messages
         start -= 1
     before = [_bare(turn) for turn in turns[:start]]
     own = [_bare(turn) for turn in prompt.messages]

@@ -29,12 +29,12 @@ def place_(policy: Any, config: PolicyConfig, device: torch.device) -> None:
     """
     model = policy.get_base_model()
     devices = devices_by_module(model, config.device_map)
-    if len(set(devices.values())) < 2:
+    if len(set(devices.values())) < 2:  # no hooks where one device has everything
         move_(policy, next(iter(devices.values()), device))
         return
     for name, own in devices.items():
         module = model.get_submodule(name)
-        module.to(own)
+        module.to(own)  # with all its submodules
         module.register_forward_pre_hook(partial(_receive, own), with_kwargs=True)
     for name, own in devices.items():
         if any(tensor.device != own for tensor in _tensors(model.get_submodule(name)).values()):

@@ -373,7 +373,7 @@ def move_(model: torch.nn.Module, device: torch.device) -> None:
         for part in model.modules()
         for name, parameter in part._parameters.items()
     ]
-    model.to(device)
+    model.to(device)  # may make new parameters
     moved: dict[torch.nn.Parameter | None, torch.nn.Parameter | None] = {}
     for parameters, name, parameter in places:
         parameters[name] = moved.setdefault(parameter, parameters[name])
@@ -397,7 +397,7 @@ def borrowed(model: PreTrainedModel | None) -> Iterator[None]:
     finally:
         for name, layer in adapted_modules(model).items():
             model.set_submodule(name, layer.get_base_layer())
-        vars(model).pop("peft_config", None)
+        vars(model).pop("peft_config", None)  # PEFT would take it for an adapted model
         for name, parameter in model.named_parameters():
             parameter.requires_grad_(flags[name])
         for dropout, probability in dropouts:

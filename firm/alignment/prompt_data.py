@@ -140,7 +140,7 @@ def overlap_notes(
         training: The clients' training prompts.
         held_out: Held-out prompts by name, which is also their key below `data`.
     """
-    known = {prompt.transcript for prompt in training}
+    known = {prompt.transcript for prompt in training}  # exactly equal ones
     known_words = {loose_text(text) for text in known}
     notes = []
     for use, prompts in held_out.items():
@@ -301,7 +301,7 @@ class _Unpacked(io.RawIOBase):
 
     def __init__(self, path: Path) -> None:
         self._path, self._file = path, gzip.open(path)  # noqa: SIM115  # closed by `close`
-        self._rest = max(FREE_BYTES, MAX_PACKING * path.stat().st_size)
+        self._rest = max(FREE_BYTES, MAX_PACKING * path.stat().st_size)  # bytes that may still come
 
     def readable(self) -> bool:
         return True

@@ -170,6 +170,7 @@ def reader_of(rows: Iterable[Any]) -> Reader:
     This is decided per source, so that a single row cannot cause its text to be parsed.
     """
     texts = [text for row in rows if isinstance(text := _source_of(row)[1], str)]
+    # a few forged rows do not count
     return "hh" if 2 * sum(map(is_hh, texts)) > len(texts) else "text"
 
 
@@ -430,7 +431,7 @@ def hh_text(messages: Sequence[ChatMessage]) -> str:
     for message in messages:
         role, content = message["role"], _content(message)
         if role in _SYSTEM:
-            system += f"{content}\n\n"
+            system += f"{content}\n\n"  # until the next human turn
             continue
         if role not in _TAGS:
             raise ValueError(
@@ -487,7 +488,7 @@ def format_prompt(
         ValueError: When the format is "chat" and the tokenizer has no chat template, or the
             template rejects the conversation.
     """
-    name = prompt_format.kind_for(tokenizer)
+    name = prompt_format.kind_for(tokenizer)  # hh, chat or plain
     if name == "hh":
         return as_hh(prompt)
     if name == "plain":
@@ -576,7 +577,7 @@ def check_template(tokenizer: "PreTrainedTokenizerBase") -> None:
         BrokenTemplateError: When the template does not compile or exceeds a limit.
     """
     try:
-        hello = {"role": "user", "content": "Hello"}
+        hello = {"role": "user", "content": "Hello"}  # the shortest conversation
         apply_template(tokenizer, [hello], add_generation_prompt=True)
     except BrokenTemplateError:
         raise
@@ -595,6 +596,7 @@ def check_prompts(
     """
     seen = set()
     for prompt in prompts:
+        # templates branch on these
         shape = (*(m["role"] for m in prompt.messages), prompt.tools is None)
         if shape in seen:
             continue
@@ -633,7 +635,7 @@ def _opening_ids(tokenizer: "PreTrainedTokenizerBase", prompt_format: PromptForm
         return []
     ids: Any = tokenizer("a")["input_ids"]
     bare: Any = tokenizer("a", add_special_tokens=False)["input_ids"]
-    starts = range(len(ids) - len(bare) + 1)
+    starts = range(len(ids) - len(bare) + 1)  # some tokenizers add tokens at the end too
     return ids[: next((at for at in starts if ids[at : at + len(bare)] == bare), 0)]
 
 
@@ -742,5 +744,5 @@ def _last_ids(
     opening = _opening_ids(tokenizer, prompt_format)
     if not opening and ids[:1] == [tokenizer.bos_token_id]:
         opening = ids[:1]  # from the template
-    opening = opening[: max_tokens - 1]
+    opening = opening[: max_tokens - 1]  # at least one token of the prompt
     return opening + ids[len(ids) - max_tokens + len(opening) :]

@@ -305,7 +305,7 @@ def calibrate(method: Method, scores: torch.Tensor, *, name: str = "reward") -> 
         ValueError: When the method is unknown, or there are too few scores or they do not vary.
     """
     num_replies = scores.numel()
-    scores = scores[~scores.isnan()]
+    scores = scores[~scores.isnan()]  # without replies to which it does not apply
     scores = scores.double()  # spreads of large, nearly equal scores lose digits in float32
     num_samples = scores.numel()
     if method == "none":
@@ -355,7 +355,7 @@ def check_same(
     for name, calibration in frozen.items():
         width = calibration.scale if calibration.method == "sigmoid" else 1.0
         if calibration.method == "minmax":
-            width = calibration.high - calibration.low
+            width = calibration.high - calibration.low  # rewards go from 0 to 1 there
         now = measured[name]
         for figure in ("mean", "scale", "low", "high"):
             was, is_now = getattr(calibration, figure), getattr(now, figure)
@@ -384,7 +384,7 @@ class Judges:
         """
         if self.calibrations is None:
             return scores
-        rewards = scores.clone()
+        rewards = scores.clone()  # inputs are not changed
         for j, name in enumerate(objectives):
             if name in self.reward_fns:
                 rewards[j] = self.calibrations[name](scores[j])
@@ -482,10 +482,10 @@ def _begin_all(requests: Sequence[ScoringRequest]) -> Callable[[], list[Scored]]
         for call, (values, truncated) in zip(calls, outcomes(), strict=True):
             for name, reward_fn in call.objectives:
                 output = _select_output(name, reward_fn, values)
-                row = _check_values(name, output, call.num_replies)
+                row = _check_values(name, output, call.num_replies)  # of all requests in the call
                 end = 0
                 for at, places in call.places.items():
-                    start, end = end, end + len(places)
+                    start, end = end, end + len(places)  # this request's part of the row
                     request, result = requests[at], results[at]
                     if request.reward_fns.get(name) != reward_fn:
                         continue
@@ -539,11 +539,11 @@ def reward_diagnostics(scores: torch.Tensor, lengths: torch.Tensor) -> dict[str,
 def _correlation(*rows: torch.Tensor) -> float:
     """Returns Pearson's correlation of two rows, float64 [B], over entries present in both."""
     both = torch.stack(rows)
-    both = both[:, ~both.isnan().any(0)]
+    both = both[:, ~both.isnan().any(0)]  # replies with both scores
     centred = both - both.mean(1, keepdim=True)
     norms = centred.norm(dim=1)
     # rounding errors of equal values do not count as variation
     if not (norms > 1e-12 * both.abs().sum(1)).all():
         return math.nan
-    first, second = centred / norms[:, None]
-    return (first @ second).clamp(-1, 1).item()
+    first, second = centred / norms[:, None]  # unit vectors, [B] each
+    return (first @ second).clamp(-1, 1).item()  # rounding may exceed 1

@@ -166,13 +166,13 @@ def with_logprobs(
         logprobs = at_generation.masked_fill(padding, INVALID_LOGPROB)
     is_forward = logprobs is None or logprobs_from(precision, config) == "forward"
     if is_forward or measures_mismatch:
-        own = pass_over(of_reference=False)
+        own = pass_over(of_reference=False)  # of the same shape as the reference's pass
         mismatch = None if logprobs is None else logprobs - own
         logprobs = own if is_forward else logprobs
     if mismatch is not None and config.engine.samples_itself:
         config.engine.check_mismatch(masked_mean(mismatch**2, sampled.mask).sqrt().item())
     assert logprobs is not None
-    reference_logprobs = pass_over(of_reference=True)
+    reference_logprobs = pass_over(of_reference=True)  # [B, T]
     known = {field.name: getattr(sampled, field.name) for field in fields(sampled)}
     return Rollouts(
         **known, logprobs=logprobs, reference_logprobs=reference_logprobs, mismatch=mismatch
@@ -205,7 +205,8 @@ def _sample_tokens(
         chunks.append(sampler.generate(chunk, on_token=report))
         num_done += chunk.num_rows
     length = max(chunk.token_ids.size(1) for chunk in chunks)
-    num_tokens = length - queries.token_ids.size(1)
+    num_tokens = length - queries.token_ids.size(1)  # T, of the longest chunk
+    # -1: no token
     token_ids = torch.cat([pad_right(chunk.token_ids, length, -1) for chunk in chunks])
     parts = [chunk.logprobs for chunk in chunks if chunk.logprobs is not None]
     if len(parts) < len(chunks):

@@ -59,9 +59,10 @@ def check_passes(policy: Any, path: str) -> None:
         with policy.disable_adapter():
             head_of(policy)  # compares the head now, while no rows have preferences or adapters
             set_mode(policy, is_training=True)
-            update = _logprobs(policy, ids, mask)
+            update = _logprobs(policy, ids, mask)  # as in an update
             set_mode(policy, is_training=False)
             together = _logprobs(policy, ids, mask)
+            # the first row without padding
             alone = _logprobs(policy, ids[:1, -SHORTER:], mask[:1, -SHORTER:])
             generated = policy.generate(
                 input_ids=ids,

@@ -116,14 +116,14 @@ class Examples(Rows):
         """
         if size is None or size >= self.num_rows:
             return [self]
-        order = self.lengths.argsort(stable=True).cpu()
+        order = self.lengths.argsort(stable=True).cpu()  # ties keep their order: results repeat
         return [part.trimmed() for part in self.rows(order).split(size)]
 
 
 class SingleProcess:
     """The ``Team`` of a client with one process, which has all rows and tells nobody."""
 
-    rank, size = 0, 1
+    rank, size = 0, 1  # the first process of one
 
     def share(self, num_rows: int) -> slice:
         """Returns all rows of a batch."""
@@ -165,9 +165,9 @@ def by_chunks(
         if team.size == 1:
             results.append(function(chunk))
             continue
-        own = chunk.rows(team.share(chunk.num_rows))
+        own = chunk.rows(team.share(chunk.num_rows))  # of a chunk, so that memory is limited too
         with team.unanimous():
-            result = function(own) if own.num_rows else None
+            result = function(own) if own.num_rows else None  # fewer rows than processes
         parts = [part for part in team.gather(result) if part is not None]
         results.append(torch.cat(parts).to(rows.device))
     return torch.cat(results)
@@ -193,7 +193,7 @@ class Queries(Rows):
         """Mask of the prompts' tokens, bool [B, Q]."""
         num_tokens = self.token_ids.size(1)
         positions = torch.arange(num_tokens, device=self.token_ids.device)
-        return positions >= num_tokens - self.lengths.unsqueeze(1)
+        return positions >= num_tokens - self.lengths.unsqueeze(1)  # [B, Q]
 
     def trimmed(self) -> "Queries":
         """Returns the prompts without columns that are padding in all rows."""
@@ -214,6 +214,7 @@ class Queries(Rows):
         parts = [self.token_ids, self.lengths[:, None]]
         if self.preferences is not None:
             parts.append(self.preferences)
+        # float64 holds ids and shares exactly
         rows = torch.cat([part.cpu().double() for part in parts], dim=1)
         numbers: dict[tuple[float, ...], int] = {}
         index = [numbers.setdefault(tuple(row), len(numbers)) for row in rows.tolist()]
@@ -256,7 +257,7 @@ class Sequences(Rows):
         """Returns the rows without columns that are padding in all prompts."""
         queries = self.queries.trimmed()
         num_columns = queries.token_ids.size(1) + self.responses.size(1)
-        ids = self.query_responses[:, -num_columns:]
+        ids = self.query_responses[:, -num_columns:]  # padding is on the left
         return replace(self, queries=queries, query_responses=ids)
 
     @property
@@ -299,7 +300,7 @@ class Rollouts(SampledSequences):
     @property
     def value_mask(self) -> torch.Tensor:
         """Mask of positions with a value: the response and one position after it, bool [B, T]."""
-        return self._positions <= self.num_tokens.unsqueeze(1)
+        return self._positions <= self.num_tokens.unsqueeze(1)  # the state after the last token
 
     @property
     def reward_index(self) -> torch.Tensor:
@@ -339,13 +340,13 @@ def token_logprobs(logits: torch.Tensor, token_ids: torch.Tensor) -> torch.Tenso
     """
     token_ids = token_ids.clamp(max=logits.size(-1) - 1)
     logits = _at_least_float32(logits)  # a log-sum-exp in bfloat16 loses digits
-    chosen = torch.gather(logits, -1, token_ids.unsqueeze(-1)).squeeze(-1)
+    chosen = torch.gather(logits, -1, token_ids.unsqueeze(-1)).squeeze(-1)  # [B, T]
     return chosen - torch.stack([torch.logsumexp(row, dim=-1) for row in logits])
 
 
 def entropy(logits: torch.Tensor) -> torch.Tensor:
     """Returns the entropy of each token's distribution in nats, from logits [B, T, V] to [B, T]."""
-    probabilities = torch.softmax(logits, dim=-1)
+    probabilities = torch.softmax(logits, dim=-1)  # [B, T, V]
     return torch.logsumexp(logits, dim=-1) - torch.sum(probabilities * logits, dim=-1)
 
 
@@ -431,13 +432,13 @@ def states_of_replies(
         expand: Copies the rows of the first pass for the second one.
     """
     token_ids, mask = replies
-    last = run(*prompts, cache)[:, -1:]
+    last = run(*prompts, cache)[:, -1:]  # predicts the first tokens of the replies, [D, 1, H]
     layers: list[Any] = cache.layers
     kept = [last, *(each for layer in layers for each in (layer.keys, layer.values))]
     last, *copies = expand(kept, index)
     del kept  # without gradients, the first pass's keys and values
     for layer, keys, values in zip(layers, copies[::2], copies[1::2], strict=True):
-        layer.keys, layer.values = keys, values
+        layer.keys, layer.values = keys, values  # those of the reply's prompt, [B, ...]
     if token_ids.size(1) < 2:
         return last[:, : token_ids.size(1)]
     return torch.cat([last, run(token_ids[:, :-1], mask[:, :-1], cache)], dim=1)
@@ -461,7 +462,7 @@ def cached_states(
     """
     width = token_ids.size(1)
     token_ids = token_ids.masked_fill(~mask[:, -width:], 0)
-    positions = (mask.cumsum(1) - mask.long())[:, -width:]
+    positions = (mask.cumsum(1) - mask.long())[:, -width:]  # padding does not count
     with head_inputs(model, no_positions) as states:
         _continued_pass(model, token_ids, mask, positions, cache)
     return states[0]
@@ -544,7 +545,7 @@ def response_logits(logits: torch.Tensor, context_length: int, temperature: floa
 
     At least in float32: dividing in lower precision would round each logit once more.
     """
-    logits = logits[:, context_length - 1 : -1]
+    logits = logits[:, context_length - 1 : -1]  # a token is predicted one position before it
     return _at_least_float32(logits) / (temperature + TEMPERATURE_GUARD)
 
 
@@ -553,7 +554,7 @@ def token_scores(output: Any, sequences: Sequences, temperature: float) -> Token
     if isinstance(output, ReplyStates):
         return scores_of_states(output.head, output.states, sequences.responses, temperature)
     if output.head is not None:
-        states = output.hidden_states[0][:, sequences.context_length - 1 : -1]
+        states = output.hidden_states[0][:, sequences.context_length - 1 : -1]  # [B, T, H]
         return scores_of_states(output.head, states, sequences.responses, temperature)
     logits = response_logits(output.logits, sequences.context_length, temperature)
     return scores_of_logits(logits, sequences.responses)
@@ -562,6 +563,7 @@ def token_scores(output: Any, sequences: Sequences, temperature: float) -> Token
 def scores_of_logits(logits: torch.Tensor, token_ids: torch.Tensor) -> TokenScores:
     """Returns the scores of tokens [B, T] under tempered logits [B, T, V]."""
     logprobs = token_logprobs(logits, token_ids)
+    # computed only where it is logged
     return TokenScores(logprobs, lambda: entropy(logits.detach()))
 
 

@@ -78,7 +78,7 @@ class ShardedTeam(Team):
         except ProcessLost:
             raise
         except Exception as own:
-            if num_passes:
+            if num_passes:  # the others wait inside the pass
                 raise self._lost(own) from own
             error = own
         finally:

@@ -82,6 +82,7 @@ class StopRule:
             return any(_is_valid(kind, value, parts) for kind in types for value in values)
 
         part = self.part
+        # whether the log's schema accepts such a value
         if fits(0) if part is None else fits({part: 0}, {part: {"mean": 0}}):
             return
         if part is not None and fits(0):
@@ -111,7 +112,7 @@ class StopRule:
         """
         values = [value for number, value in self._values(rows).items() if number <= last]
         compare = _OPERATORS[self.sign]
-        newest = values[-self.num_rounds :]
+        newest = values[-self.num_rounds :]  # rounds without the quantity are left out
         return len(newest) == self.num_rounds and all(compare(v, self.bound) for v in newest)
 
     def reads(self, rows: Sequence[Mapping[str, Any]]) -> bool:
@@ -132,6 +133,7 @@ class StopRule:
                     value = value.get(key)
             if isinstance(value, int | float):
                 found.setdefault(row["round"], []).append(float(value))
+        # one client cannot move it
         return {number: median(found[number]) for number in sorted(found)}
 
 

@@ -35,7 +35,7 @@ def cached_tensors(
         _warn(kind, str(error))
         return compute()
     try:
-        if is_sound(tensors := load_file(file)):
+        if is_sound(tensors := load_file(file)):  # another version may have written it
             return tensors
     except (OSError, SafetensorError):
         pass

@@ -152,7 +152,7 @@ class MultiObjectivePPOTrainer(PPOTrainer):
             state.global_step += 1
             state.epoch = state.episode / self.train_dataset_len
             self.log(self._trl_metrics(experience, minibatches))
-            learner.estimator.end_batch(experience)
+            learner.estimator.end_batch(experience)  # adapts the KL coefficient
             self.lr_scheduler.step()
             self.control = self.callback_handler.on_step_end(args, state, self.control)
             if self.control.should_save:

@@ -79,11 +79,11 @@ def dirichlet(config: ConditioningConfig, count: int, corners: "torch.Tensor") -
     import torch  # here, since settings are read without it
 
     concentrations = torch.full((len(corners),), config.concentration, dtype=torch.float64)
-    shares = torch.distributions.Dirichlet(concentrations).sample((count,))
+    shares = torch.distributions.Dirichlet(concentrations).sample((count,))  # [count, K]
     alone = torch.eye(len(corners), dtype=torch.float64)
-    alone = alone[torch.randint(len(corners), (count,))]
+    alone = alone[torch.randint(len(corners), (count,))]  # one corner per preference, [count, K]
     is_corner = torch.rand(count) < config.corner_share
-    return torch.where(is_corner[:, None], alone, shares) @ corners.double()
+    return torch.where(is_corner[:, None], alone, shares) @ corners.double()  # [count, M]
 
 
 class PreferenceStream:
@@ -146,7 +146,7 @@ def gates(preferences: "torch.Tensor") -> "torch.Tensor":
     Args:
         preferences: Rows that sum to 1, shape [b, M].
     """
-    return preferences.size(1) * preferences[:, :-1] - 1
+    return preferences.size(1) * preferences[:, :-1] - 1  # 0 at equal shares
 
 
 def weighted_by_preference(
@@ -167,7 +167,7 @@ def weighted_by_preference(
     if wanted is None:
         return coefficients * len(coefficients) * own.T.to(coefficients)
     is_at = (own[None] == wanted[:, None]).all(2)  # [K, b]
-    return (is_at[:, None] * coefficients).flatten(0, 1)
+    return (is_at[:, None] * coefficients).flatten(0, 1)  # [K M, b]
 
 
 class Conditioned(Lora):
@@ -215,7 +215,7 @@ class Conditioned(Lora):
 
         self.kind.prepare_(policy)
         for layer in adapted_modules(policy).values():
-            zeros = torch.zeros_like(layer.lora_B["default"].weight)
+            zeros = torch.zeros_like(layer.lora_B["default"].weight)  # [out, r] for LoRA
             for name in self.names:
                 matrix = nn.Linear(zeros.size(1), zeros.size(0), bias=False, device="meta")
                 matrix.weight = nn.Parameter(zeros.clone())
@@ -288,7 +288,7 @@ def fold(adapter: "Adapter", preference: Sequence[float]) -> "Adapter":
     for name, values in adapter.items():
         if is_conditioned(name):
             continue
-        total = values.double()
+        total = values.double()  # a sum of M matrices, rounded once
         if "lora_B" in name:
             for index, weight in enumerate(weights, start=1):
                 gated = adapter.get(name.replace("lora_B", f"lora_B{index}"))

@@ -54,7 +54,7 @@ class AdapterForward:
     @contextmanager
     def of(self, rows: PassRows) -> Iterator[None]:
         """Sets the rows of passes inside the context."""
-        outer, self.rows = self.rows, rows
+        outer, self.rows = self.rows, rows  # contexts may be nested
         try:
             yield
         finally:

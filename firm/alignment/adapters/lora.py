@@ -130,6 +130,7 @@ class Lora:
 
     def update(self, layer: Any, rows: PassRows, x: "torch.Tensor") -> "torch.Tensor":
         """Returns the adapter's contribution to the output before scaling, for x [b, ..., in]."""
+        # A first, so that [b, ..., r] is between the two products
         return rows.product(layer, "lora_B", rows.product(layer, "lora_A", x))
 
     def output(
@@ -143,6 +144,7 @@ class Lora:
             x: The layer's input, shape [b, ..., in].
             result: The output of the base layer, shape [b, ..., out].
         """
+        # float32 in a bfloat16 model
         x = rows.dropped(layer, x.to(layer.lora_A["default"].weight.dtype))
         update = self.update(layer, rows, x)
         return result.add(update, alpha=layer.scaling["default"]).to(result.dtype)

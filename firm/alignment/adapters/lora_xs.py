@@ -62,14 +62,14 @@ class LoraXS(Lora):
                     f"policy.lora.r must be at most {min(weight.shape)} with policy.adapter "
                     f"lora_xs, the smaller side of {name.rsplit('.', 1)[-1]}, got {rank}."
                 )
-        lefts = _left_singular_vectors(weights, rank)
+        lefts = _left_singular_vectors(weights, rank)  # [out, r] per layer
         for name, layer in layers.items():
             left, weight = lefts[name], weights[name]
             first = layer.lora_A["default"].weight
             if not weight.is_meta:
                 first.data = (left.T @ weight.double().to(left)).to(first)
             inner = nn.Linear(rank, rank, bias=False, device=first.device, dtype=first.dtype)
-            nn.init.zeros_(inner.weight)
+            nn.init.zeros_(inner.weight)  # no effect at the start, as B in LoRA
             layer.lora_B["default"] = inner
             # not persistent, since it can be recomputed from the weight
             layer.register_buffer("xs_left", left.to(first), persistent=False)
@@ -78,7 +78,7 @@ class LoraXS(Lora):
     def update(self, layer: Any, rows: PassRows, x: torch.Tensor) -> torch.Tensor:
         """Returns U R A x, [b, ..., out]."""
         inner = super().update(layer, rows, x)  # [b, ..., r]
-        return inner @ layer.xs_left.T.to(inner)
+        return inner @ layer.xs_left.T.to(inner)  # [b, ..., out]
 
     def as_lora(self, policy: Any, adapter: Adapter) -> Adapter:
         """Returns the adapter with each R replaced by U R; names are kept."""
@@ -159,7 +159,7 @@ def _left_singular_vectors(weights: Adapter, rank: int) -> Adapter:
 def _vectors(weight: torch.Tensor, rank: int) -> torch.Tensor:
     if weight.is_meta:
         return torch.empty(len(weight), rank, device="meta", dtype=torch.float64)
-    matrix = weight.double()
-    vectors = torch.linalg.eigh(matrix @ matrix.T).eigenvectors[:, -rank:].flip(1)
-    largest = vectors.gather(0, vectors.abs().argmax(0, keepdim=True))
+    matrix = weight.double()  # squared below, which halves the digits
+    vectors = torch.linalg.eigh(matrix @ matrix.T).eigenvectors[:, -rank:].flip(1)  # ascending
+    largest = vectors.gather(0, vectors.abs().argmax(0, keepdim=True))  # [1, r]
     return vectors * largest.sign()

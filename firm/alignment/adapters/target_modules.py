@@ -32,7 +32,7 @@ def default_target_modules(config: PretrainedConfig) -> list[str]:
 
 def empty_model(config: PretrainedConfig) -> Any:
     """Returns a language model without weights."""
-    with torch.device("meta"):
+    with torch.device("meta"):  # shapes without memory
         return AutoModelForCausalLM.from_config(config)
 
 
@@ -41,7 +41,7 @@ def usual_names(model: Any) -> list[str]:
     head, layers = model.get_output_embeddings(), text_layers(model)
     linear = {n: _last(n) for n, layer in layers.items() if _is_linear(layer) and layer is not head}
     names = set(linear.values())
-    if names.issuperset(ATTENTION):
+    if names.issuperset(ATTENTION):  # as in the paper
         return list(ATTENTION)
     for config in (model.config.get_text_config(), model.config):
         by_peft = TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING.get(config.model_type)
@@ -53,7 +53,7 @@ def usual_names(model: Any) -> list[str]:
         if "attention" in type(layers[name.rpartition(".")[0]]).__name__.lower()
     }
     if any(_last(name) == "conv1d" for name in layers):
-        names -= _READ_BY_KERNELS
+        names -= _READ_BY_KERNELS  # an adapter there would have no effect
     names = {name for name in names - _names_of_experts(model) if not name.isdigit()}
     return sorted(in_attention or names)
 
@@ -64,6 +64,7 @@ def _names_of_experts(model: Any) -> set[str]:
     PEFT maps such a name to the stacked weight, which is a parameter, not a layer. For instance,
     the weight `gate_up_proj` [E, in, out] combines `gate_proj` and `up_proj`.
     """
+    # [E, in, out]
     stacked = {_last(name) for name, weight in model.named_parameters() if weight.ndim == 3}
     parts = (name.removesuffix("_proj").split("_") for name in stacked if name.endswith("_proj"))
     return stacked | {f"{part}_proj" for each in parts for part in each}
@@ -167,7 +168,7 @@ def _other_modalities(model: Any) -> list[str]:
         for name, module in named.items()
         if isinstance(module, PreTrainedModel) and type(module.config) not in own_kinds
     ]
-    if text is not config:
+    if text is not config:  # a model with images or audio nests its text model
         decoder, head = model.get_decoder(), model.get_output_embeddings()
         inside = next(name for name, module in named.items() if module is decoder)
         while inside:

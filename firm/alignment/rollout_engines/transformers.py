@@ -84,14 +84,14 @@ def generate(
     pad_id = int(tokenizer.pad_token_id)  # type: ignore[arg-type]  # checked when it was loaded
     if team.size == 1:
         return _generate(model, request, pad_id, draws)
-    own = replace(request, queries=queries.rows(draws.rows))
+    own = replace(request, queries=queries.rows(draws.rows))  # this process's share
     with team.unanimous():
         ids, logprobs = _generate(model, own, pad_id, draws)
     gathered = team.gather((ids, logprobs, draws.vocabulary))
     parts = [(ids, logprobs) for ids, logprobs, _ in gathered]
     length = max(logprobs.size(1) for _, logprobs in parts)
     draws.vocabulary = max(vocabulary for _, _, vocabulary in gathered)
-    draws.skip_to(length)
+    draws.skip_to(length)  # so that the next batch starts from equal generators
     context_length = queries.token_ids.size(1)
     sequences = [pad_right(ids, context_length + length, pad_id) for ids, _ in parts]
     logprobs = [pad_right(part, length, INVALID_LOGPROB) for _, part in parts]
@@ -117,7 +117,7 @@ def _generate(
         )
     responses = sequences[:, query_ids.size(1) :]
     is_end = torch.isin(responses, torch.tensor(request.end_ids, device=responses.device))
-    is_after = (is_end.cumsum(1) - is_end.long() > 0) | (responses < 0)
+    is_after = (is_end.cumsum(1) - is_end.long() > 0) | (responses < 0)  # the first end is kept
     return torch.cat((query_ids, responses.masked_fill(is_after, pad_id)), dim=1), logprobs
 
 

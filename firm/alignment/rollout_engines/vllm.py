@@ -98,7 +98,7 @@ class VLLMEngine:
                 own, prompts, lengths, _sampling(request), strict=True
             ):
                 rows.append((version, ids[len(ids) - length :], sampling))
-        outputs: list[Any] = [None] * len(rows)
+        outputs: list[Any] = [None] * len(rows)  # in the order of the requests' rows
         names = list(states)
         for start in range(0, len(names), self.config.max_loras):
             part = names[start : start + self.config.max_loras]
@@ -174,9 +174,9 @@ class VLLMEngine:
         engine = self._llm.llm_engine
         for version in states:
             if version in self._ids:
-                self._ids[version] = self._ids.pop(version)
+                self._ids[version] = self._ids.pop(version)  # to the end: used last
         missing = [version for version in states if version not in self._ids]
-        num_kept = self.config.max_loras - len(missing)
+        num_kept = self.config.max_loras - len(missing)  # before the missing ones are loaded
         for version in list(self._ids)[: max(0, len(self._ids) - num_kept)]:
             engine.remove_lora(self._ids.pop(version))
             shutil.rmtree(self._folder / version)
@@ -283,7 +283,7 @@ def _sampling(request: SampleRequest) -> list[Any]:
 def _samples(request: SampleRequest, versions: list[str], outputs: Sequence[Any]) -> Samples:
     queries = request.queries
     length = max(len(output.token_ids) for output in outputs)
-    tokens = torch.full((queries.num_rows, length), -1)
+    tokens = torch.full((queries.num_rows, length), -1)  # [B, T]
     logprobs = torch.full((queries.num_rows, length), INVALID_LOGPROB)
     for row, output in enumerate(outputs):
         ids = list(output.token_ids)
