@@ -260,13 +260,12 @@ def save_adapter(policy: Any, folder: Path) -> None:
     `fill_adapter_` folds it at any other preference.
     """
     state = lora_state(policy)
-    own = {name: values for name, values in state.items() if not is_conditioned(name)}
-    save_state(policy, folder, own)
     gated = {
-        name.replace(".default.", "."): values.contiguous()
-        for name, values in state.items()
+        name.replace(".default.", "."): state.pop(name).contiguous()
+        for name in list(state)
         if is_conditioned(name)
     }
+    save_state(policy, folder, state)
     if gated:
         save_file(gated, folder / _CONDITIONED)  # beside the file that every PEFT tool reads
 

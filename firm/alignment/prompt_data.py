@@ -86,10 +86,10 @@ def load_prompts(
             message names source and row, but never quotes the text.
     """
     sources = [config.source] if isinstance(config.source, str) else config.source
-    read = partial(read_prompts, reader=config.reader, default_split=default_split)
-    rows = (prompt for each in sources for prompt in read(each, config.split))
-    rows = rows if given is None else given
-    prompts = list(rows)
+    if given is None:
+        read = partial(read_prompts, reader=config.reader, default_split=default_split)
+        given = (prompt for source in sources for prompt in read(source, config.split))
+    prompts = list(given)
     if config.drop_duplicates:
         prompts = _without_duplicates(prompts, on_note)
     num_rows, longest = len(prompts), config.max_tokens

@@ -9,7 +9,7 @@ so that a text cannot forge turns.
 import json
 import re
 from bisect import bisect_left
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from itertools import groupby, takewhile
 from typing import TYPE_CHECKING, Any, Literal
@@ -687,26 +687,6 @@ def _cut(
         ids = ids_of(candidate)
         return ids if ids is not None and len(ids) <= max_tokens else None
 
-    def shorten(messages: Sequence[ChatMessage], places: Sequence[int]) -> list[int] | None:
-        """Returns the ids after cutting the beginnings of messages until they fit, or None."""
-        for place in places:
-            content = _content(messages[place])
-
-            def from_character(
-                start: int, place: int = place, content: str = content, base: tuple = (*messages,)
-            ) -> Prompt:
-                shorter = {**base[place], "content": content[start:]}
-                turns = (*base[:place], shorter, *base[place + 1 :])
-                return replace(prompt, text=None, messages=turns)
-
-            emptied = from_character(len(content))
-            if fits := fitting(emptied):
-                starts = range(len(content))
-                start = bisect_left(starts, True, key=lambda at: bool(fitting(from_character(at))))
-                return fitting(from_character(start)) or fits
-            messages = emptied.messages
-        return None
-
     shortest = prompt
     for shortest in _without_oldest(prompt):
         if ids := fitting(shortest):
@@ -714,12 +694,39 @@ def _cut(
     messages = shortest.messages
     system = [at for at, message in enumerate(messages) if message["role"] in _SYSTEM]
     others = [at for at in range(len(messages)) if at not in system]
-    bare = [{**m, "content": ""} if m["role"] in _SYSTEM else m for m in messages]
-    for base, places in ((messages, others), (messages, system), (bare, others)):
-        if ids := shorten(base, places):
+    bare = shortest
+    for place in system:
+        bare = _with_content(bare, place, "")
+    for candidate, places in ((shortest, others), (shortest, system), (bare, others)):
+        if ids := _without_beginnings(candidate, places, fitting):
             return ids
     whole = ids_of(shortest) or token_ids([prompt], tokenizer, prompt_format)[0]
     return _last_ids(whole, tokenizer, prompt_format, max_tokens)
+
+
+def _without_beginnings(
+    prompt: Prompt, places: Sequence[int], fitting: Callable[[Prompt], list[int] | None]
+) -> list[int] | None:
+    """Returns the ids after cutting the beginnings of messages until they fit, or None."""
+    for place in places:
+        content = _content(prompt.messages[place])
+        emptied = _with_content(prompt, place, "")
+        if ids := fitting(emptied):
+            # of shorter ends, all fit: the first that fits is the longest
+            start = bisect_left(
+                range(len(content)),
+                True,
+                key=lambda at: bool(fitting(_with_content(prompt, place, content[at:]))),
+            )
+            return fitting(_with_content(prompt, place, content[start:])) or ids
+        prompt = emptied
+    return None
+
+
+def _with_content(prompt: Prompt, place: int, content: str) -> Prompt:
+    messages = list(prompt.messages)
+    messages[place] = {**messages[place], "content": content}
+    return replace(prompt, text=None, messages=tuple(messages))
 
 
 def _without_oldest(prompt: Prompt) -> Iterator[Prompt]:

@@ -155,11 +155,10 @@ class VLLMEngine:
     ) -> list[str]:
         """Returns the version of each row's adapter, and adds its matrices to `states`."""
         lora = {n: v.detach().cpu() for n, v in lora_state(self._policy, request.adapter).items()}
-        is_folded = request.queries.preferences is not None and any(map(is_conditioned, lora))
+        preferences = request.queries.preferences
         asked: Sequence[Any] = [()] * request.queries.num_rows
-        if is_folded:
-            assert request.queries.preferences is not None
-            asked = [tuple(row) for row in request.queries.preferences.tolist()]
+        if preferences is not None and any(map(is_conditioned, lora)):
+            asked = [tuple(row) for row in preferences.tolist()]
         versions = {}
         for preference in dict.fromkeys(asked):
             state = {n: v for n, v in lora.items() if not is_conditioned(n)}
