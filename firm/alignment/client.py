@@ -387,13 +387,11 @@ class AlignmentClient(Client):
         """Returns a quantity's values by objective, or by pair of objectives."""
         quantity = QUANTITIES.get(("client", key))
         if quantity is not None and quantity.by == "pair":
-            return _by_name(["-".join(pair) for pair in combinations(self.objectives, 2)], row)
-        served = {self.objectives[j] for j in self.served}
-        named = _by_name(self.objectives, row)
-        return {name: value if name in served else None for name, value in named.items()}
-
-
-def _by_name(names: Iterable[str], row: Iterable[float]) -> dict[str, float | None]:
-    """Returns values by name, with None for NaN, which JSON does not support."""
-    named = zip(names, row, strict=True)
-    return {name: None if np.isnan(value) else float(value) for name, value in named}
+            names = shown = list(map("-".join, combinations(self.objectives, 2)))
+        else:
+            names, shown = self.objectives, [self.objectives[j] for j in self.served]
+        return {
+            # JSON has no NaN
+            name: float(value) if name in shown and not np.isnan(value) else None
+            for name, value in zip(names, row, strict=True)
+        }

@@ -118,13 +118,15 @@ class RandomStream:
         States of accelerators that this machine does not have, or of another type, are dropped;
         accelerators missing from the state start from the stream's seed.
         """
-        fresh, saved = fresh_generator_states(self._seed), state["accelerators"]
-        known = saved["states"] if saved["type"] == accelerator_type() else []
-        states = [*known, *fresh[len(known) :]][: len(fresh)]
+        accelerators = []
+        if torch.accelerator.is_available():
+            fresh, saved = fresh_generator_states(self._seed), state["accelerators"]
+            known = saved["states"] if saved["type"] == accelerator_type() else []
+            accelerators = [*known, *fresh[len(known) :]][: len(fresh)]
         numpy_state, python_state = state["numpy"], state["python"]
         self._state = GeneratorStates(
             state["torch"].clone(),
-            [state.clone() for state in states],
+            [each.clone() for each in accelerators],
             (
                 "MT19937",
                 numpy_state["keys"].numpy().astype(np.uint32),

@@ -75,7 +75,7 @@ def _of_all(value: list[Any], info: ValidationInfo, each: PerEach) -> list[Any]:
 
 def _of_some(value: dict[str, Any], info: ValidationInfo, each: PerEach) -> dict[str, Any]:
     names = _names(info, each)
-    if names is not None and any(name not in names for name in value):
+    if names is not None and not value.keys() <= set(names):
         among = {"names": ", ".join(names)}
         raise PydanticCustomError("names", "a mapping with names among {names}", among)
     return value

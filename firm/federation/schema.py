@@ -220,7 +220,7 @@ def _parameters(value: Any, info: ValidationInfo) -> dict[str, torch.Tensor]:
 
 def _all_finite(tensors: Collection[torch.Tensor]) -> bool:
     """Returns whether `finite` accepts all tensors; one operation for all is faster."""
-    if any(tensor.layout != torch.strided for tensor in tensors):
+    if {tensor.layout for tensor in tensors} != {torch.strided}:
         return False
     largest = torch.nn.utils.get_total_norm([t for t in tensors if t.numel()], math.inf)
     return bool(largest <= LARGEST_ENTRY)  # False for NaN

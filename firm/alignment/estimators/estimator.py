@@ -91,6 +91,8 @@ class MinibatchGradients:
 
     def summed(self, team: Team | SingleProcess) -> "MinibatchGradients":
         """Returns the sum over the members of a team."""
+        if team.size == 1:
+            return self
         return MinibatchGradients(
             team.sum(self.jacobian),
             team.sum(self.losses),
