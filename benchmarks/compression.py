@@ -55,9 +55,7 @@ from firm.alignment.prompts import PromptFormat
 from firm.alignment.rollout import Sampler, encode_prompts, rollout
 from firm.alignment.sequences import response_logprobs
 from firm.federation import RandomStream
-from firm.federation.partition import dirichlet_partition
-from firm.gradients import gram_matrix, jacobian
-from firm.gradients.approx_gram import (
+from firm.federation.fedcmoo.approx_gram import (
     broadcast,
     mean_own_gram,
     nrmse,
@@ -65,6 +63,8 @@ from firm.gradients.approx_gram import (
     two_way_gram,
     two_way_reply,
 )
+from firm.federation.partition import dirichlet_partition
+from firm.gradients import gram_matrix, jacobian
 from firm.gradients.compression import (
     Compressor,
     LowRankCompressor,

@@ -41,6 +41,12 @@ from torch.nn.utils import parameters_to_vector, vector_to_parameters
 from torch.utils.data import DataLoader, Dataset
 
 from firm.federation import LocalEngine, ServerState
+from firm.federation.fedcmoo.approx_gram import (
+    broadcast,
+    one_way_gram,
+    two_way_gram,
+    two_way_reply,
+)
 from firm.federation.partition import balanced_dirichlet_partition
 from firm.federation.rounds import sample_clients
 from firm.federation.strategies import STRATEGIES
@@ -56,7 +62,7 @@ from firm.fmoo import (
     build_model,
     load_data,
 )
-from firm.gradients import broadcast, gram_matrix, one_way_gram, two_way_gram, two_way_reply
+from firm.gradients import gram_matrix
 from firm.gradients.compression import LowRankCompressor
 from firm.run import print_table
 from firm.solvers import fedcmoo_pref_weights, fedcmoo_weights, min_norm_weights

@@ -16,6 +16,7 @@ from firm.base.randomness import derive_seed
 from firm.base.registry import OneOf
 from firm.base.schema import Finite, PerObjective
 from firm.federation.client import Adapter, Client
+from firm.federation.fedcmoo.approx_gram import two_way_reply
 from firm.federation.messages import Answer, Request, Sizes
 from firm.federation.schema import (
     Invalid,
@@ -34,7 +35,6 @@ from firm.federation.training import (
     served_objectives,
     start_losses,
 )
-from firm.gradients.approx_gram import two_way_reply
 from firm.gradients.compression import JacobianMessage
 from firm.gradients.messages import COMPRESSORS, message_from_dict, message_to_dict
 

@@ -2,21 +2,9 @@
 
 Vision, tabular and language tasks share this code; they differ only in how the losses are computed.
 Where objectives differ only by one coefficient per sequence, ``PerSequenceGradients`` computes all
-rows in one backward pass. Compressors turn a client's Jacobian into a message, and the ``*_gram``
-functions estimate the Gram matrix of the clients' mean Jacobian from their messages.
+rows in one backward pass. Compressors turn a client's Jacobian into a message.
 """
 
-from firm.gradients.approx_gram import (
-    TwoWayReply,
-    broadcast,
-    mean_own_gram,
-    nrmse,
-    one_way_gram,
-    project_to_psd,
-    two_sample_gram,
-    two_way_gram,
-    two_way_reply,
-)
 from firm.gradients.compression import (
     Compressor,
     JacobianMessage,
@@ -42,18 +30,9 @@ __all__ = [
     "QuantizingCompressor",
     "RandomMaskCompressor",
     "TopKCompressor",
-    "TwoWayReply",
-    "broadcast",
     "combine",
     "gram_matrix",
     "jacobian",
-    "mean_own_gram",
     "message_from_dict",
     "message_to_dict",
-    "nrmse",
-    "one_way_gram",
-    "project_to_psd",
-    "two_sample_gram",
-    "two_way_gram",
-    "two_way_reply",
 ]

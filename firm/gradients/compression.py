@@ -3,7 +3,7 @@
 FedCMOO's server needs the Gram matrix of the mean Jacobian, at an upload of no more than one model
 per client: d numbers for the M·d entries of the Jacobian. Every compressor here takes a `budget` in
 4-byte numbers and returns a message, a record of plain tensors and integers that reports its size
-in bytes. `firm.gradients.approx_gram` estimates the Gram matrix from the messages.
+in bytes. `firm.federation.fedcmoo.approx_gram` estimates the Gram matrix from the messages.
 
 Shapes, ranks and rates follow from M, d and the budget, which both sides know, and are not counted,
 nor is the transport's framing. A seed counts 8 bytes, on top of the budget.

@@ -1,6 +1,7 @@
 import pytest
 import torch
 
+from firm.federation.fedcmoo.approx_gram import broadcast, two_way_reply
 from firm.federation.sharing import (
     CorrectionRequest,
     JacobianRequest,
@@ -11,10 +12,8 @@ from firm.federation.sharing import (
 from firm.federation.training import served_objectives
 from firm.gradients import (
     LowRankCompressor,
-    broadcast,
     message_from_dict,
     message_to_dict,
-    two_way_reply,
 )
 
 

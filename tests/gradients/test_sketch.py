@@ -1,8 +1,8 @@
 import pytest
 import torch
 
+from firm.federation.fedcmoo.approx_gram import one_way_gram
 from firm.gradients import gram_matrix
-from firm.gradients.approx_gram import one_way_gram
 from firm.gradients.compression import LowRankCompressor
 from firm.gradients.sketch import (
     CHUNK,

@@ -11,7 +11,7 @@ import torch
 
 from firm.federation.diagnostics import stationarity
 from firm.federation.engines.engine import Engine
-from firm.federation.gram_estimate import (
+from firm.federation.fedcmoo.gram_estimate import (
     Estimate,
     estimate_gram,
     estimate_two_sample_gram,

@@ -11,7 +11,7 @@ import numpy as np
 
 from firm.federation.diagnostics import stationarity
 from firm.federation.engines.engine import Engine
-from firm.federation.gram_estimate import estimate_gram, train_on_sum
+from firm.federation.fedcmoo.gram_estimate import estimate_gram, train_on_sum
 from firm.federation.rounds import Round
 from firm.federation.server import ServerState
 from firm.federation.strategy import strategy

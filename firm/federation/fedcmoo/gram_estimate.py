@@ -12,11 +12,7 @@ import torch
 
 from firm.base.state import State
 from firm.federation.client import Reply
-from firm.federation.rounds import Round, losses_problem, sample_clients
-from firm.federation.server import ServerState
-from firm.federation.sharing import CorrectionRequest, JacobianRequest, JacobianShare
-from firm.federation.strategy_configs import GramConfig
-from firm.gradients.approx_gram import (
+from firm.federation.fedcmoo.approx_gram import (
     TwoWayReply,
     broadcast,
     inner_products,
@@ -24,6 +20,10 @@ from firm.gradients.approx_gram import (
     two_sample_gram,
     two_way_gram,
 )
+from firm.federation.rounds import Round, losses_problem, sample_clients
+from firm.federation.server import ServerState
+from firm.federation.sharing import CorrectionRequest, JacobianRequest, JacobianShare
+from firm.federation.strategy_configs import GramConfig
 from firm.gradients.compression import JacobianMessage
 from firm.gradients.jacobian import gram_matrix
 from firm.gradients.messages import COMPRESSORS, message_from_dict, message_to_dict

@@ -1,8 +1,7 @@
 import pytest
 import torch
 
-from firm.gradients import gram_matrix
-from firm.gradients.approx_gram import (
+from firm.federation.fedcmoo.approx_gram import (
     TwoWayReply,
     broadcast,
     inner_products,
@@ -14,6 +13,7 @@ from firm.gradients.approx_gram import (
     two_way_gram,
     two_way_reply,
 )
+from firm.gradients import gram_matrix
 from firm.gradients.compression import (
     LowRankCompressor,
     RandomMaskCompressor,
