@@ -177,7 +177,7 @@ def required(
     means = rewards.values.mean(1)  # [9, M]
     kept, gaps, num_others = list[bool](), list[float](), 0
     for _ in range(NUM_TRIALS):
-        measured, validation, fresh = divided(rewards, random)
+        measured, validation, fresh = split_outcomes(rewards, random)
         front = rewards.front(measured, validation if is_validated else None)
         objective = int(random.integers(len(rewards.objectives)))
         bound = random.uniform(means[:, objective].min(), means[:, objective].max())
@@ -203,7 +203,7 @@ def targeted(rewards: Rewards) -> np.ndarray:
     """Returns expected less fresh rewards of random targets, [trials, M]."""
     random, errors = np.random.default_rng(1), []
     for _ in range(NUM_TRIALS):
-        measured, _, fresh = divided(rewards, random)
+        measured, _, fresh = split_outcomes(rewards, random)
         share = random.uniform()
         parts = reaching(rewards.front(measured), [share, 1 - share])
         expected = expected_rewards(parts).rewards
@@ -212,7 +212,7 @@ def targeted(rewards: Rewards) -> np.ndarray:
     return np.array(errors)
 
 
-def divided(
+def split_outcomes(
     rewards: Rewards, random: np.random.Generator
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Returns the test questions of a trial, its validation questions and the fresh ones."""

@@ -20,7 +20,7 @@ from typing import Any, cast
 import torch
 
 from firm.federation import Failure, Reply, ServerState
-from firm.federation.engines.engine import checked_reply, divided
+from firm.federation.engines.engine import checked_reply, split_outcomes
 from firm.federation.messages import Request, Update
 from firm.federation.options.secure import MasksConfig
 from firm.federation.options.secure.messages import SendMasked
@@ -47,7 +47,7 @@ class Idle:
             content = Update(name, adapter, 100, {"num_steps": 1})
             sizes = packed_size(request.of(name)), packed_size(content)
             outcomes.append(checked_reply(request, name, content, *sizes))
-        return divided(outcomes)
+        return split_outcomes(outcomes)
 
 
 class Watched:

@@ -247,15 +247,15 @@ class AlignmentClient(Client):
         """
         with self._randomness():
             gradients = self._trainer.gradients(self._learner, minibatch)
-        return self._of_served_alone(gradients, minibatch)
+        return self._without_unserved(gradients, minibatch)
 
     def gradients_by_preference(self, minibatch: Examples) -> Gradients:
         """Returns the losses, and the gradients at each preference; see ``Client``."""
         with self._randomness():
             gradients = self._trainer.gradients(self._learner, minibatch, by_preference=True)
-        return self._of_served_alone(gradients, minibatch)
+        return self._without_unserved(gradients, minibatch)
 
-    def _of_served_alone(self, gradients: Gradients, minibatch: Examples) -> Gradients:
+    def _without_unserved(self, gradients: Gradients, minibatch: Examples) -> Gradients:
         """Zeroes the rows of unserved objectives in gradients [M, d] or [K M, d]."""
         served = self._served_in(minibatch, gradients.preferences)
         rows = gradients.jacobian.unflatten(0, (-1, len(self.objectives)))

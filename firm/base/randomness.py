@@ -41,7 +41,7 @@ def derive_seed(seed: int, *names: str | int) -> int:
 class GeneratorStates(NamedTuple):
     """States of the global generators of torch, numpy and Python, as these return them."""
 
-    torch: torch.Tensor
+    cpu: torch.Tensor
     accelerators: Sequence[torch.Tensor]
     numpy: Any
     python: Any
@@ -92,7 +92,7 @@ class RandomStream:
         states, (version, keys, gauss) = self._state, self._state.python
         _, numpy_keys, pos, has_gauss, numpy_gauss = states.numpy
         return {
-            "torch": states.torch.clone(),
+            "torch": states.cpu.clone(),
             "accelerators": {
                 # other types of accelerators cannot read them
                 "type": accelerator_type(),
@@ -165,7 +165,7 @@ def global_states() -> GeneratorStates:
 
 def set_global_states(states: GeneratorStates) -> None:
     """Restores states that ``global_states`` returned."""
-    torch.set_rng_state(states.torch)
+    torch.set_rng_state(states.cpu)
     if states.accelerators:
         set_generator_states(states.accelerators)
     np.random.set_state(states.numpy)

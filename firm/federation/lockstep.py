@@ -101,21 +101,21 @@ def lockstep(functions: Sequence[Callable[[], T]], *, max_size: int | None = Non
         max_size: Maximum total size of the arguments in one call of the work; a single argument may
             exceed it. None sets no limit.
     """
-    members = [_Member(_keeping_result(function)) for function in functions]
+    members = [_Member(_result_keeper(function)) for function in functions]
     surroundings = dict.fromkeys(members, _surroundings())
     running = list(members)
     try:
         while running:
-            _each(running, _go_on, surroundings)
+            _each(running, _resume, surroundings)
             waiting = [member for member in members if member.request is not None]
-            running = _served(waiting, max_size) if waiting else []
+            running = _serve_most_urgent(waiting, max_size) if waiting else []
     finally:
         stopped = [member for member in members if member]  # not finished yet
         _each(stopped, _Member.throw, surroundings)  # runs their finally blocks
     return [member.result for member in members]
 
 
-def _keeping_result(function: Callable[[], Any]) -> Callable[[], None]:
+def _result_keeper(function: Callable[[], Any]) -> Callable[[], None]:
     def run() -> None:
         member = greenlet.getcurrent()
         assert isinstance(member, _Member)
@@ -124,7 +124,7 @@ def _keeping_result(function: Callable[[], Any]) -> Callable[[], None]:
     return run
 
 
-def _go_on(member: _Member) -> None:
+def _resume(member: _Member) -> None:
     how, value = member.outcome
     member.outcome = ("run", None)  # frees the result, which may be large
     member.request, member.since = None, time.perf_counter()
@@ -137,7 +137,7 @@ def _go_on(member: _Member) -> None:
     member.seconds += time.perf_counter() - member.since
 
 
-def _served(waiting: list[_Member], max_size: int | None) -> list[_Member]:
+def _serve_most_urgent(waiting: list[_Member], max_size: int | None) -> list[_Member]:
     """Executes the most urgent work for all members waiting for it, and returns these members.
 
     If no work is urgent, the members served least often go first, so that the next work of the

@@ -127,10 +127,10 @@ def accept(
     """
     replies, problems = list(replies), []
     for place, reply in enumerate(replies):
-        replies[place], problem = _received(reply, request)
+        replies[place], problem = _decoded_reply(reply, request)
         problems.append(problem or _problem(replies[place].content, request, cfg, check))
     if common is not None:
-        problems = _uncommon(replies, problems, common)
+        problems = _with_disagreements(replies, problems, common)
     accepted, all_failures = [], list(failures)
     for reply, problem in zip(replies, problems, strict=True):
         if problem:
@@ -154,7 +154,7 @@ def accept(
     return accepted, all_failures
 
 
-def _uncommon(
+def _with_disagreements(
     replies: Sequence[Reply], problems: Sequence[str | None], common: Callable[[Any], int]
 ) -> list[str | None]:
     """Adds a problem for each answer that differs from the most frequent value."""
@@ -170,7 +170,7 @@ def _uncommon(
     ]
 
 
-def _received(reply: Reply, request: Request) -> tuple[Reply, str | None]:
+def _decoded_reply(reply: Reply, request: Request) -> tuple[Reply, str | None]:
     """Returns a reply in the form that the server uses, or the reason why it is refused."""
     try:
         return replace(reply, content=request.received(reply.content, reply.client)), None

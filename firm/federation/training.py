@@ -216,7 +216,7 @@ def _train_on_solves(client: Client, request: LocalTraining) -> Update:
                 gradients = gradients_of(minibatch)
                 solves.append(_solve(gradients, find, served))
                 factors = solves[-1].weights
-            client.step(_pulled_back(gradients, client, request), factors)
+            client.step(_with_proximal_term(gradients, client, request), factors)
             del gradients  # or the next minibatch needs memory for a second Jacobian
     metrics = client.metrics()
     grams = torch.stack([solve.gram for solve in solves])
@@ -267,7 +267,7 @@ def train_on_sum(client: Client, request: LocalTraining) -> dict[str, Any]:
         for minibatch in batch.minibatches():
             num_passes += 1
             gradients = client.weighted_gradients(minibatch, weights * factors)
-            client.step(_pulled_back(gradients, client, request), torch.ones(1))
+            client.step(_with_proximal_term(gradients, client, request), torch.ones(1))
             del gradients  # as in `_train_on_solves`
     return {**client.metrics(), "weights": [weights.tolist()] * num_passes, "num_steps": num_steps}
 
@@ -283,7 +283,7 @@ def _num_steps(client: Client, request: LocalTraining) -> int:
     return request.num_local_epochs * client.batches_per_epoch
 
 
-def _pulled_back(gradients: Gradients, client: Client, request: LocalTraining) -> Gradients:
+def _with_proximal_term(gradients: Gradients, client: Client, request: LocalTraining) -> Gradients:
     """Returns the gradients with that of the proximal term, μ(θ - θ_t), added to every row."""
     if request.proximal == 0:
         return gradients

@@ -195,7 +195,7 @@ class PerSequenceGradients:
         rows = jacobian_buffer(len(coefficients), self._parameters, out).zero_()
         coefficients = by_sequence(coefficients.detach().to(rows), groups)
         leaves = [self._anchor] if shared is None else [self._anchor, *shared.copied]
-        _, *gradients = self._folded(
+        _, *gradients = self._fold_backward(
             (rows, coefficients), [losses], [torch.ones_like(losses)], leaves, retain_graph
         )
         if shared is not None:
@@ -203,11 +203,11 @@ class PerSequenceGradients:
             for at, (own, own_coefficients, outputs) in enumerate(passes):
                 is_kept = retain_graph or at < len(passes) - 1
                 target = rows[own], own_coefficients
-                self._folded(target, shared.tensors, outputs(), [self._anchor], is_kept)
+                self._fold_backward(target, shared.tensors, outputs(), [self._anchor], is_kept)
         check_finite_rows(rows)
         return rows
 
-    def _folded(
+    def _fold_backward(
         self,
         target: tuple[torch.Tensor, torch.Tensor],
         outputs: Sequence[torch.Tensor],

@@ -12,7 +12,7 @@ from firm.federation.client import Failure, Reply
 from firm.federation.engines.engine import (
     check_states,
     checked_reply,
-    divided,
+    split_outcomes,
     tell_finished,
 )
 from firm.federation.messages import Request
@@ -150,7 +150,7 @@ class SitesEngine:
             outcomes.update(_outcomes(site, names, answers[site], request))
         for name in clients:
             tell_finished(self._on_event, outcomes[name], request.round)
-        return divided(outcomes[name] for name in clients)
+        return split_outcomes(outcomes[name] for name in clients)
 
     def client_states(self, accepted: Mapping[str, int]) -> State:
         """Returns {client: {"round": last accepted round}}; the states remain at their sites."""

@@ -142,7 +142,7 @@ def as_start(start: torch.Tensor | np.ndarray, matrix: np.ndarray) -> np.ndarray
     return weights
 
 
-def as_beside(values: torch.Tensor | np.ndarray, matrix: np.ndarray, *, name: str) -> np.ndarray:
+def as_values(values: torch.Tensor | np.ndarray, matrix: np.ndarray, *, name: str) -> np.ndarray:
     """Returns values [..., M], one per objective of a Gram matrix [..., M, M], in float64."""
     point = as_float64(values, name=name)
     if point.shape != matrix.shape[:-1]:
@@ -155,7 +155,7 @@ def as_beside(values: torch.Tensor | np.ndarray, matrix: np.ndarray, *, name: st
 
 def as_weights(weights: torch.Tensor | np.ndarray, matrix: np.ndarray) -> np.ndarray:
     """Returns checked weights on the simplex for a gram [..., M, M], float64, shape [..., M]."""
-    point = as_beside(weights, matrix, name="weights")
+    point = as_values(weights, matrix, name="weights")
     slack = rounding(weights)
     if (point < -slack).any() or (np.abs(point.sum(axis=-1) - 1) > slack).any():
         raise ValueError(

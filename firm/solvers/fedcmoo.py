@@ -7,7 +7,7 @@ from typing import Literal
 import numpy as np
 import torch
 
-from firm.solvers.checks import ArrayT, as_beside, as_gram, as_shares, as_weights, like
+from firm.solvers.checks import ArrayT, as_gram, as_shares, as_values, as_weights, like
 from firm.solvers.programs import linear_program
 from firm.solvers.projections import box_projection, simplex_projection
 from firm.solvers.settings import check_steps, check_targets
@@ -105,7 +105,7 @@ def fedcmoo_pref_weights(
     [1.0, 0.0]
     """
     matrix = as_gram(gram)
-    values = as_beside(losses, matrix, name="losses")
+    values = as_values(losses, matrix, name="losses")
     if values.min() < 0:
         raise ValueError(f"losses must be non-negative, got {values.min():.3g}.")
     as_shares(

@@ -63,7 +63,7 @@ def checked_reply(
     return Reply(client, answer, bytes_down, bytes_up, dropped=len(reading.dropped))
 
 
-def divided(outcomes: Iterable[Reply | Failure]) -> tuple[list[Reply], list[Failure]]:
+def split_outcomes(outcomes: Iterable[Reply | Failure]) -> tuple[list[Reply], list[Failure]]:
     """Splits clients' outcomes into replies and failures; both keep the given order."""
     outcomes = list(outcomes)
     replies = [outcome for outcome in outcomes if isinstance(outcome, Reply)]

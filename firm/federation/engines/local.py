@@ -23,8 +23,8 @@ from firm.federation.engine_registry import engine
 from firm.federation.engines.engine import (
     check_states,
     checked_reply,
-    divided,
     error_kind,
+    split_outcomes,
     tell_finished,
 )
 from firm.federation.engines.time_limit import GRACE, time_limit
@@ -166,7 +166,9 @@ class LocalEngine:
         if self._timeout is not None and threading.current_thread() is not threading.main_thread():
             raise RuntimeError("a time limit can only be enforced from the program's main thread.")
         run = partial(self._run_and_tell, request)
-        return divided(list(self._pool.map(run, clients) if self._pool else map(run, clients)))
+        return split_outcomes(
+            list(self._pool.map(run, clients) if self._pool else map(run, clients))
+        )
 
     def client_states(self, accepted: Mapping[str, int]) -> State:
         """Returns {client: {"round": last accepted round, "state": its state then}}."""

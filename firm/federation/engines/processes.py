@@ -23,7 +23,12 @@ from firm.base.devices import communicates, num_accelerators, process_group_back
 from firm.base.errors import ProcessLost, TeamLost
 from firm.base.state import State
 from firm.federation.client import Failure, Reply
-from firm.federation.engines.engine import check_states, checked_reply, divided, tell_finished
+from firm.federation.engines.engine import (
+    check_states,
+    checked_reply,
+    split_outcomes,
+    tell_finished,
+)
 from firm.federation.engines.local import LocalEngine
 from firm.federation.engines.time_limit import GRACE
 from firm.federation.messages import Request
@@ -335,7 +340,7 @@ class ProcessesEngine:
             ):
                 outcomes[outcome.client] = outcome
                 tell_finished(self._on_event, outcome, request.round)
-        return divided(outcomes[name] for name in clients)
+        return split_outcomes(outcomes[name] for name in clients)
 
     def client_states(self, accepted: Mapping[str, int]) -> State:
         """Returns all clients' states after their last accepted rounds; see ``Engine``."""

@@ -6,7 +6,7 @@ from typing import Any
 
 from firm.federation.client import Client, Failure, Reply
 from firm.federation.engine_registry import engine
-from firm.federation.engines.engine import divided
+from firm.federation.engines.engine import split_outcomes
 from firm.federation.engines.local import LocalEngine
 from firm.federation.lockstep import clock, lockstep
 from firm.federation.messages import Request
@@ -55,4 +55,4 @@ class StackedEngine(LocalEngine):
     def map(self, request: Request, clients: Sequence[str]) -> tuple[list[Reply], list[Failure]]:
         """Returns the replies in the given order, and the failures; see ``Engine``."""
         runs = [partial(self._run_and_tell, request, name) for name in clients]
-        return divided(lockstep(runs, max_size=self._max_rows))
+        return split_outcomes(lockstep(runs, max_size=self._max_rows))

@@ -9,7 +9,7 @@ import torch
 from firm.base.state import State
 from firm.federation.aggregation import flat
 from firm.federation.client import Adapter, Failure, Reply
-from firm.federation.engines.engine import Engine, checked_reply, divided
+from firm.federation.engines.engine import Engine, checked_reply, split_outcomes
 from firm.federation.messages import Request, Update
 from firm.federation.options.noise import share_of_noise
 from firm.federation.options.secure.config import FEWEST
@@ -63,7 +63,7 @@ class SecureEngine:
         if isinstance(request, MaskedTraining):
             return self._train(request, clients)
         if isinstance(request, SumRequest):
-            return divided(self._step(request, name) for name in clients)
+            return split_outcomes(self._step(request, name) for name in clients)
         return self._engine.map(request, clients)
 
     def client_states(self, accepted: Mapping[str, int]) -> State:
@@ -91,7 +91,7 @@ class SecureEngine:
             replies, failures = self._engine.map(request.plain(skipped=skipped), names)
             outcomes |= {failure.client: failure for failure in failures}
             outcomes |= {reply.client: self._trained(request, reply) for reply in replies}
-        return divided(outcomes[name] for name in clients)
+        return split_outcomes(outcomes[name] for name in clients)
 
     def _skipped(self, request: MaskedTraining, client: str) -> int:
         """Returns the batches to skip where a sum may be repeated with other clients.

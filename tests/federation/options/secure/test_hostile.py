@@ -6,7 +6,7 @@ import pytest
 
 from benchmarks.mutations import mutated_messages
 from firm.federation import LocalEngine, RoundFailed
-from firm.federation.engines.engine import checked_reply, divided
+from firm.federation.engines.engine import checked_reply, split_outcomes
 from firm.federation.options.secure import MasksConfig
 from firm.federation.options.secure.messages import STEPS, MaskedTraining
 from firm.federation.schema import Reading
@@ -49,7 +49,7 @@ class Meddled:
         replies, failures = self._engine.map(request, clients)
         if not isinstance(request, self._kind):
             return replies, failures
-        kept, own = divided(
+        kept, own = split_outcomes(
             checked_reply(request, "b", self._content, 10, 10) if reply.client == "b" else reply
             for reply in replies
         )
