@@ -1,6 +1,6 @@
 """Reads run directories, finished or not."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -194,21 +194,6 @@ def final_row(record: Record) -> Row | None:
     # a run without rounds ends with the adapter that it starts from
     trained = [row for row in rows if row["round"] > 0 or record.num_rounds == 0]
     return trained[-1] if trained else None
-
-
-def final_reward(objective: str) -> Callable[[Record], float | None]:
-    """Returns the function that reads a run's final calibrated reward on the test prompts."""
-    return lambda record: score(final_row(record) or {}, "rewards", objective, "mean")
-
-
-def final_score(name: str) -> Callable[[Record], float | None]:
-    """Returns the function that reads another mean score of a run's final replies."""
-    return lambda record: score(final_row(record) or {}, "scores", name, "mean")
-
-
-def final_figure(key: str) -> Callable[[Record], float | None]:
-    """Returns the function that reads another figure of a run's final evaluation, such as kl."""
-    return lambda record: (final_row(record) or {}).get(key)
 
 
 def _latest(rows: list[Row], kind: str, key: str) -> list[Row]:

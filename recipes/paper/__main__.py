@@ -18,8 +18,7 @@ from firm.jobs.alignment_config import AlignmentConfig
 from firm.jobs.model_card import markdown_table
 from firm.jobs.study import StudyConfig, run_config, study_of
 from firm.report import Record
-from firm.report.record import final_figure, final_reward, final_score, study_records
-from firm.report.seeds import Figure, over_seeds
+from firm.report.record import study_records
 from firm.run import Sweep, UserError, compose, run_cli
 from recipes.paper.claims import (
     Section,
@@ -31,6 +30,7 @@ from recipes.paper.claims import (
     table_1,
 )
 from recipes.paper.drawings import WORLDS, draw_all
+from recipes.paper.over_seeds import Figure, final_figure, final_reward, final_score, over_seeds
 from recipes.paper.trajectories import (
     mean_variation,
     megabytes_up,

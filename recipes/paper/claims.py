@@ -10,14 +10,9 @@ import numpy as np
 from firm.fronts.correlation import rank_correlation
 from firm.jobs.model_card import markdown_table
 from firm.report import Record
-from firm.report.record import final_reward
-from firm.report.seeds import (
-    Difference,
-    Figure,
-    difference,
-    over_seeds,
-)
+from firm.report.seeds import Difference
 from recipes.paper.drawings import BETAS, PREFERENCES, WORLDS
+from recipes.paper.over_seeds import Figure, difference, final_reward, over_seeds
 from recipes.paper.trajectories import (
     beta_effect,
     cosine,

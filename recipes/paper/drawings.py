@@ -9,11 +9,10 @@ import numpy as np
 from firm.fronts import exponential_average
 from firm.report import Record
 from firm.report.plane import Cloud
-from firm.report.record import final_reward
-from firm.report.seeds import Figure, over_seeds
 from firm.report.settings_page import base_place, setting_clouds
 from firm.report.static import Curve, PaperFigure, curves_figure, plane_figure, save_figure
 from firm.report.tables import Setting, settings_of
+from recipes.paper.over_seeds import Figure, final_reward, over_seeds
 from recipes.paper.trajectories import (
     rewards,
     solves,

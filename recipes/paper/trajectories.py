@@ -7,9 +7,9 @@ import numpy as np
 
 from firm.fronts import total_variation
 from firm.report.record import Record
-from firm.report.seeds import Figure
 from firm.report.tables import Setting
 from firm.run.rows import Row
+from recipes.paper.over_seeds import Figure
 
 
 def rewards(record: Record) -> np.ndarray:

@@ -3,7 +3,8 @@
 import numpy as np
 import pytest
 
-from firm.report.record import Record, final_figure, final_reward, final_score
+from firm.report.record import Record
+from recipes.paper.over_seeds import final_figure, final_reward, final_score
 from recipes.paper.trajectories import (
     beta_effect,
     cosine,

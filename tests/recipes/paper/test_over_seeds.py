@@ -2,8 +2,8 @@
 
 import pytest
 
-from firm.report.record import Record, final_figure, final_reward
-from firm.report.seeds import difference, over_seeds
+from firm.report.record import Record
+from recipes.paper.over_seeds import difference, final_figure, final_reward, over_seeds
 
 
 def record(tmp_path, *, seed=0, final=0.5) -> Record:
