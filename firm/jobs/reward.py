@@ -39,7 +39,8 @@ from firm.base.randomness import RandomStream
 from firm.base.sanitize import check_name, printable
 from firm.jobs.fetch import fetch_policy
 from firm.jobs.sources import check_data, check_folder, check_reward
-from firm.report.reward_page import RewardReport, report_of, write_reward_page
+from firm.report.page import write_page
+from firm.report.reward_page import RewardReport, report_of, reward_page
 from firm.run.errors import UserError
 from firm.run.files import file_errors
 from firm.run.names import dated_folder
@@ -205,7 +206,7 @@ def train_reward(cfg: RewardConfig) -> TrainedReward:
         replace_text(folder / "reward.yaml", _yaml(cfg.name, settings, reward))
         replace_text(folder / "report.json", json_text(report.as_data(), indent=1) + "\n")
         title = f"Reward model {cfg.name!r} of {Path(cfg.base).name}"
-        write_reward_page(folder / "report.html", report, title=title)
+        write_page(folder / "report.html", reward_page(report, title=title))
     return TrainedReward(out, settings, report)
 
 

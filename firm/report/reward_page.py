@@ -1,25 +1,16 @@
 """Judgements of reward models on held-out pairs: accuracy, calibration, length bias, agreement."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from itertools import combinations, pairwise
-from math import sqrt
-from pathlib import Path
+from math import nan, sqrt
 from typing import Any
 
 import numpy as np
 
 from firm.report import formats
-from firm.report.drawing import (
-    DASHED,
-    INK,
-    LegendEntry,
-    Panel,
-    axis,
-    figure,
-    scatter,
-)
-from firm.report.page import Headline, Page, Section, Table, write_page
+from firm.report.drawing import DASHED, INK, LegendEntry, Panel, axis, error_bars, figure, scatter
+from firm.report.page import Headline, Page, Section, Table
 from firm.report.tables import COLORS
 
 EDGES = (0.5, 0.6, 0.7, 0.8, 0.9, 1.0)
@@ -34,20 +25,19 @@ class Share:
 
     value: float
     num: int
-    low: float = field(init=False)
-    high: float = field(init=False)
-
-    def __post_init__(self) -> None:
-        n, p = self.num, self.value
-        middle = (p + Z95**2 / (2 * n)) / (1 + Z95**2 / n) if n else float("nan")
-        half = Z95 * sqrt(p * (1 - p) / n + Z95**2 / (4 * n**2)) / (1 + Z95**2 / n) if n else 0.0
-        object.__setattr__(self, "low", middle - half)
-        object.__setattr__(self, "high", middle + half)
+    low: float
+    high: float
 
     @classmethod
     def of(cls, holds: np.ndarray) -> "Share":
         """Returns the share of true cases, shape [n]; 0.5 counts as half of one."""
-        return cls(float(holds.mean()) if holds.size else float("nan"), int(holds.size))
+        n = int(holds.size)
+        if not n:
+            return cls(nan, 0, nan, nan)
+        p, shrink = float(holds.mean()), 1 + Z95**2 / n
+        middle = (p + Z95**2 / (2 * n)) / shrink
+        half = Z95 * sqrt(p * (1 - p) / n + Z95**2 / (4 * n**2)) / shrink
+        return cls(p, n, middle - half, middle + half)
 
     def __str__(self) -> str:
         if not self.num:
@@ -103,41 +93,40 @@ class RewardReport:
 
     def tables(self) -> list[Table]:
         """Returns the tables that the terminal and the page show."""
-        names = list(self.verdicts)
-        own = list(self.verdicts.values())
+        num_pairs = next(iter(self.verdicts.values())).accuracy.num
         tables = [
-            Table.of(
-                f"{own[0].accuracy.num} held-out pairs, with 95 % intervals",
+            Table(
+                f"{num_pairs} held-out pairs, with 95 % intervals",
                 "Accuracy: share of pairs whose chosen reply has the higher score. Log loss: "
                 f"{np.log(2):.3f} is chance. Calibration error: mean distance between the "
                 "probability that the scores state and the share that is right.",
-                {
-                    "": [*names, "longer reply"],
-                    "accuracy": [*(str(v.accuracy) for v in own), str(self.longer_is_better)],
-                    "log loss": [*(f"{v.log_loss:.3f}" for v in own), ""],
-                    "calibration error": [*(f"{v.calibration_error:.3f}" for v in own), ""],
-                },
+                ["", "accuracy", "log loss", "calibration error"],
+                [
+                    *(
+                        [name, str(v.accuracy), f"{v.log_loss:.3f}", f"{v.calibration_error:.3f}"]
+                        for name, v in self.verdicts.items()
+                    ),
+                    ["longer reply", str(self.longer_is_better), "", ""],
+                ],
             ),
-            Table.of(
+            Table(
                 "Length bias",
                 "A model that learned length alone is right where the chosen reply is longer, and "
                 "wrong where it is shorter.",
-                {
-                    "": names,
-                    "chosen is longer": [str(v.longer_chosen) for v in own],
-                    "chosen is shorter": [str(v.shorter_chosen) for v in own],
-                    "prefers the longer": [str(v.prefers_longer) for v in own],
-                },
+                ["", "chosen is longer", "chosen is shorter", "prefers the longer"],
+                [
+                    [name, str(v.longer_chosen), str(v.shorter_chosen), str(v.prefers_longer)]
+                    for name, v in self.verdicts.items()
+                ],
+            ),
+            Table(
+                "Agreement",
+                "Share of pairs on which two models prefer the same reply.",
+                ["", "same preference"],
+                [[pair, str(share)] for pair, share in self.agreement.items()],
             ),
         ]
-        if self.agreement:
-            columns = {
-                "": list(self.agreement),
-                "same preference": [str(share) for share in self.agreement.values()],
-            }
-            text = "Share of pairs on which two models prefer the same reply."
-            tables.append(Table.of("Agreement", text, columns))
-        return tables
+        return [table for table in tables if table.rows]
 
 
 def report_of(
@@ -197,11 +186,6 @@ def _verdicts(differences: np.ndarray, lengths: np.ndarray) -> Verdicts:
         sum(gaps) / len(right),
         bins,
     )
-
-
-def write_reward_page(path: Path, report: RewardReport, *, title: str) -> Path:
-    """Writes the page of a report, and returns its path."""
-    return write_page(path, reward_page(report, title=title))
 
 
 def reward_page(report: RewardReport, *, title: str) -> Page:
@@ -264,13 +248,8 @@ def reward_page(report: RewardReport, *, title: str) -> Page:
 def _calibration(report: RewardReport, keys: Mapping[str, LegendEntry]) -> dict[str, Any]:
     traces = []
     for name, verdicts in report.verdicts.items():
-        bars = {
-            "array": [each.right.high - each.right.value for each in verdicts.bins],
-            "arrayminus": [each.right.value - each.right.low for each in verdicts.bins],
-            "color": keys[name].color,
-            "thickness": 1,
-            "width": 3,
-        }
+        up = [each.right.high - each.right.value for each in verdicts.bins]
+        down = [each.right.value - each.right.low for each in verdicts.bins]
         traces.append(
             scatter(
                 keys[name],
@@ -279,7 +258,7 @@ def _calibration(report: RewardReport, keys: Mapping[str, LegendEntry]) -> dict[
                 mode="lines+markers",
                 size=7,
                 hover="states %{x:.2f}, right %{y:.2f}",
-                error_y=bars,
+                error_y=error_bars(up, keys[name].color) | {"arrayminus": down},
             )
         )
     line = {"type": "line", "x0": 0.5, "x1": 1, "y0": 0.5, "y1": 1, "line": DASHED}

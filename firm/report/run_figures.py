@@ -29,17 +29,8 @@ from firm.run.comparison import score_label
 from firm.run.rows import Row, mean_over_clients
 
 STAGES = (
-    "rollout",
-    "reward",
-    "values",
-    "advantages",
-    "forward",
-    "critic",
-    "backward",
-    "reduce",
-    "gram",
-    "solve",
-    "step",
+    *("rollout", "reward", "values", "advantages", "forward", "critic", "backward"),
+    *("reduce", "gram", "solve", "step"),
 )
 """Stages of a local step in the order in which they are stacked; others follow."""
 
@@ -241,23 +232,23 @@ def _spots(record: Record, rows: Sequence[Row], others: Sequence[Row] = ()) -> l
     Both ends of the path over the rounds are labelled. Error bars at every point would hide the
     path: only the ends have them, until the test split is scored and its points have them instead.
     """
-    axes = [KL, *record.objectives] if len(record.objectives) == 1 else record.objectives
-
-    def place(row: Row) -> dict[str, float | None]:
-        return {n: row.get("kl") if n == KL else score(row, "scores", n, "mean") for n in axes}
-
-    rows = [row for row in rows if None not in place(row).values()]
-    is_test = bool(rows) and rows[0].get("split") == "test"
-    spots = []
+    places = []
     for row in rows:
-        is_end = row is rows[0] or row is rows[-1]
-        has_bars = is_test or (is_end and not others)
+        place = {name: score(row, "scores", name, "mean") for name in record.objectives}
+        if len(place) == 1:
+            place[KL] = row.get("kl")
+        known = {name: value for name, value in place.items() if value is not None}
+        if len(known) == len(place):
+            places.append((row, known))
+    spots = []
+    for index, (row, place) in enumerate(places):
+        is_test, is_last = row.get("split") == "test", index == len(places) - 1
+        has_bars = is_test or (not others and (index == 0 or is_last))
         errors = {n: score(row, "scores", n, "se") if has_bars else None for n in record.objectives}
-        label = "base" if row["round"] == 0 else f"round {row['round']}" if row is rows[-1] else ""
-        known = {name: value for name, value in place(row).items() if value is not None}
+        label = "base" if row["round"] == 0 else f"round {row['round']}" if is_last else ""
         shade = min(row["round"] / max(record.num_rounds, 1), 1.0)
-        label = "" if is_test else label
-        spots.append(Spot(known, errors, _facts(record, row), label=label, shade=shade))
+        facts = _facts(record, row)
+        spots.append(Spot(place, errors, facts, label="" if is_test else label, shade=shade))
     return spots
 
 
@@ -342,8 +333,7 @@ def cost_curves(run: Setting) -> list[Panel]:
         traffic += [
             curve(key, uploads_so_far(record, name), size=0) for name, key in rival_keys().items()
         ]
-    seconds = []
-    rounds = [row["round"] for row in record.rounds]
+    seconds, rounds = [], [row["round"] for row in record.rounds]
     for key in stage_keys([run]):
         lines = run.lines("seconds", key.label).values()
         totals = [sum(points.get(at, 0.0) for points in lines) for at in rounds]
@@ -355,12 +345,8 @@ def cost_curves(run: Setting) -> list[Panel]:
     )
     seconds_figure = rounds_figure(seconds, "seconds", rangemode="tozero")
     seconds_figure["layout"] |= {"barmode": "stack", "bargap": 0.25}
-    return nonempty(
-        [
-            Panel("bytes", "Bytes sent so far", traffic_figure),
-            Panel("seconds", "Seconds per round", seconds_figure),
-        ]
-    )
+    sent = Panel("bytes", "Bytes sent so far", traffic_figure)
+    return nonempty([sent, Panel("seconds", "Seconds per round", seconds_figure)])
 
 
 def privacy_curves(run: Setting) -> tuple[list[Panel], list[LegendEntry]]:

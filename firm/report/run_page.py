@@ -86,6 +86,8 @@ def run_page(record: Record) -> Page:
     blocks["settings"] = _origin(record)
     summary = part("The summary", lambda: _summary(record, comparison), "")
     facts = part("The list of facts", lambda: _facts(record), {})
+    outcomes = part("The constraints", lambda: record.constraint_outcomes, [])
+    signs = "; ".join(record.hacking_signs)
     notes += left_out_notes([record]) + _dropped_fields(record)
     if num_failed := len(failures.rows):
         link = Markup('<a href="#failures">{}</a> left out of the average.')
@@ -97,8 +99,8 @@ def run_page(record: Record) -> Page:
         summary=[
             *filter(None, [summary, record.header.get("about")]),
             *([f"The adapter is that of {kept}."] if (kept := record.kept_adapter) else []),
-            *part("The constraints", lambda: _constraints(record), []),
-            *_hacking(record),
+            *(f"Constraint {outcome}." for outcome in outcomes),
+            *([f"Signs of reward hacking, so read the samples: {signs}."] if signs else []),
         ],
         facts=facts,
         headlines=_headlines(record, comparison) if comparison else [],
@@ -192,17 +194,6 @@ def _summary(record: Record, comparison: Comparison | None) -> str:
     )
 
 
-def _constraints(record: Record) -> list[str]:
-    """Returns a sentence on each of the strategy's constraints."""
-    return [f"Constraint {outcome}." for outcome in record.constraint_outcomes]
-
-
-def _hacking(record: Record) -> list[str]:
-    """Returns a sentence on signs of reward hacking; none without signs."""
-    signs = record.hacking_signs
-    return [f"Signs of reward hacking, so read the samples: {'; '.join(signs)}."] if signs else []
-
-
 def _front_ends(record: Record) -> dict[str, tuple[float, float]]:
     """Returns each objective's mean scores at its least and largest share; {} without a front."""
     rows, ends = front_rows(record), {}
@@ -278,27 +269,22 @@ def _dropped_fields(record: Record) -> list[str]:
 
 def _trade_off(run: Setting) -> Section:
     record = run.records[0]
-    has_several = len(record.objectives) > 1
-    has_path, has_test = record.evaluations.get("validation"), figures.final_test(record)
-    path = [LegendEntry("validation, by round", "var(--round-last)", "path")] if has_path else []
-    test = (
-        [LegendEntry("test, base and aligned", "var(--round-last)", "diamond")] if has_test else []
-    )
-    return Section(
-        "trade-off",
-        "The trade-off" if has_several else "Score against KL",
-        (
-            "Each point is the global model after a round, scored on the validation prompts; "
-            "the colour deepens with the rounds. "
-            if path
-            else ""
+    has_several, color = len(record.objectives) > 1, "var(--round-last)"
+    texts, legend = [f"{'Up and to the right' if has_several else 'Up'} is better."], []
+    if record.evaluations.get("validation"):
+        legend.append(LegendEntry("validation, by round", color, "path"))
+        texts.insert(
+            0,
+            "Each point is the global model after a round, scored on the validation prompts; the "
+            "colour deepens with the rounds.",
         )
-        + ("Up and to the right is better. " if has_several else "Up is better. ")
-        + ("Diamonds are the base and aligned model on the test prompts. " if test else "")
-        + "Bars: one standard error.",
-        figures.trade_off_planes(record) if record.objectives else [],
-        path + test,
-    )
+    if figures.final_test(record):
+        legend.append(LegendEntry("test, base and aligned", color, "diamond"))
+        texts.append("Diamonds are the base and aligned model on the test prompts.")
+    title = "The trade-off" if has_several else "Score against KL"
+    panels = figures.trade_off_planes(record) if record.objectives else []
+    text = " ".join([*texts, "Bars: one standard error."])
+    return Section("trade-off", title, text, panels, legend)
 
 
 def _front(record: Record) -> dict[str, Callable[[], Block]]:
@@ -319,14 +305,10 @@ def _front(record: Record) -> dict[str, Callable[[], Block]]:
         "rises from left to right."
     )
     return {
-        "front": lambda: replace(
-            plane_section(fronts), name="front", title="The front of one run", text=plane
-        ),
-        "front-preference": lambda: replace(
-            preference_section(fronts), name="front-preference", text=steering
-        ),
+        "front": lambda: replace(plane_section(fronts), title="The front of one run", text=plane),
+        "front-preference": lambda: replace(preference_section(fronts), text=steering),
         "front-models": lambda: replace(
-            front_tables.models(fronts), name="front-models", title="The policy by preference"
+            front_tables.models(fronts), title="The policy by preference"
         ),
     }
 
@@ -343,23 +325,19 @@ def _evaluation(record: Record, comparison: Comparison) -> Table:
 
 def _truth(run: Setting) -> Section:
     record = run.records[0]
-    has_truth = bool(figures.true_scores(record))
-    text = (
-        "Solid: score by the reward model. Dotted: true score of the same replies. If the solid "
-        "line rises and the dotted one does not, the policy exploits the reward model. Both are "
-        "changes since the base model, in standard deviations of its score over prompts."
-        if has_truth
-        else "Scores other than the objectives, on the validation prompts."
-    )
-    return Section(
-        "truth",
-        "Learned and true scores" if has_truth else "Other scores",
-        f"{text} {score_notes(record.extra_scores())}".strip(),
-        figures.learned_and_true(run),
-        [LegendEntry("learned score", MUTED), LegendEntry("true score", MUTED, "dot")]
-        if has_truth
-        else [],
-    )
+    title, legend = "Other scores", []
+    text = "Scores other than the objectives, on the validation prompts."
+    if figures.true_scores(record):
+        title = "Learned and true scores"
+        text = (
+            "Solid: score by the reward model. Dotted: true score of the same replies. If the "
+            "solid line rises and the dotted one does not, the policy exploits the reward model. "
+            "Both are changes since the base model, in standard deviations of its score over "
+            "prompts."
+        )
+        legend = [LegendEntry("learned score", MUTED), LegendEntry("true score", MUTED, "dot")]
+    text = f"{text} {score_notes(record.extra_scores())}".strip()
+    return Section("truth", title, text, figures.learned_and_true(run), legend)
 
 
 def _quantities(run: Setting, name: str) -> Section:

@@ -28,6 +28,8 @@ DASHES = ("solid", "dash", "dot")
 """Dash styles, which distinguish lines once all colours are used."""
 
 How = Literal["mean", "lowest", "highest"]
+REDUCTIONS: dict[str, Callable[[list[float]], float]]
+REDUCTIONS = {"mean": fmean, "lowest": min, "highest": max}
 Frame = Any
 """A pandas.DataFrame; Any, since type checkers infer wrong types of most methods without stubs."""
 SeriesKey = tuple[int, str, str, str]
@@ -67,20 +69,6 @@ def measured(rows: Iterable[Row], objectives: Sequence[str]) -> dict[SeriesKey, 
             else:
                 entry[0] = value
     return numbers
-
-
-def tidy(
-    numbers: Mapping[SeriesKey, Sequence[float | None]], *, setting: str = "", seed: int = 0
-) -> Frame:
-    """Returns the numbers of `measured` as a table with the columns `COLUMNS`, one number per row.
-
-    Values that were not measured or are not finite are NaN, and so are unknown standard errors.
-    """
-    values = np.array(list(numbers.values()), dtype=float).reshape(-1, 2)
-    values[~np.isfinite(values)] = np.nan
-    at = list(zip(*numbers, strict=True)) or [[], [], [], []]
-    columns = [setting, seed, *(list(entry) for entry in at), values[:, 0], values[:, 1]]
-    return pd.DataFrame(dict(zip(COLUMNS, columns, strict=True)), index=range(len(numbers)))
 
 
 # --- Runs of one setting --------------------------------------------------------------------------
@@ -136,12 +124,20 @@ class Setting:
 
     @cached_property
     def table(self) -> Frame:
-        """All runs in one tidy table; the seed is the run's index."""
-        parts = [
-            tidy(numbers, setting=self.name, seed=seed)
+        """All runs in one table with the columns `COLUMNS`, a number per row.
+
+        The seed is the run's index. Numbers that were not measured or are not finite are NaN, and
+        so are unknown standard errors.
+        """
+        rows = [
+            (self.name, seed, *place, *own)
             for seed, numbers in enumerate(self._numbers)
+            for place, own in numbers.items()
         ]
-        return pd.concat(parts, ignore_index=True) if parts else tidy({})
+        table = pd.DataFrame(rows, columns=COLUMNS)
+        return table.assign(
+            **{key: table[key].astype(float).where(np.isfinite) for key in ("value", "se")}
+        )
 
     @cached_property
     def _lines(self) -> list[dict[str, dict[str, dict[str, Points]]]]:
@@ -224,10 +220,7 @@ class Setting:
             objective: The objective, or None for all of them.
             how: Reduction over all objectives.
         """
-        by_how: dict[How, Callable[[list[float]], float]]
-        by_how = {"mean": fmean, "lowest": min, "highest": max}
-        combine = by_how[how]
-        by_seed = {}
+        combine, by_seed = REDUCTIONS[how], {}
         for seed, run in enumerate(self._lines):
             own = run.get(quantity, {})
             names = own if objective is None else [objective] if objective in own else []
@@ -303,14 +296,13 @@ def quantity_panel(
     objective: str | None = None,
     *,
     title: str | None = None,
-    num_bands: int | None = None,
     over: Over = "rounds",
     **options: Any,
 ) -> Panel:
     """Returns a quantity over the rounds or the uploaded megabytes, a line for each setting.
 
     Settings without the quantity are skipped; `series_of` takes the further options. The title
-    defaults to the quantity's, and all lines have bands unless `num_bands` is smaller.
+    defaults to the quantity's.
     """
     lines = [series_of(s, quantity.name, objective, over=over, **options) for s in settings]
     series = [line for line in lines if line]
@@ -320,7 +312,7 @@ def quantity_panel(
         series,
         y_title=quantity.unit,
         over=over,
-        num_bands=len(series) if num_bands is None else num_bands,
+        num_bands=len(series),
         reference=reference_of(quantity, settings[0].objectives),
         **quantity.axis,
     )
@@ -364,13 +356,12 @@ def measure_of(
     return Measure(float(known.mean()), deviation)
 
 
-def seeds_text(settings: Sequence[Setting], *, has_errors: bool = True) -> str:
+def seeds_text(settings: Sequence[Setting]) -> str:
     """Returns a sentence on the means over the seeds and the errors that a figure shows."""
     counts = [len(setting.runs) for setting in settings]
     if max(counts) == 1:
         return "One run each: the variation between seeds is unknown."
-    errors = " ± one standard error" if has_errors else ""
-    return f"Means over {span_text(counts)} seeds{errors}."
+    return f"Means over {span_text(counts)} seeds ± one standard error."
 
 
 def span_text(counts: Iterable[int]) -> str:
