@@ -85,7 +85,7 @@ Arguments = dict[str, Any]
 
 
 @dataclass(frozen=True)
-class _Call:
+class _RewardCall:
     """A call of a reward function, which several objectives and requests may share."""
 
     objectives: list[tuple[str, RewardFn]]
@@ -99,7 +99,7 @@ class _Call:
         return len(self.arguments["completions"])
 
 
-def _plan_calls(requests: Sequence["ScoringRequest"]) -> list[_Call]:
+def _plan_calls(requests: Sequence["ScoringRequest"]) -> list[_RewardCall]:
     """Returns the calls that score the requests; objectives with the same function share them."""
     groups: list[list[tuple[int, str, RewardFn]]] = []
     for at, request in enumerate(requests):
@@ -118,7 +118,7 @@ def _plan_calls(requests: Sequence["ScoringRequest"]) -> list[_Call]:
 
 def _calls_of(
     group: Sequence[tuple[int, str, RewardFn]], requests: Sequence["ScoringRequest"]
-) -> Iterator[_Call]:
+) -> Iterator[_RewardCall]:
     """Yields a call for the chats and one for the texts among the replies of a group."""
     objectives: list[tuple[str, RewardFn]] = []
     for _, name, reward_fn in group:
@@ -156,7 +156,7 @@ def _calls_of(
             arguments["completion_ids"] = [
                 [*(batch.completion_ids or ())[place]] for batch, place in rows
             ]
-        yield _Call(objectives, places, arguments)
+        yield _RewardCall(objectives, places, arguments)
 
 
 def _is_same_call(first: RewardFn, second: RewardFn) -> bool:
@@ -181,7 +181,7 @@ def _log_extra(reward: str, column: str, values: Sequence[Any]) -> None:
     logger.debug("reward %r: the column %s is not kept", reward, printable(column))
 
 
-def _begin_calls(calls: Sequence[_Call]) -> Callable[[], list[tuple[Any, list[bool] | None]]]:
+def _begin_calls(calls: Sequence[_RewardCall]) -> Callable[[], list[tuple[Any, list[bool] | None]]]:
     """Calls reward functions; returns a function that waits for the coroutines among them.
 
     It returns the results, and which inputs the functions truncated. Errors name the objective.
@@ -499,7 +499,7 @@ def _begin_all(requests: Sequence[ScoringRequest]) -> Callable[[], list[Scored]]
     return finish
 
 
-def _truncated_inputs(call: _Call) -> list[bool] | None:
+def _truncated_inputs(call: _RewardCall) -> list[bool] | None:
     """Returns whether a call's function truncated each of its inputs; None if unknown."""
     name, reward_fn = call.objectives[0]
     truncated = getattr(reward_fn, "truncated", None)
