@@ -69,10 +69,6 @@ class PairEvaluation(RowMetrics):
                 changes[name] = summaries(change, self.prompt_of_row)
         return self._row(round, split, **changes)
 
-    def sample_rows(self, *, round: int, limit: int | None = None) -> list[dict[str, Any]]:
-        """Returns no rows, since the policy sampled no replies."""
-        return []
-
     def comparison(self, base: "PairEvaluation") -> list[MetricComparison]:
         """Returns comparisons of accuracies and margins with the base model's."""
         margins = compare_by_name(base.scores, self.scores, self.prompt_of_row)

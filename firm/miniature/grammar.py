@@ -105,18 +105,13 @@ HELD_OUT_ACT_PERIOD = 10
 
 PHRASINGS = {
     "train": (
-        "How do I {act}?",
-        "How can I {act}?",
-        "Please help me {act}.",
-        "I want to {act}.",
-        "Tell me how to {act}.",
-        "What is the best way to {act}?",
-        "Can you help me {act}?",
+        "How do I {act}?", "How can I {act}?", "Please help me {act}.", "I want to {act}.",
+        "Tell me how to {act}.", "What is the best way to {act}?", "Can you help me {act}?",
         "Give me a plan to {act}.",
     ),
     "validation": ("I would like to {act}.", "What do I need to {act}?"),
     "test": ("Explain how I can {act}.", "Is there a good way to {act}?", "Help, I want to {act}!"),
-}
+}  # fmt: skip
 
 SENTENCES = {
     "opener": ("Sure.", "Of course.", "Happy to help."),
