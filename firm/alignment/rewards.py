@@ -126,6 +126,7 @@ def _calls_of(
             objectives.append((name, reward_fn))
     name, reward_fn = objectives[0]
     batches = {at: requests[at] for at, _, _ in group}
+    trainer_state = next(iter(batches.values())).trainer_state or TrainerState()
     reads_prompts = getattr(reward_fn, "reads_prompts", False)
     is_text = {
         at: [reads_prompts or prompt.text is not None for prompt in batch.prompts]
@@ -148,14 +149,13 @@ def _calls_of(
             **{column: [prompt.columns.get(column) for prompt in prompts] for column in columns},
             "prompts": prompts if reads_prompts else [prompt.given for prompt in prompts],
             "completions": replies,
-            "trainer_state": requests[group[0][0]].trainer_state or TrainerState(),
+            "trainer_state": trainer_state,
             "log_metric": partial(_log_metric, name),
             "log_extra": partial(_log_extra, name),
         }
-        if requests[group[0][0]].completion_ids is not None:
-            arguments["completion_ids"] = [
-                [*(batch.completion_ids or ())[place]] for batch, place in rows
-            ]
+        known = [(b.completion_ids, place) for b, place in rows if b.completion_ids is not None]
+        if known:
+            arguments["completion_ids"] = [[*ids[place]] for ids, place in known]
         yield _RewardCall(objectives, places, arguments)
 
 
