@@ -21,11 +21,11 @@ from firm.alignment import PolicyConfig, Prompt, PromptFormat, RolloutConfig
 from firm.alignment.policy import load_policy, load_tokenizer
 from firm.alignment.rollout import encode_prompts
 from firm.alignment.rollout_config import TransformersConfig, VLLMConfig
-from firm.alignment.rollout_engines import SampleRequest, Samples
+from firm.alignment.rollout_engines import SampledTokens, SampleRequest
 from firm.alignment.stacked.model import StackedModel
 from firm.federation import RandomStream
 
-Sample = Callable[[list[SampleRequest]], Sequence[Samples]]
+Sample = Callable[[list[SampleRequest]], Sequence[SampledTokens]]
 
 
 def main(options: Namespace) -> None:

@@ -1,4 +1,4 @@
-"""Samples replies by the policy's own passes, from what a test has at hand."""
+"""SampledTokens replies by the policy's own passes, from what a test has at hand."""
 
 from collections.abc import Sequence
 from typing import Any

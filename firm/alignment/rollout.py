@@ -18,7 +18,12 @@ from firm.alignment.advantages import masked_mean
 from firm.alignment.generation import end_token_ids, find_ends, stop_strings
 from firm.alignment.prompts import AUTO, Prompt, PromptFormat, fitting_token_ids
 from firm.alignment.rollout_config import RolloutConfig
-from firm.alignment.rollout_engines import RolloutEngine, SampleRequest, Samples, TransformersEngine
+from firm.alignment.rollout_engines import (
+    RolloutEngine,
+    SampledTokens,
+    SampleRequest,
+    TransformersEngine,
+)
 from firm.alignment.sequences import (
     INVALID_LOGPROB,
     SINGLE_PROCESS,
@@ -91,7 +96,7 @@ class Sampler:
 
     def generate(
         self, queries: Queries, *, on_token: Callable[[int], None] = lambda _: None
-    ) -> Samples:
+    ) -> SampledTokens:
         """Returns samples of replies to the prompts; see `SampleRequest` for `on_token`."""
         engine = self.engine or TransformersEngine(self.model, self.tokenizer)
         (samples,) = engine.sample(
@@ -116,7 +121,7 @@ class Sampler:
 def sample(
     sampler: Sampler, queries: Queries, *, on_progress: Callable[[float], None] = lambda _: None
 ) -> SampledSequences:
-    """Samples responses to left-padded prompts.
+    """SampledTokens responses to left-padded prompts.
 
     Args:
         sampler: The policy's sampler.
@@ -186,7 +191,7 @@ def rollout(
     measures_mismatch: bool = False,
     on_progress: Callable[[float], None] = lambda _: None,
 ) -> Rollouts:
-    """Samples responses with log-probabilities of policy and reference; see the two stages."""
+    """SampledTokens responses with log-probabilities of policy and reference; see the two stages."""
     sampled = sample(sampler, queries, on_progress=on_progress)
     return with_logprobs(sampler, sampled, measures_mismatch=measures_mismatch)
 

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     import torch
     from transformers import PreTrainedTokenizerBase
 
-    from firm.alignment.rollout_engines.engine import RolloutEngine, SampleRequest, Samples
+    from firm.alignment.rollout_engines.engine import RolloutEngine, SampledTokens, SampleRequest
 
 
 @configuration(source=NOT_IN_PAPER)
@@ -52,7 +52,9 @@ class RolloutEngineConfig(ABC):
         """Returns an engine for a policy with one adapter slot, which may start when it samples."""
 
     def stacked(
-        self, engine: "RolloutEngine", joint: "Callable[[list[SampleRequest]], Sequence[Samples]]"
+        self,
+        engine: "RolloutEngine",
+        joint: "Callable[[list[SampleRequest]], Sequence[SampledTokens]]",
     ) -> "RolloutEngine":
         """Returns the engine for requests with adapters, given the policy's own joint passes."""
         return engine
@@ -147,7 +149,9 @@ class TransformersConfig(RolloutEngineConfig):
         return TransformersEngine(policy, tokenizer)
 
     def stacked(
-        self, engine: "RolloutEngine", joint: "Callable[[list[SampleRequest]], Sequence[Samples]]"
+        self,
+        engine: "RolloutEngine",
+        joint: "Callable[[list[SampleRequest]], Sequence[SampledTokens]]",
     ) -> "RolloutEngine":
         """Returns an engine that samples by joint passes; see `RolloutEngineConfig`."""
         from firm.alignment.rollout_engines.transformers import JointEngine

@@ -12,7 +12,7 @@ from firm.alignment.rollout_config import (
     VLLMConfig,
     register_rollout_engine,
 )
-from firm.alignment.rollout_engines.engine import RolloutEngine, SampleRequest, Samples
+from firm.alignment.rollout_engines.engine import RolloutEngine, SampledTokens, SampleRequest
 from firm.alignment.rollout_engines.transformers import TransformersEngine, generate
 from firm.alignment.rollout_engines.vllm import VLLMEngine
 
@@ -21,7 +21,7 @@ __all__ = [
     "RolloutEngine",
     "RolloutEngineConfig",
     "SampleRequest",
-    "Samples",
+    "SampledTokens",
     "SeparateEngineConfig",
     "TransformersConfig",
     "TransformersEngine",

@@ -39,7 +39,7 @@ class SampleRequest:
 
 
 @dataclass(frozen=True, eq=False)
-class Samples:
+class SampledTokens:
     """Sampled replies to the prompts of a request."""
 
     token_ids: torch.Tensor
@@ -54,9 +54,9 @@ class Samples:
 
 
 class RolloutEngine(Protocol):
-    """Samples replies from the policy with the adapters that are requested."""
+    """SampledTokens replies from the policy with the adapters that are requested."""
 
-    def sample(self, requests: list[SampleRequest]) -> Sequence[Samples]:
+    def sample(self, requests: list[SampleRequest]) -> Sequence[SampledTokens]:
         """Returns the samples of each request, in one batch if the engine can.
 
         Raises:

@@ -14,7 +14,7 @@ from transformers import (
 )
 
 from firm.alignment.decoding import SamplingState, decode_, random_numbers, sampled_tokens
-from firm.alignment.rollout_engines.engine import SampleRequest, Samples
+from firm.alignment.rollout_engines.engine import SampledTokens, SampleRequest
 from firm.alignment.sequences import (
     INVALID_LOGPROB,
     TEMPERATURE_GUARD,
@@ -30,7 +30,7 @@ if TYPE_CHECKING:  # its default is the configuration below
 
 
 class TransformersEngine:
-    """Samples from a model with the adapter in its slot; implements `RolloutEngine`.
+    """SampledTokens from a model with the adapter in its slot; implements `RolloutEngine`.
 
     Args:
         model: A causal language model, with or without an adapter.
@@ -40,25 +40,25 @@ class TransformersEngine:
     def __init__(self, model: Any, tokenizer: PreTrainedTokenizerBase) -> None:
         self._model, self._tokenizer = model, tokenizer
 
-    def sample(self, requests: list[SampleRequest]) -> list[Samples]:
+    def sample(self, requests: list[SampleRequest]) -> list[SampledTokens]:
         """Returns the samples of each request, one after the other; see `RolloutEngine`."""
         return [self._samples(request) for request in requests]
 
     def close(self) -> None:
         """Does nothing, since the model is the policy."""
 
-    def _samples(self, request: SampleRequest) -> Samples:
+    def _samples(self, request: SampleRequest) -> SampledTokens:
         assert request.adapter is None  # `TransformersConfig.stacked` takes others
-        return Samples(*generate(self._model, request, self._tokenizer))
+        return SampledTokens(*generate(self._model, request, self._tokenizer))
 
 
 class JointEngine:
-    """Samples for several adapters by the policy's joint passes; implements `RolloutEngine`."""
+    """SampledTokens for several adapters by the policy's joint passes; implements `RolloutEngine`."""
 
-    def __init__(self, joint: Callable[[list[SampleRequest]], Sequence[Samples]]) -> None:
+    def __init__(self, joint: Callable[[list[SampleRequest]], Sequence[SampledTokens]]) -> None:
         self._joint = joint
 
-    def sample(self, requests: list[SampleRequest]) -> Sequence[Samples]:
+    def sample(self, requests: list[SampleRequest]) -> Sequence[SampledTokens]:
         """Returns the samples of each request; see `RolloutEngine`."""
         return self._joint(requests)
 
@@ -70,7 +70,7 @@ class JointEngine:
 def generate(
     model: Any, request: SampleRequest, tokenizer: PreTrainedTokenizerBase
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Samples responses with the adapter in a model's slot, with log-probabilities.
+    """SampledTokens responses with the adapter in a model's slot, with log-probabilities.
 
     Overrides the sampling defaults of the checkpoint. The sampled tokens do not depend on the
     team's size.
@@ -101,7 +101,7 @@ def generate(
 def _generate(
     model: Any, request: SampleRequest, pad_id: int, draws: "_Draws"
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Samples with the global generator; the rows may be a team's share."""
+    """SampledTokens with the global generator; the rows may be a team's share."""
     query_ids = request.queries.token_ids
     if not len(query_ids):  # the batch has fewer rows than the team has processes
         return query_ids, torch.empty(0, 0, device=query_ids.device)
@@ -200,7 +200,7 @@ class _TokenReport(LogitsProcessor):
 
 
 class _Draws(LogitsProcessor):
-    """Samples tokens and records their log-probabilities; greedy search then selects the tokens.
+    """SampledTokens tokens and records their log-probabilities; greedy search then selects the tokens.
 
     A team's process samples some rows of a batch as a single process would if it sampled all of
     them: every process draws the random numbers of all rows and uses those of its own. Holds the

@@ -26,7 +26,7 @@ from firm.alignment.adapter_files import lora_state, save_state
 from firm.alignment.adapters.conditioned import fold, is_conditioned
 from firm.alignment.policy import is_gguf
 from firm.alignment.rollout_config import VLLMConfig
-from firm.alignment.rollout_engines.engine import SampleRequest, Samples
+from firm.alignment.rollout_engines.engine import SampledTokens, SampleRequest
 from firm.alignment.sequences import INVALID_LOGPROB
 
 if TYPE_CHECKING:  # it imports this package
@@ -49,7 +49,7 @@ _VISIBLE = "CUDA_VISIBLE_DEVICES"
 
 
 class VLLMEngine:
-    """Samples from a policy with vLLM; implements `RolloutEngine`.
+    """SampledTokens from a policy with vLLM; implements `RolloutEngine`.
 
     Args:
         config: Limits of the engine.
@@ -82,7 +82,7 @@ class VLLMEngine:
         self._num_versions = 0
         self._stop: Callable[[], object] = lambda: None
 
-    def sample(self, requests: list[SampleRequest]) -> list[Samples]:
+    def sample(self, requests: list[SampleRequest]) -> list[SampledTokens]:
         """Returns the samples of each request; see `RolloutEngine`.
 
         Rows of all requests share a batch, unless they have more than `max_loras` adapters.
@@ -279,7 +279,7 @@ def _sampling(request: SampleRequest) -> list[Any]:
     ]
 
 
-def _samples(request: SampleRequest, versions: list[str], outputs: Sequence[Any]) -> Samples:
+def _samples(request: SampleRequest, versions: list[str], outputs: Sequence[Any]) -> SampledTokens:
     queries = request.queries
     length = max(len(output.token_ids) for output in outputs)
     tokens = torch.full((queries.num_rows, length), -1)  # [B, T]
@@ -290,7 +290,7 @@ def _samples(request: SampleRequest, versions: list[str], outputs: Sequence[Any]
         own = [step[token].logprob for step, token in zip(output.logprobs, ids, strict=True)]
         logprobs[row, : len(ids)] = torch.tensor(own)
     tokens = torch.cat([queries.token_ids, tokens.to(queries.device)], dim=1)
-    return Samples(tokens, logprobs.to(queries.device), versions)
+    return SampledTokens(tokens, logprobs.to(queries.device), versions)
 
 
 def _digest(state: Mapping[str, torch.Tensor]) -> str:

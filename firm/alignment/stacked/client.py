@@ -8,7 +8,7 @@ import torch
 
 from firm.alignment.estimators.estimator import Policy
 from firm.alignment.rollout import Sampler
-from firm.alignment.rollout_engines import SampleRequest, Samples
+from firm.alignment.rollout_engines import SampledTokens, SampleRequest
 from firm.alignment.sequences import Expand, Queries, Sequences, TokenScores
 from firm.alignment.stacked.model import Losses, StackedModel, Weighted
 from firm.alignment.stacked.passes import ClientPart, Output, PassPosition
@@ -119,7 +119,7 @@ class StackedSampler(Sampler):
 
     def generate(
         self, queries: Queries, *, on_token: Callable[[int], None] = lambda _: None
-    ) -> Samples:
+    ) -> SampledTokens:
         """Returns samples of replies to the prompts; see `Sampler`.
 
         `on_token` is never called, since a joint pass samples for several clients.

@@ -17,7 +17,7 @@ from firm.alignment.adapters.forward import forward_of
 from firm.alignment.decoding import SamplingState, decode_, random_numbers
 from firm.alignment.head import head_of
 from firm.alignment.policy import adapter_parameters, set_mode
-from firm.alignment.rollout_engines import SampleRequest, Samples
+from firm.alignment.rollout_engines import SampledTokens, SampleRequest
 from firm.alignment.sequences import (
     cached_pass,
     cached_states,
@@ -241,8 +241,8 @@ class StackedModel:
         ]
 
     @torch.no_grad()
-    def sample(self, requests: list[SampleRequest]) -> list[Samples]:
-        """Samples replies to each request's prompts with its adapter; see `RolloutEngine`.
+    def sample(self, requests: list[SampleRequest]) -> list[SampledTokens]:
+        """SampledTokens replies to each request's prompts with its adapter; see `RolloutEngine`.
 
         Equal prompts of a part take one row of the first pass. Each part draws the same random
         numbers from its generator as it would alone, and ends with its last reply. Finished replies
@@ -255,7 +255,7 @@ class StackedModel:
         replies = [_sampling(request) for request in requests]
         prompts, index = self._prompts(joint)
         decode_(self._cached_pass, prompts, index, joint, replies)
-        return [Samples(*reply.result()) for reply in replies]
+        return [SampledTokens(*reply.result()) for reply in replies]
 
     def _prompts(self, joint: Pass) -> tuple[Pass, torch.Tensor | None]:
         """Returns a pass over each part's distinct prompts, and the row of every prompt in it.
