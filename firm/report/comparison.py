@@ -7,7 +7,7 @@ from pathlib import Path
 from firm.report import formats
 from firm.report.page import Bars, Cell, Page, Provenance, Sample, Samples, Table, write_page
 from firm.report.record import Record
-from firm.run.comparison import Line, compare, prompts_text, score_notes
+from firm.run.comparison import Line, Measure, compare, prompts_text, score_notes
 
 TITLE = "Base against aligned model"
 
@@ -58,7 +58,11 @@ def comparison_table(
         chips: Colours of scores by name.
     """
     rows = [
-        [own[0].label, _base(own[0]), *(_cell(line) for line in own)]
+        [
+            own[0].label,
+            formats.measure(None if own[0].name == "kl" else own[0].base),
+            *map(_cell, own),
+        ]
         for own in zip(*lines.values(), strict=True)
     ]
     return Table(
@@ -110,12 +114,11 @@ def write_comparison(
 
 def _bars(lines: Mapping[str, Sequence[Line]]) -> Bars:
     """Returns the changes of each score, on an axis that covers all error bars."""
-    groups = {}
-    for own in zip(*lines.values(), strict=True):
-        pairs = zip(lines, own, strict=True)
-        changes = {name: line.change for name, line in pairs if line.change and line.is_score}
-        if changes:
-            groups[own[0].label] = changes
+    groups: dict[str, dict[str, Measure]] = {}
+    for name, own in lines.items():
+        for line in own:
+            if line.change and line.is_score:
+                groups.setdefault(line.label, {})[name] = line.change
     return Bars(
         "changes",
         "Change of each score",
@@ -123,10 +126,6 @@ def _bars(lines: Mapping[str, Sequence[Line]]) -> Bars:
         "middle line marks no change. Every score has its own scale.",
         groups,
     )
-
-
-def _base(line: Line) -> str:
-    return formats.MISSING if line.name == "kl" else formats.measure(line.base)
 
 
 def _cell(line: Line) -> Cell:

@@ -22,7 +22,7 @@ def number(value: float | None, *, is_signed: bool = False) -> str:
         return MISSING
     size = abs(value)
     if size < 1e-6:  # zero up to rounding
-        return _with_sign(0.0, "0.000", is_signed)
+        return "0.000"
     if size < 1e-3:
         return _with_sign(value, f"{size:.2g}", is_signed)
     decimals = 3 if size < 1 else 2 if size < 10 else 1 if size < 100 else 0

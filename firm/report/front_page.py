@@ -158,11 +158,8 @@ def front_clouds(fronts: Mapping[str, Front]) -> list[Cloud]:
     for setting, front in zip(_methods(fronts), fronts.values(), strict=True):
         method = setting.name
         spots = {
-            point.name: replace(
-                _spot(method, point, is_dominated=bool(beaten[method, point.name])),
-                # several fronts' labels would overlap
-                label=formats.shares(point.preference) if len(fronts) == 1 else "",
-            )
+            # several fronts' labels would overlap
+            point.name: _spot(method, point, beaten[method, point.name], has_label=len(fronts) == 1)
             for point in front.points
         }
         groups[setting] = [
@@ -205,7 +202,7 @@ def _methods(fronts: Mapping[str, Front]) -> list[Setting]:
     return [Setting(method, index, ()) for index, method in enumerate(fronts)]
 
 
-def _spot(method: str, point: Point, *, is_dominated: bool) -> Spot:
+def _spot(method: str, point: Point, dominators: Sequence[str], *, has_label: bool) -> Spot:
     has_kl = isfinite(point.kl)  # held-out pairs measure none
     facts = {
         "method": method,
@@ -216,7 +213,8 @@ def _spot(method: str, point: Point, *, is_dominated: bool) -> Spot:
         **({"collapsed": point.collapse} if point.collapse else {}),
     }
     place = point.rewards | ({KL: point.kl} if has_kl else {})
-    return Spot(place, point.errors, facts, is_dominated=is_dominated)
+    label = formats.shares(point.preference) if has_label else ""
+    return Spot(place, point.errors, facts, is_dominated=bool(dominators), label=label)
 
 
 def _facts(method: str, preference: Sequence[float], points: Sequence[Point]) -> dict[str, str]:
@@ -289,10 +287,10 @@ def _hypervolume_section(fronts: Mapping[str, Front], runs: Runs) -> Section:
         if table:
             means, errors = mean_and_error(np.array(list(table.values())).T)
             series.append(Series(method.key, np.array(list(table), dtype=float), means, errors))
-    title, y_title = "Hypervolume on the validation prompts", "hypervolume"
-    panel = series_panel("hypervolume", title, series, y_title=y_title, num_bands=len(series))
+    name, title = "hypervolume", "Hypervolume on the validation prompts"
+    panel = series_panel(name, title, series, y_title=name, num_bands=len(series))
     return Section(
-        "hypervolume",
+        name,
         "The hypervolume over the rounds",
         "Hypervolume of the models of all preferences after each round, with respect to the "
         "reference point; round 0 is the base model. Mean over the seeds ± one standard error if "

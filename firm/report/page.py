@@ -7,7 +7,7 @@ import re
 import secrets
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any, ClassVar, TypeVar
 
@@ -42,6 +42,8 @@ NUM_LEFT_OUT = 5
 """Number of invalid entries that are named; the others are counted."""
 
 T = TypeVar("T")
+replace_file = partial(replace_text, errors="backslashreplace")
+"""Writes a text atomically; lone surrogates, which UTF-8 cannot encode, become escapes."""
 
 
 @dataclass(frozen=True)
@@ -347,14 +349,6 @@ def left_out_note(place: str, left_out: Sequence[str]) -> str:
 def left_out_notes(records: Iterable[Record]) -> list[str]:
     """Returns a sentence for each run with invalid entries in its files."""
     return [left_out_note(f"the log of {r.name}", r.left_out) for r in records if r.left_out]
-
-
-def replace_file(path: Path, text: str) -> None:
-    """Writes a file atomically: readers see either the old or the new text.
-
-    Lone surrogates, which UTF-8 cannot encode, become readable escapes.
-    """
-    replace_text(path, text, errors="backslashreplace")
 
 
 def script_json(panels: Iterable[Panel]) -> str:

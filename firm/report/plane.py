@@ -101,20 +101,13 @@ def clouds_of(
     places = [[sign * mean.place[name] for name in objectives] for mean in everything]
     # settings compete with each other, so all means are judged together
     kept = iter(non_dominated(places)) if places else iter(())
-    return [
-        Cloud(
-            setting.key,
-            setting.index,
-            [
-                replace(spot, label="")
-                for _, spots in groups[setting]
-                if len(spots) > 1
-                for spot in spots
-            ],
-            [replace(mean, is_dominated=not next(kept)) for mean in own],
-        )
-        for setting, own in means.items()
-    ]
+    clouds = []
+    for setting, own in means.items():
+        several = [spot for _, spots in groups[setting] if len(spots) > 1 for spot in spots]
+        models = [replace(spot, label="") for spot in several]
+        judged = [replace(mean, is_dominated=not next(kept)) for mean in own]
+        clouds.append(Cloud(setting.key, setting.index, models, judged))
+    return clouds
 
 
 def _mean(facts: Mapping[str, str], spots: Sequence[Spot]) -> Spot:
@@ -271,12 +264,9 @@ def _mark(place: PlanePoint, x: str, y: str, key: LegendEntry, symbol: str) -> T
 
 def _axis(name: str, spots: Sequence[Spot], unit: str) -> Axis:
     """Returns an axis that covers all spots with their error bars."""
-    values = [
-        spot.place[name] + sign * (spot.errors.get(name) or 0.0)
-        for spot in spots
-        for sign in (-1, 1)
-    ]
-    low, high = min(values, default=0.0), max(values, default=1.0)
+    pairs = [(spot.place[name], spot.errors.get(name) or 0.0) for spot in spots]
+    low = min((value - error for value, error in pairs), default=0.0)
+    high = max((value + error for value, error in pairs), default=1.0)
     # a single point has no span
     gap = MARGIN * (high - low) or 0.05
     title = name if name == KL else f"{escape(name)} ({unit})"

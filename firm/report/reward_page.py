@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from firm.report import formats
-from firm.report.drawing import DASHED, INK, LegendEntry, Panel, axis, error_bars, figure, scatter
+from firm.report.drawing import DASHED, INK, LegendEntry, Panel, axis, figure, scatter
 from firm.report.page import Headline, Page, Section, Table
 from firm.report.tables import COLORS
 
@@ -249,6 +249,7 @@ def _calibration(report: RewardReport, keys: Mapping[str, LegendEntry]) -> dict[
     traces = []
     for name, verdicts in report.verdicts.items():
         up = [each.right.high - each.right.value for each in verdicts.bins]
+        color = keys[name].color
         down = [each.right.value - each.right.low for each in verdicts.bins]
         traces.append(
             scatter(
@@ -258,7 +259,13 @@ def _calibration(report: RewardReport, keys: Mapping[str, LegendEntry]) -> dict[
                 mode="lines+markers",
                 size=7,
                 hover="states %{x:.2f}, right %{y:.2f}",
-                error_y=error_bars(up, keys[name].color) | {"arrayminus": down},
+                error_y={
+                    "array": up,
+                    "arrayminus": down,
+                    "color": color,
+                    "thickness": 1,
+                    "width": 3,
+                },
             )
         )
     line = {"type": "line", "x0": 0.5, "x1": 1, "y0": 0.5, "y1": 1, "line": DASHED}

@@ -15,13 +15,13 @@ from typing import Any
 from firm.base.quantities import QUANTITIES
 from firm.report import formats
 from firm.report import settings_sections as sections
+from firm.report import settings_tables as tables
 from firm.report.criteria import Column, Criterion, comparable, criteria_of
 from firm.report.page import (
     Block,
     Choice,
     Page,
     Provenance,
-    Samples,
     Section,
     Table,
     alarms,
@@ -32,14 +32,6 @@ from firm.report.page import (
 )
 from firm.report.plane import KL, Cloud, PlanePoint, Spot, clouds_of, planes
 from firm.report.record import Record
-from firm.report.settings_tables import (
-    difference_table,
-    final_table,
-    further_texts,
-    headlines,
-    initial_name,
-    ledger_table,
-)
 from firm.report.static import Curve, PaperFigure, curves_figure, plane_figure
 from firm.report.tables import (
     COLORS,
@@ -153,38 +145,38 @@ def _blocks(
                 block = replace(block, title=f"{block.title}, {_scale_name(group, place)}")
             blocks.append(block)
     if all(setting.records for setting in settings):
-        blocks.append(drawn_block("ledger", lambda: ledger_table(settings)))
+        blocks.append(drawn_block("ledger", lambda: tables.ledger_table(settings)))
     blocks.append(drawn_block("samples", lambda: sections.shared_samples(groups[0])))
     return [*blocks, *sections.training_blocks(settings, objectives)]
 
 
-def _draws(
-    group: Sequence[Setting], folder: Path
-) -> dict[str, Callable[[str], Section | Table | Samples]]:
+def _draws(group: Sequence[Setting], folder: Path) -> dict[str, Callable[[str], Block]]:
     """Returns the functions that draw the sections of one group of settings, by name."""
     criteria = criteria_of(group)
     main = criteria[0]
-    draws: dict[str, Callable[[str], Section | Table | Samples]] = {
-        "trade-off": lambda name: _plane_section(group, main, name, folder),
-        **{
-            criterion.quantity.name: partial(sections.curve_section, group, criterion)
-            for criterion in criteria
-        },
-        "final": lambda name: final_table(group, main, further_texts(group, criteria)),
-    }
-    if len(group) > 1:
-        draws["differences"] = lambda name: difference_table(group, main)
-    draws["upload"] = partial(sections.upload_section, group, criteria)
-    draws["objectives"] = partial(sections.radar_section, group, criteria)
+    curves, parameters = {}, {}
     for place, (key, families) in enumerate(sections.swept_parameters(group).items()):
-        draws[f"setting-{place}"] = partial(sections.parameter_section, families, criteria, key=key)
-    losses = [criterion for criterion in criteria if criterion.quantity.name == "losses"]
-    if losses:
-        draws["preferences"] = partial(sections.preference_section, group, losses[0])
-    draws["users"] = partial(sections.user_section, group, main)
-    draws["progress"] = partial(sections.progress_section, group, main)
-    draws["weights"] = partial(sections.weights_section, group, main.objectives)
-    return draws
+        draw = partial(sections.parameter_section, families, criteria, key=key)
+        parameters[f"setting-{place}"] = draw
+    for criterion in criteria:
+        name = criterion.quantity.name
+        curves[name] = partial(sections.curve_section, group, criterion)
+        if name == "losses":
+            parameters["preferences"] = partial(sections.preference_section, group, criterion)
+    return {
+        "trade-off": lambda name: _plane_section(group, main, name, folder),
+        **curves,
+        "final": lambda name: tables.final_table(
+            group, main, tables.further_texts(group, criteria)
+        ),
+        "differences": lambda name: tables.difference_table(group, main),
+        "upload": partial(sections.upload_section, group, criteria),
+        "objectives": partial(sections.radar_section, group, criteria),
+        **parameters,
+        "users": partial(sections.user_section, group, main),
+        "progress": partial(sections.progress_section, group, main),
+        "weights": partial(sections.weights_section, group, main.objectives),
+    }
 
 
 # --- The plane ------------------------------------------------------------------------------------
@@ -253,7 +245,7 @@ def _plane_section(
     better = "Up and to the right" if len(objectives) > 1 else "Up"
     if not criterion.is_higher_better:
         better = "Down and to the left"
-    start = initial_name(settings, criterion)
+    start = tables.initial_name(settings, criterion)
     return Section(
         name,
         "The trade-off" if len(objectives) > 1 else f"{criterion.quantity.title} against KL",
@@ -361,7 +353,7 @@ def _summary(groups: Sequence[Sequence[Setting]]) -> list[str]:
     sentences = []
     for place, group in enumerate(groups, start=1):
         opening = f"{_scale_name(group, place)}: " if len(groups) > 1 else ""
-        sentences += [f"{opening}{text}" for text in headlines(group, criteria_of(group)[0])]
+        sentences += [f"{opening}{text}" for text in tables.headlines(group, criteria_of(group)[0])]
     if len(groups) > 1:
         sentences.append(
             f"Values of {len(groups)} groups of settings cannot be compared with each other, since "

@@ -1,6 +1,6 @@
 """Sections of the page that compares settings; a section without logged quantities is empty."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from html import escape
@@ -53,20 +53,18 @@ RUN_KEYS = ("name", "out", "seed", "seeds", "resume", "tracking")
 def curve_section(settings: Sequence[Setting], criterion: Criterion, name: str) -> Section:
     """Returns a criterion and the KL over the rounds: mean, and each objective or the worst one."""
     entry, objectives = replace(criterion.quantity, name=criterion.curve), criterion.objectives
+    panels = []
     # suffixes with a dot, since an objective may be called "kl"
-    lines: list[tuple[str, str, dict[str, Any]]] = []
     if len(objectives) > 1:
-        lines.append((".mean", "Mean over the objectives", {}))
+        title = "Mean over the objectives"
+        panels.append(quantity_panel(f"{name}.mean", settings, entry, title=title))
     if len(objectives) <= NUM_OWN_PANELS:
-        lines += [
-            (f"-{objective}", objective, {"objective": objective}) for objective in objectives
+        panels += [
+            quantity_panel(f"{name}-{own}", settings, entry, own, title=own) for own in objectives
         ]
     else:
-        lines.append((".worst", "Worst objective of each round", {"how": criterion.worst_how}))
-    panels = [
-        quantity_panel(f"{name}{suffix}", settings, entry, title=title, **options)
-        for suffix, title, options in lines
-    ]
+        title, how = "Worst objective of each round", criterion.worst_how
+        panels.append(quantity_panel(f"{name}.worst", settings, entry, title=title, how=how))
     for kl in registered(("client", "kl")):
         own = replace(kl, name=criterion.beside_curve("kl"))
         panels.append(quantity_panel(f"{name}.kl", settings, own))
@@ -308,10 +306,8 @@ def weights_section(settings: Sequence[Setting], objectives: Sequence[str], name
     if not 2 <= len(objectives) <= NUM_OWN_PANELS:
         return Section(name, "", "", [])
     spread = QUANTITIES["round", "weights_spread"]
-    quantities = [
-        replace(QUANTITIES["client", "weights"], help=""),
-        replace(spread, title="Spread of λ of {} between clients", help=""),
-    ]
+    spread = replace(spread, title="Spread of λ of {} between clients", help="")
+    quantities = [replace(QUANTITIES["client", "weights"], help=""), spread]
     text = (
         "Weight of each objective's gradient in a step: the mean over the clients and their "
         "solves, or the server's weight if it solves for all clients. At the dashed line all "
@@ -328,12 +324,12 @@ def training_blocks(settings: Sequence[Setting], objectives: Sequence[str]) -> l
     log = {"type": "log", "tickformat": "~g", "nticks": 6}
     drift = [replace(q, axis=log) if q.name == "stationarity" else q for q in drift]
     own = partial(quantities_section, settings, objectives)
-    draws: dict[str, Callable[[str], Section]] = {
-        "drift": lambda name: own(drift, name, title="Drift and stationarity"),
-        "further": lambda name: own(further_quantities(), name, title="Further quantities"),
-        "cost": lambda name: cost_section(settings, name),
-    }
-    return [drawn_block(name, partial(draw, name)) for name, draw in draws.items()]
+    further = further_quantities()
+    return [
+        drawn_block("drift", lambda: own(drift, "drift", title="Drift and stationarity")),
+        drawn_block("further", lambda: own(further, "further", title="Further quantities")),
+        drawn_block("cost", lambda: cost_section(settings, "cost")),
+    ]
 
 
 def registered(*places: tuple[Kind, str]) -> list[Quantity]:

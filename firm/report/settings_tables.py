@@ -157,13 +157,10 @@ def trained_alone(settings: Sequence[Setting], criterion: Criterion) -> dict[str
 
 def least_values(settings: Sequence[Setting], criterion: Criterion) -> list[float] | None:
     """Returns each objective's final value when trained alone; None if one is unknown."""
-    alone, reference = trained_alone(settings, criterion), []
-    for index, name in enumerate(criterion.objectives):
-        values = criterion.mean(alone[name]) if name in alone else None
-        if values is None:
-            return None
-        reference.append(float(values[index]))
-    return reference
+    alone = trained_alone(settings, criterion)
+    means = [criterion.mean(alone[name]) for name in criterion.objectives if name in alone]
+    ends = [float(own[index]) for index, own in enumerate(means) if own is not None]
+    return ends if len(ends) == len(criterion.objectives) else None
 
 
 def _relative_loss(settings: Sequence[Setting], criterion: Criterion) -> Texts:
@@ -298,10 +295,9 @@ def headlines(settings: Sequence[Setting], criterion: Criterion) -> list[str]:
 def _best_by_objective(finals: Mapping[str, np.ndarray], criterion: Criterion) -> list[str]:
     known = {name: values for name, values in finals.items() if np.isfinite(values).all()}
     best = []
-    for index, objective in enumerate(criterion.objectives):
-        if known:
-            winner = max(known, key=lambda n: criterion.sign * known[n][:, index].mean())
-            best.append(f"{objective} with {winner} ({_text(known[winner][:, index], criterion)})")
+    for index, objective in enumerate(criterion.objectives if known else ()):
+        winner = max(known, key=lambda n: criterion.sign * known[n][:, index].mean())
+        best.append(f"{objective} with {winner} ({_text(known[winner][:, index], criterion)})")
     return best
 
 
