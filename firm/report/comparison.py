@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from firm.report import formats
-from firm.report.page import Bars, Cell, Page, Provenance, Sample, Samples, Table, write_page
+from firm.report.page import Bars, Cell, Page, Provenance, Sample, Samples, Table, prose, write_page
 from firm.report.record import Record
 from firm.run.comparison import Line, Measure, compare, prompts_text, score_notes
 
@@ -121,9 +121,7 @@ def _bars(lines: Mapping[str, Sequence[Line]]) -> Bars:
                 groups.setdefault(line.label, {})[name] = line.change
     return Bars(
         "changes",
-        "Change of each score",
-        "Relative to the base model on the same prompts; bars are ± one standard error, and the "
-        "middle line marks no change. Every score has its own scale.",
+        *prose("changes"),
         groups,
     )
 

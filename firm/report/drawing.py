@@ -173,19 +173,9 @@ def figure(
     data: Sequence[Trace], x: Axis, y: Axis, *, height: int = 340, **layout: Any
 ) -> dict[str, Any]:
     """Returns a figure in the common style; heights are in CSS pixels."""
-    style = {
-        "gridcolor": GRID,
-        "linecolor": GRID,
-        "zeroline": False,
-        "automargin": True,
-        "tickfont": {"color": MUTED},
-    }
-    hover_label = {
-        "bgcolor": SURFACE,
-        "bordercolor": MUTED,
-        "font": {"color": INK},
-        "namelength": -1,
-    }
+    style = {"gridcolor": GRID, "linecolor": GRID, "zeroline": False, "automargin": True}
+    style["tickfont"] = {"color": MUTED}
+    hover_label = {"bgcolor": SURFACE, "bordercolor": MUTED, "font": {"color": INK}}
     shared = {
         "height": height,
         "paper_bgcolor": SURFACE,
@@ -194,7 +184,7 @@ def figure(
         "margin": {"l": 52, "r": 12, "t": 12, "b": 40},
         "showlegend": False,
         "hovermode": "closest",
-        "hoverlabel": hover_label,
+        "hoverlabel": {**hover_label, "namelength": -1},
         "xaxis": style | x,
         "yaxis": style | y,
     }

@@ -39,6 +39,7 @@ from firm.report.page import (
     drawn_block,
     drawn_part,
     left_out_notes,
+    prose,
     write_page,
 )
 from firm.report.plane import KL, REWARD, Cloud, Spot, clouds_of, planes
@@ -260,18 +261,11 @@ def plane_section(fronts: Mapping[str, Front]) -> Section:
         base={KL: 0.0, **first.base},
         reference=dict(zip(first.objectives, first.reference, strict=True)),
     )
-    joined = (
-        " A line joins the means of a method that none of its other means dominates."
-        if len(first.objectives) == 2
-        else ""
-    )
+    joined = " A line joins the means of a method that none of its other means dominates."
+    joined = joined if len(first.objectives) == 2 else ""
     return Section(
         "trade-off",
-        "The trade-off",
-        "Models on the test prompts, one method in each colour. Up and to the right is better. "
-        "Large markers: mean over the seeds of a preference ± one standard error, over the prompts "
-        f"if there is one seed. Small markers: single seeds.{joined} Hollow markers are dominated "
-        "by another marker of their size, of any method. The star is the base model.",
+        *prose("front", joined=joined),
         panels,
     )
 
@@ -291,11 +285,7 @@ def _hypervolume_section(fronts: Mapping[str, Front], runs: Runs) -> Section:
     panel = series_panel(name, title, series, y_title=name, num_bands=len(series))
     return Section(
         name,
-        "The hypervolume over the rounds",
-        "Hypervolume of the models of all preferences after each round, with respect to the "
-        "reference point; round 0 is the base model. Mean over the seeds ± one standard error if "
-        "there are several. Methods are omitted if some of their models are means of others, which "
-        "have no rounds.",
+        *prose("hypervolume"),
         nonempty([panel]),
     )
 
@@ -318,11 +308,7 @@ def preference_section(fronts: Mapping[str, Front]) -> Section:
         panels.append(Panel(f"share-{objective}", objective, made))
     return Section(
         "preference",
-        "Does the preference steer?",
-        "Reward on the test prompts against the share that the preference gives the objective. "
-        "Large markers: mean over all models with this share ± one standard error over them, or "
-        "over the prompts if there is one model. Small markers: single models. A method that "
-        "steers rises from left to right.",
+        *prose("preference"),
         panels,
     )
 
@@ -336,17 +322,14 @@ def _share_traces(key: LegendEntry, models: Frame) -> list[Trace]:
     errors = levels["sem"].fillna(models.groupby("x")["se"].first()).tolist()
     singles = models[models["x"].map(levels["count"]) > 1].sort_values("x", kind="stable")
     label = escape(key.label)
-    shared: dict[str, Any] = {
-        "hover": f"{label}<br>share %{{x:.3~g}}: %{{y:.3f}}",
-        "legendgroup": label,
-    }
+    hover = f"{label}<br>share %{{x:.3~g}}: %{{y:.3f}}"
+    shared: dict[str, Any] = {"hover": hover, "legendgroup": label}
+    line: dict[str, Any] = {"mode": "lines+markers", "size": 8, **shared}
     bars = error_bars(errors, key.color)
     marker = {"color": key.color, "size": 5, "opacity": 0.6}
     own = replace(key, label=f"{key.label}, models")
     traces = [
-        scatter(
-            key, levels.index, levels["mean"], mode="lines+markers", size=8, error_y=bars, **shared
-        ),
+        scatter(key, levels.index, levels["mean"], error_y=bars, **line),
         scatter(own, singles["x"], singles["y"], marker=marker, showlegend=False, **shared),
     ]
     return [trace for trace in traces if trace["x"]]
@@ -358,13 +341,12 @@ def _share_traces(key: LegendEntry, models: Frame) -> list[Trace]:
 def _summary(fronts: Mapping[str, Front]) -> list[str]:
     sentences = []
     for method, front in fronts.items():
-        preferences = by_preference(front)
         steer = [
             f"{name} {text}"
             for name, text in tables.correlations(front).items()
             if text != formats.MISSING
         ]
-        text = f"{method}: {len(front.points)} models of {len(preferences)} preferences"
+        text = f"{method}: {len(front.points)} models of {len(by_preference(front))} preferences"
         if steer:
             text += f", rank correlation of preference and reward {', '.join(steer)}"
         sentences.append(f"{text}; {tables.num_collapsed(front) or 'none'} collapsed.")

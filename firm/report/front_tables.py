@@ -13,7 +13,7 @@ from firm.fronts.hypervolume import volumes
 from firm.fronts.uncertainty import bootstrap_hypervolume
 from firm.report import formats
 from firm.report.ledger import total_bytes
-from firm.report.page import Table
+from firm.report.page import Table, prose
 from firm.report.record import Record, rewards_of
 from firm.run.comparison import Measure, score_label, score_notes
 
@@ -55,12 +55,9 @@ def hypervolumes(
     first = next(iter(fronts.values()))
     headings = ["method", "all", "interval over prompts", "by seed", "seeds"]
     return Table(
-        "Hypervolume",
-        f"Hypervolume on the test prompts with respect to the reference point "
-        f"{formats.vector(first.reference)}. All: every point of every seed together. The "
-        f"interval covers 95 % of {NUM_RESAMPLES} resamples of the prompts for these models; it "
-        "does not include the variation between seeds. By seed: mean ± standard deviation over "
-        "the fronts of single seeds.",
+        *prose(
+            "hypervolumes", reference=formats.vector(first.reference), num_resamples=NUM_RESAMPLES
+        ),
         [*headings, "not dominated in its front"],
         rows,
     )
@@ -115,11 +112,7 @@ def steering(fronts: Mapping[str, Front]) -> Table:
         signed = [own[name] for name in objectives]
         rows.append([method, *signed, collapsed, "; ".join(falls) or "none"])
     return Table(
-        "Preference and outcome",
-        "Spearman's rank correlation of an objective's share of the preference and its reward, "
-        "over all models, with an approximate 95 % interval; 1 is perfect steering (slightly less "
-        "is the maximum if several models share a preference). It needs at least three different "
-        "shares. Falls are the places where the mean reward is lower at a higher share.",
+        *prose("steering"),
         ["method", *(f"ρ {name}" for name in objectives), "collapsed", "falls"],
         rows,
         words=frozenset({len(objectives) + 2}),
@@ -140,9 +133,7 @@ def models(fronts: Mapping[str, Front]) -> Table:
     points = [(method, point) for method, front in fronts.items() for point in front.points]
     everyone = [point for _, point in points]
     columns: dict[str, list[str]] = {"model": [point.name for point in everyone]}
-    words = []
     if len(fronts) > 1:
-        words.append(len(columns))
         columns["method"] = [method for method, _ in points]
     columns["preference"] = [formats.shares(point.preference) for point in everyone]
     for name in objectives:
@@ -150,13 +141,12 @@ def models(fronts: Mapping[str, Front]) -> Table:
         columns[name] = [formats.measure(measure) for measure in measures]
     extras = list(dict.fromkeys(name for point in everyone for name in point.scores))
     for name in extras:
-        scores = [formats.number(point.scores.get(name)) for point in everyone]
-        columns[score_label(name)] = scores
+        columns[score_label(name)] = [formats.number(p.scores.get(name)) for p in everyone]
     columns["KL"] = [formats.number(point.kl) for point in everyone]
     if any(point.collapse for point in everyone):
         columns["collapsed"] = [point.collapse or "no" for point in everyone]
-    words.append(len(columns))
     columns["dominated by"] = [_names(beaten[method, point.name]) for method, point in points]
+    words = (place for place, name in enumerate(columns) if name in ("method", "dominated by"))
     return Table.of(
         "Models",
         "On the test prompts: rewards in [0, 1] ± standard error over the prompts, further raw "
@@ -184,9 +174,7 @@ def costs(fronts: Mapping[str, Front], runs: Runs) -> Table:
         sizes = [*map(formats.size, sent), formats.duration(seconds)]
         rows.append([method, *map(str, counts), *sizes])
     return Table(
-        "Cost of a front",
-        "Measured bytes and time spent in rounds, summed over all runs of a method. Means of "
-        "adapters need no training.",
+        *prose("front-costs"),
         ["method", "models", "trainings", "up", "down", "time in rounds"],
         rows,
     )

@@ -112,16 +112,12 @@ def radar_panel(
     ]
     side = max(40, 16 + 6 * max(len(line) for name in broken for line in name))  # CSS pixels
     lines = {"gridcolor": GRID, "linecolor": GRID}
-    angles = {"rotation": 90, "direction": "clockwise"}
     ticks = {"nticks": 5, "angle": 90, "tickangle": 90, "tickfont": {"color": MUTED, "size": 10}}
+    font = {"color": INK, "size": 11 if len(objectives) <= 16 else 9}
     polar = {
         "bgcolor": SURFACE,
         "radialaxis": {**lines, **ticks, "range": list(span), **radial_axis},
-        "angularaxis": {
-            **lines,
-            **angles,
-            "tickfont": {"color": INK, "size": 11 if len(objectives) <= 16 else 9},
-        },
+        "angularaxis": {**lines, "rotation": 90, "direction": "clockwise", "tickfont": font},
     }
     margin = {"l": side, "r": side, "t": 40, "b": 40}
     made = figure(data, {}, {}, height=460, margin=margin, polar=polar)
@@ -245,13 +241,9 @@ def user_histograms(
     panels = []
     for place, (key, own) in enumerate(users.items()):
         mean, std = float(own.mean()), own.std(axis=1).mean()
-        histogram = bars(
-            key,
-            ((edges[:-1] + edges[1:]) / 2).tolist(),
-            shares[key].tolist(),
-            "accuracy %{x:.1%}: %{y:.1%} of the users",
-            width=float(edges[1] - edges[0]),
-        )
+        hover, middles = "accuracy %{x:.1%}: %{y:.1%} of the users", (edges[:-1] + edges[1:]) / 2
+        width = float(edges[1] - edges[0])
+        histogram = bars(key, middles.tolist(), shares[key].tolist(), hover, width=width)
         made = figure(
             [histogram],
             axis("accuracy of a user", range=[float(low), float(high)], tickformat="~%"),

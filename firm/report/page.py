@@ -8,11 +8,13 @@ import secrets
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache, partial
+from importlib.resources import files
 from pathlib import Path
 from typing import Any, ClassVar, TypeVar
 
 import jinja2
 import plotly.offline
+import yaml
 from markupsafe import Markup
 
 from firm.base.inside import open_inside, remove, replace_text
@@ -155,6 +157,17 @@ class Provenance:
 
 
 Block = Section | Table | Bars | Samples | Provenance
+
+
+@cache
+def _sections() -> dict[str, dict[str, str]]:
+    return yaml.safe_load((files("firm.report") / "sections.yaml").read_text(encoding="utf-8"))
+
+
+def prose(name: str, **values: object) -> tuple[str, str]:
+    """Returns title and text of an entry of sections.yaml, with values in place of their names."""
+    entry = _sections()[name]
+    return entry["title"].format(**values), entry["text"].format(**values)
 
 
 def is_shown(block: Block) -> bool:

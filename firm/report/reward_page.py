@@ -10,7 +10,7 @@ import numpy as np
 
 from firm.report import formats
 from firm.report.drawing import DASHED, INK, LegendEntry, Panel, axis, figure, scatter
-from firm.report.page import Headline, Page, Section, Table
+from firm.report.page import Headline, Page, Section, Table, prose
 from firm.report.tables import COLORS
 
 EDGES = (0.5, 0.6, 0.7, 0.8, 0.9, 1.0)
@@ -110,9 +110,7 @@ class RewardReport:
                 ],
             ),
             Table(
-                "Length bias",
-                "A model that learned length alone is right where the chosen reply is longer, and "
-                "wrong where it is shorter.",
+                *prose("length-bias"),
                 ["", "chosen is longer", "chosen is shorter", "prefers the longer"],
                 [
                     [name, str(v.longer_chosen), str(v.shorter_chosen), str(v.prefers_longer)]
@@ -120,8 +118,7 @@ class RewardReport:
                 ],
             ),
             Table(
-                "Agreement",
-                "Share of pairs on which two models prefer the same reply.",
+                *prose("agreement"),
                 ["", "same preference"],
                 [[pair, str(share)] for pair, share in self.agreement.items()],
             ),
@@ -197,10 +194,7 @@ def reward_page(report: RewardReport, *, title: str) -> Page:
     name, own = next(iter(report.verdicts.items()))
     calibration = Section(
         "calibration",
-        "Calibration",
-        "Share of pairs that a model ranks as people did, against the probability σ(difference of "
-        "the scores) that it states. Dots on the line are calibrated, dots below it overconfident; "
-        "bars are 95 % intervals.",
+        *prose("calibration"),
         [Panel("calibration", "Probability and share that is right", _calibration(report, keys))],
         [*keys.values(), LegendEntry("calibrated", INK, "dash", is_thin=True)],
     )
@@ -212,8 +206,7 @@ def reward_page(report: RewardReport, *, title: str) -> Page:
     )
     training = Section(
         "training",
-        "Training",
-        "Mean of -log σ(score of the chosen - score of the rejected reply) in each step.",
+        *prose("reward-training"),
         [Panel("loss", "Loss", loss)] if report.losses else [],
     )
     facts = {

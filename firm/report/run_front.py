@@ -15,7 +15,7 @@ from firm.fronts.front import KL, Front, Point
 from firm.fronts.hypervolume import hypervolume
 from firm.report import formats
 from firm.report.drawing import Series, nonempty, series_panel
-from firm.report.page import Section
+from firm.report.page import Section, prose
 from firm.report.record import Record, final_row, rewards_of
 from firm.report.tables import Setting
 from firm.run.rows import Row
@@ -189,8 +189,7 @@ def volume_section(run: Setting) -> Section:
     title = "Hypervolume on the validation prompts"
     return Section(
         "front-rounds",
-        "The front over the rounds",
-        "Hypervolume of the policy at all measured preferences, with zero rewards as reference.",
+        *prose("front-rounds"),
         nonempty([series_panel("front-rounds", title, series, y_title="hypervolume")]),
     )
 

@@ -31,6 +31,7 @@ from firm.report.page import (
     drawn_block,
     drawn_part,
     left_out_notes,
+    prose,
     write_page,
 )
 from firm.report.record import Record, read_record, score
@@ -211,16 +212,14 @@ def _base_mean(comparison: Comparison, name: str) -> float | None:
 
 
 def _headlines(record: Record, comparison: Comparison) -> list[Headline]:
-    headlines = []
-    if ends := _front_ends(record):
-        for name, values in ends.items():
-            value = " → ".join(map(formats.number, values))
-            base = f"base {formats.number(_base_mean(comparison, name))}"
-            shares = [r["preference"][record.objectives.index(name)] for r in front_rows(record)]
-            notes = [f"at shares of {min(shares):.2g} → {max(shares):.2g}", base]
-            headlines.append(Headline(name, figures.objective_color(record, name), value, notes))
-        return headlines
-    for line in comparison.lines:
+    headlines, ends = [], _front_ends(record)
+    for name, values in ends.items():
+        value = " → ".join(map(formats.number, values))
+        base = f"base {formats.number(_base_mean(comparison, name))}"
+        shares = [r["preference"][record.objectives.index(name)] for r in front_rows(record)]
+        notes = [f"at shares of {min(shares):.2g} → {max(shares):.2g}", base]
+        headlines.append(Headline(name, figures.objective_color(record, name), value, notes))
+    for line in comparison.lines if not ends else ():
         if line.name in record.objectives and line.is_score:
             means = [formats.number(m.mean if m else None) for m in (line.base, line.aligned)]
             notes = [" → ".join(means)]
@@ -238,10 +237,9 @@ def _stats(record: Record, comparison: Comparison | None) -> list[tuple[str, str
     stats = []
     labels = {"kl": "KL, nats per reply", "length": "Reply length, tokens", "parse": "Parse rate"}
     front = front_rows(record)
-    for name, label in labels.items() if comparison else ():
+    for name, label in labels.items():
         if comparison and (line := comparison.line(name)):
-            has_base = line.base and name != "kl"
-            base = f"base {formats.number(line.base.mean)}" if line.base and has_base else ""
+            base = f"base {formats.number(line.base.mean)}" if line.base and name != "kl" else ""
             values = [row[name] for row in front if row.get(name) is not None]
             value = formats.number(line.aligned and line.aligned.mean)
             if values and not line.is_score:
@@ -258,10 +256,9 @@ def _dropped_fields(record: Record) -> list[str]:
     counts: Counter[str] = Counter()
     for row in record.rounds:
         counts.update({name: n or 0 for name, n in (row.get("dropped_fields") or {}).items()})
-    if not +counts:
-        return []
     clients = ", ".join(f"{name} ({count})" for name, count in (+counts).items())
-    return [f"Fields that the server does not know were dropped from the metrics of {clients}."]
+    text = f"Fields that the server does not know were dropped from the metrics of {clients}."
+    return [text] if clients else []
 
 
 # --- The sections ---------------------------------------------------------------------------------
@@ -293,19 +290,10 @@ def _front(record: Record) -> dict[str, Callable[[], Block]]:
     if front is None:
         return {}
     fronts = {record.name: front}
-    plane = (
-        "The policy at each measured preference, on the test prompts, ± one standard error over "
-        "the prompts. Up and to the right is better; the line joins the preferences that no other "
-        "one dominates. Labels give the preference, the shares of "
-        f"{', '.join(record.objectives)}. The star is the base model."
-    )
-    steering = (
-        "Reward on the test prompts against the share that the preference gives the objective, "
-        "± one standard error over the prompts. If the preference steers the policy, the line "
-        "rises from left to right."
-    )
+    title, plane = prose("run-front", objectives=", ".join(record.objectives))
+    steering = prose("run-front-preference")[1]
     return {
-        "front": lambda: replace(plane_section(fronts), title="The front of one run", text=plane),
+        "front": lambda: replace(plane_section(fronts), title=title, text=plane),
         "front-preference": lambda: replace(preference_section(fronts), text=steering),
         "front-models": lambda: replace(
             front_tables.models(fronts), title="The policy by preference"
@@ -345,12 +333,8 @@ def _quantities(run: Setting, name: str) -> Section:
     title, text = TEXTS[name]
     panels, keys = figures.quantity_panels(run, name)
     drawn = {panel.name for panel in panels}
-    texts = [text] if text else []
-    texts += [
-        quantity.help
-        for quantity in shown(name)
-        if quantity.help and any(panel.startswith(quantity.name) for panel in drawn)
-    ]
+    helps = [q.help for q in shown(name) if any(panel.startswith(q.name) for panel in drawn)]
+    texts = [text, *helps]
     if figures.SERVER in keys:
         texts.append("In this run, the server solves for the weights of all clients.")
     constants = {panel.name: value for panel in panels if (value := constant(panel))}
@@ -416,11 +400,7 @@ def _privacy(run: Setting) -> Section:
     panels, keys = figures.privacy_curves(run)
     return Section(
         "privacy",
-        "Privacy spent",
-        "ε of a client so far. It bounds how well an observer who knows everything except the "
-        "client's data can tell this client from another one. Below 1 is strong privacy, above 10 "
-        "hardly any. It covers the adapters and noisy statistics, but not checkpoints, which "
-        "contain the clients' states.",
+        *prose("privacy"),
         panels,
         keys,
     )
@@ -447,9 +427,7 @@ def _samples(record: Record) -> Samples:
 
 def _failures(record: Record) -> Table:
     return Table(
-        "Failures",
-        "Updates that did not arrive or were refused; they are excluded from the mean of the "
-        "round.",
+        *prose("failures"),
         ["Round", "Client", "Reason"],
         [
             [str(row["round"]), failure["client"], failure["reason"]]
@@ -486,29 +464,8 @@ def _origin(record: Record) -> Provenance:
     )
 
 
-TEXTS = {
-    "scores": (
-        "Scores by round",
-        "Bold: mean score of the global model after a round on the validation prompts, which are "
-        "the same in all rounds, ± standard error. Thin: mean score of the replies that a client "
-        "trained on in the round, to its own training prompts. The two differ although they are "
-        "sampled in the same way: the prompts differ; a client samples few replies "
-        "(estimator.batch_size in each of strategy.num_local_steps); and it samples them before "
-        "the steps that they are used for, up to a round earlier. A gap in round 1 is mostly due "
-        "to prompts and chance; a growing gap indicates overfitting to the training prompts.",
-    ),
-    "diagnostics": (
-        "Can the scores be trusted?",
-        "Scores of the clients' training replies by the reward models, mean over clients.",
-    ),
-    "weights": ("Weights of the clients", ""),
-    "gradients": ("Conflict of the gradients", ""),
-    "training": (
-        "Training diagnostics",
-        "Thin: each client, mean over its round. Bold: the global model on the validation prompts.",
-    ),
-    "further": ("Further quantities", "Thin: each client, mean over its round."),
-}
+QUANTITY_SECTIONS = ("scores", "diagnostics", "weights", "gradients", "training", "further")
+TEXTS = {name: prose(f"quantities-{name}") for name in QUANTITY_SECTIONS}
 """Title and first sentences of the sections of registered quantities."""
 SECTIONS: dict[str, Callable[[Setting], Section]] = {
     "trade-off": _trade_off,

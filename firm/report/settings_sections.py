@@ -23,7 +23,7 @@ from firm.report.outcome_figures import (
     ratios_panel,
     user_histograms,
 )
-from firm.report.page import Block, Samples, Section, drawn_block
+from firm.report.page import Block, Samples, Section, drawn_block, prose
 from firm.report.run_figures import stage_keys
 from firm.report.samples import Sample, samples_of
 from firm.report.settings_tables import NUM_TABLE_USERS, least_values, user_values
@@ -93,9 +93,7 @@ def upload_section(
         panels.append(quantity_panel(panel_name, settings, entry, title=title, over="megabytes"))
     return Section(
         name,
-        "Criteria over uploaded data",
-        "Uploads of all clients together, in megabytes of 10⁶ bytes: algorithms that send one "
-        "update per objective reach the same size in fewer rounds.",
+        *prose("upload"),
         nonempty(panels),
     )
 
@@ -126,9 +124,7 @@ def radar_section(settings: Sequence[Setting], criteria: Sequence[Criterion], na
         )
     return Section(
         name,
-        "Objective by objective",
-        "Each spoke is an objective, each line a setting, averaged over the seeds. For losses, "
-        "closer to the centre is better; for all other quantities, further out.",
+        *prose("radar"),
         panels,
     )
 
@@ -223,12 +219,7 @@ def preference_section(settings: Sequence[Setting], losses: Criterion, name: str
     if not outcomes:
         return Section(name, "", "", [])
     first, second = objectives = losses.objectives
-    text = (
-        f"A preference a : b requests that a times the loss of {first} equals b times the loss of "
-        f"{second}. Such losses form a ray, dotted in the first figure; the point of the same "
-        "colour is the mean of its runs, ± one standard error if there are several. In the second "
-        "figure each point is one run; runs on the dashed line reached the requested ratio."
-    )
+    title, text = prose("losses", first=first, second=second)
     limits = least_values(settings, losses)
     if limits:
         text += (
@@ -249,7 +240,7 @@ def preference_section(settings: Sequence[Setting], losses: Criterion, name: str
         ratios_panel("ratios", "Ratio of the final losses", outcomes, objectives=objectives),
     ]
     legend = [outcome.key for outcome in outcomes]
-    return Section(name, "Requested and reached losses", text, panels, legend)
+    return Section(name, title, text, panels, legend)
 
 
 def user_section(settings: Sequence[Setting], criterion: Criterion, name: str) -> Section:
@@ -264,13 +255,8 @@ def user_section(settings: Sequence[Setting], criterion: Criterion, name: str) -
     users = {key: own for key, own in users.items() if own.shape[1] > NUM_TABLE_USERS}
     if not users:
         return Section(name, "", "", [])
-    text = (
-        "Final accuracy of the global model on each user's own samples, for "
-        f"{next(iter(users.values())).shape[1]} users, all seeds together. The dashed line marks "
-        "the mean; SD is the standard deviation over the users, in percentage points. At the same "
-        "mean, a narrower distribution is fairer."
-    )
-    return Section(name, "Accuracy, user by user", text, user_histograms(name, users))
+    title, text = prose("users", count=next(iter(users.values())).shape[1])
+    return Section(name, title, text, user_histograms(name, users))
 
 
 # --- Over the rounds ------------------------------------------------------------------------------
@@ -308,12 +294,7 @@ def weights_section(settings: Sequence[Setting], objectives: Sequence[str], name
     spread = QUANTITIES["round", "weights_spread"]
     spread = replace(spread, title="Spread of λ of {} between clients", help="")
     quantities = [replace(QUANTITIES["client", "weights"], help=""), spread]
-    text = (
-        "Weight of each objective's gradient in a step: the mean over the clients and their "
-        "solves, or the server's weight if it solves for all clients. At the dashed line all "
-        "weights are equal. The spread is the standard deviation between the clients of a round."
-    )
-    title = "Weights of the objectives"
+    title, text = prose("weights")
     return quantities_section(settings, objectives, quantities, name, title=title, text=text)
 
 
@@ -367,12 +348,8 @@ def progress_section(settings: Sequence[Setting], criterion: Criterion, name: st
         title, panel_name = f"From the models of {source.name}", f"{name}-{len(panels)}"
         axes: Any = {"y_title": "loss reduction", "rangemode": "tozero"}
         panels.append(series_panel(panel_name, title, lines, **axes))
-    text = (
-        "Reduction of the losses on the client's own samples by one round's local training, mean "
-        "over clients and objectives. All settings start from the global models of the run that "
-        f"the figure names. {_smoothing(window)}"
-    )
-    return Section(name, "Progress of a local training", text, panels, list(legend.values()))
+    title, text = prose("progress", smoothing=_smoothing(window))
+    return Section(name, title, text, panels, list(legend.values()))
 
 
 def _window(settings: Sequence[Setting], quantity: str) -> int:

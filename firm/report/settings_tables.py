@@ -11,7 +11,7 @@ from firm.fronts.measures import delta_m, rounds_to_loss, user_summary
 from firm.report import formats
 from firm.report.criteria import Column, Criterion, final_columns, further_scores
 from firm.report.ledger import total_bytes, uploads_so_far
-from firm.report.page import Table
+from firm.report.page import Table, prose
 from firm.report.seeds import mean_difference
 from firm.report.tables import Frame, Setting, measure_of, span_text
 from firm.run.comparison import CLEAR_Z, score_notes
@@ -110,9 +110,7 @@ def difference_table(settings: Sequence[Setting], criterion: Criterion) -> Table
     columns = final_columns(settings, criterion)
     rows = [[s.name, *(_difference(column, s, first) for column in columns)] for s in others]
     return Table(
-        f"Differences from {first.name}",
-        "Final models, mean difference over the seeds that both settings have, with its 90 % "
-        "interval by Student's t: each end is a one-sided bound at 95 %.",
+        *prose("differences", first=first.name),
         ["setting", *(column.heading for column in columns)],
         rows,
     )

@@ -49,14 +49,9 @@ LINES = {"solid": "-", "dash": "--", "dot": ":"}
 POINTS_PER_PIXEL = {"line": 0.65, "marker": 0.45}
 DPI = 300
 STYLE: dict[Any, Any] = {
-    "font.size": 8,
-    "axes.titlesize": 8,
-    "axes.labelsize": 8,
-    "legend.fontsize": 7,
-    "xtick.labelsize": 7,
-    "ytick.labelsize": 7,
-    "axes.spines.top": False,
-    "axes.spines.right": False,
+    **dict.fromkeys(("font.size", "axes.titlesize", "axes.labelsize"), 8),
+    **dict.fromkeys(("legend.fontsize", "xtick.labelsize", "ytick.labelsize"), 7),
+    **dict.fromkeys(("axes.spines.top", "axes.spines.right"), False),
     "axes.linewidth": 0.6,
     "svg.fonttype": "none",  # text stays text
     "svg.hashsalt": "firm",  # equal figures have equal files
@@ -280,10 +275,6 @@ def _legend(figure: Figure) -> None:
     if "base model" in entries:  # matplotlib lists lines before markers; the base model goes last
         entries["base model"] = entries.pop("base model")
     if len(entries) > 1:
-        figure.legend(
-            list(entries.values()),
-            list(entries),
-            loc="outside lower center",
-            ncols=2 if figure.get_figwidth() == COLUMN_IN else 4,
-            frameon=False,
-        )
+        handles, labels = list(entries.values()), list(entries)
+        ncols = 2 if figure.get_figwidth() == COLUMN_IN else 4
+        figure.legend(handles, labels, loc="outside lower center", ncols=ncols, frameon=False)
