@@ -37,7 +37,8 @@ from firm.network import link
 from firm.network.agreement import Agreement
 from firm.network.controller import FlareChannel, SitesController
 from firm.network.daemons import search_path
-from firm.network.site import Site, SitePolicy
+from firm.network.site import Site
+from firm.network.site_policy import SitePolicy
 from firm.network.sites import SitesEngine
 from firm.network.states import DiskStates
 from firm.run import compose, print_table, run_cli

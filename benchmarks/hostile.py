@@ -44,10 +44,11 @@ from firm.federation.strategy_configs import (
 )
 from firm.federation.tasks import TASKS
 from firm.network import link
-from firm.network.agreement import Agreement, Budget
+from firm.network.agreement import Agreement
 from firm.network.controller import FlareChannel, SitesController
 from firm.network.daemons import search_path
-from firm.network.site import Site, SitePolicy
+from firm.network.site import Site
+from firm.network.site_policy import Budget, SitePolicy
 from firm.network.sites import Lost, SitesEngine
 from firm.run import print_table, run_cli
 

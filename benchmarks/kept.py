@@ -33,8 +33,9 @@ from firm.fronts.nearest import expected_rewards
 from firm.fronts.reach import mean_preference, reaching
 from firm.fronts.requirements import Requirement, best_meeting, certified, free_weights
 from firm.jobs.alignment_config import AlignmentConfig
+from firm.jobs.configs import SpeakersConfig
 from firm.jobs.pick import conditioned_front
-from firm.jobs.speakers import Speakers, SpeakersConfig
+from firm.jobs.speakers import Speakers
 from firm.run import compose, print_table
 from firm.run.shipped import with_shipped_paths
 

@@ -38,7 +38,8 @@ from firm.fronts.reach import mean_preference
 from firm.fronts.requirements import Requirement, best_meeting
 from firm.jobs.alignment import align
 from firm.jobs.alignment_config import AlignmentConfig
-from firm.jobs.speakers import Speakers, SpeakersConfig
+from firm.jobs.configs import SpeakersConfig
+from firm.jobs.speakers import Speakers
 from firm.report import read_record
 from firm.run import compose
 from firm.run.shipped import with_shipped_paths

@@ -35,9 +35,9 @@ from benchmarks.measure import peak_resident
 from firm.alignment.adapter_files import load_adapters, read_settings, refold_adapter_
 from firm.alignment.policy_config import PolicyConfig
 from firm.base.extras import install_command
-from firm.base.preferences import preference_folder
+from firm.base.preferences import FRONT_NAME, preference_folder
 from firm.cli.main import COMMANDS
-from firm.fronts.front import FRONT_NAME, Front
+from firm.fronts.front import Front
 from firm.jobs.export import export
 from firm.run.progress import print_table
 from firm.run.shipped import with_shipped_paths

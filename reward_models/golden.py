@@ -6,11 +6,13 @@ was intended.
 """
 
 from collections.abc import Mapping, Sequence
-from typing import Any, get_args
+from typing import TYPE_CHECKING, Any, get_args
 
 from firm.alignment.rewards import score
 from reward_models.config import CallFormat, GoldenScore
-from reward_models.sequence_classifier import SequenceClassifierReward
+
+if TYPE_CHECKING:
+    from reward_models.sequence_classifier import SequenceClassifierReward
 
 
 def check_golden_scores(reward: Any, golden: Sequence[GoldenScore]) -> None:
@@ -26,7 +28,7 @@ def check_golden_scores(reward: Any, golden: Sequence[GoldenScore]) -> None:
     known = {place: example for place, example in enumerate(golden) if example.score is not None}
     if not known:
         return
-    is_classifier = isinstance(reward, SequenceClassifierReward)
+    is_classifier = hasattr(reward, "append_eos")  # importing the class takes seconds
     # a copy counts for itself which inputs it truncates
     off = _misses(reward.replace() if is_classifier else reward, known)
     if not off:
@@ -53,7 +55,7 @@ def _misses(reward: Any, golden: Mapping[int, GoldenScore]) -> dict[int, float]:
     }
 
 
-def _format_that_fits(reward: SequenceClassifierReward, golden: Mapping[int, GoldenScore]) -> str:
+def _format_that_fits(reward: "SequenceClassifierReward", golden: Mapping[int, GoldenScore]) -> str:
     """Returns a remedy: the other formats that give all the scores."""
     fitting = []
     for format in get_args(CallFormat):

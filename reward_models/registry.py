@@ -17,11 +17,6 @@ from firm.base.user_code import ENDS, described, user_code
 from firm.run.plugins import import_file
 from reward_models.config import RewardModelConfig
 from reward_models.golden import check_golden_scores
-from reward_models.sequence_classifier import (
-    SequenceClassifierReward,
-    adapter_name,
-    load_sequence_classifier,
-)
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
@@ -39,7 +34,13 @@ _REST = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 """Kinds of parameters that accept any remaining arguments."""
 
 
-def _sequence_classifier(config: RewardModelConfig, objective: str) -> SequenceClassifierReward:
+def _sequence_classifier(config: RewardModelConfig, objective: str) -> Any:
+    from reward_models.sequence_classifier import (  # imports torch, unlike the names
+        SequenceClassifierReward,
+        adapter_name,
+        load_sequence_classifier,
+    )
+
     assert not isinstance(config.output, str)  # RewardModelConfig has refused it
     model, tokenizer = load_sequence_classifier(
         config.path, output=config.output, dtype=config.dtype, device=config.device
@@ -221,7 +222,7 @@ def as_reward(
     Raises:
         ValueError: It cannot be called like a reward function.
     """
-    if isinstance(function, SequenceClassifierReward):
+    if hasattr(function, "with_format"):  # a sequence classifier, whose import takes seconds
         return function
     options = dict(options or {})
     _check_call(name or objective, function, options)
@@ -310,7 +311,7 @@ def load_reward_model(config: RewardModelConfig, objective: str, *, like: Any = 
             _import_file(config.file)
         if config.name not in REWARD_MODELS:
             _import_installed(config.name)
-        if isinstance(like, FunctionReward | SequenceClassifierReward):
+        if hasattr(like, "of"):
             reward = like.of(objective, config.output)
         else:
             reward = REWARD_MODELS[config.name](config, objective)

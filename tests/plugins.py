@@ -3,6 +3,7 @@
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from importlib import import_module
 
 from firm.base.registry import Registry
 from firm.cli.main import COMMANDS, load
@@ -11,9 +12,11 @@ from firm.cli.main import COMMANDS, load
 def registries() -> list[Registry]:
     """Returns every registry of the package, which plugins add to."""
     for command in COMMANDS.values():
-        load(command.config)  # imports all modules with registries
-    modules = [module for name, module in sys.modules.items() if name.startswith("firm")]
-    modules.append(sys.modules["reward_models"])
+        load(command.config)
+    for name in ("firm.alignment.client", "firm.fmoo.client", "reward_models.registry"):
+        import_module(name)  # import the other modules with registries
+    packages = ("firm", "reward_models")
+    modules = [each for name, each in sys.modules.items() if name.partition(".")[0] in packages]
     found = [each for module in modules for each in vars(module).values()]
     return list({id(each): each for each in found if isinstance(each, Registry)}.values())
 

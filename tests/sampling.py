@@ -1,4 +1,4 @@
-"""SampledTokens replies by the policy's own passes, from what a test has at hand."""
+"""Samples replies by the policy's own passes, from what a test has at hand."""
 
 from collections.abc import Sequence
 from typing import Any

@@ -83,7 +83,7 @@ class Replies:
 
 
 Generate = Callable[..., Replies]
-"""SampledTokens one reply to each of N prompts from the global generators.
+"""Samples one reply to each of N prompts from the global generators.
 
 Takes a list of prompts, and `on_progress` by keyword, like `sample_replies`.
 """
@@ -101,7 +101,7 @@ def sample_replies(
     engine: RolloutEngine | None = None,
     on_progress: Callable[[float], None] = lambda _: None,
 ) -> Replies:
-    """SampledTokens one reply to each of N prompts, with its KL from the base model.
+    """Samples one reply to each of N prompts, with its KL from the base model.
 
     The model must be in evaluation mode, and becomes the base model inside the context `reference`.
     A conditioned policy replies at the preference, by default at equal shares. The engine is the
@@ -304,7 +304,7 @@ def evaluate(
     """Evaluates a policy on held-out prompts.
 
     Args:
-        generate: SampledTokens one reply to each of a list of prompts.
+        generate: Samples one reply to each of a list of prompts.
         prompts: One prompt per row of the data, at least two of them distinct. Repeated rows have
             more weight in the means but do not reduce the standard errors.
         reward_fns: Reward functions by objective; may be empty.

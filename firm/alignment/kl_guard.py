@@ -8,6 +8,7 @@ both are undone then, and round t + 1 starts from θ_{t-2}.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from importlib import import_module
 from statistics import median
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -62,6 +63,10 @@ class GuardConfig:
     @property
     def rules(self) -> list[StopRule]:
         """The rules of `stop_when`."""
+        if self.stop_when:  # their quantities are registered where they are computed
+            for module in ("strategies", "objective_training", "rounds"):
+                import_module(f"firm.federation.{module}")
+            import_module("firm.alignment.client")
         return [StopRule.parse(text) for text in self.stop_when]
 
 

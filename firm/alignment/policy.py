@@ -37,7 +37,7 @@ from firm.alignment.adapters.target_modules import (
     excluded_modules,
     usual_names,
 )
-from firm.alignment.policy_config import PolicyConfig
+from firm.alignment.policy_config import PolicyConfig, is_gguf
 from firm.alignment.prompts import check_template
 from firm.base.devices import named_device
 from firm.base.extras import install_command
@@ -120,11 +120,6 @@ def read_generation_config(path: str, config: PretrainedConfig) -> GenerationCon
     except OSError:  # optional file: the model's configuration then has the end tokens
         pass
     return GenerationConfig.from_model_config(config)
-
-
-def is_gguf(path: str) -> bool:
-    """Returns whether a path names a GGUF file."""
-    return path.lower().endswith(".gguf")
 
 
 def checkpoint_source(path: str) -> dict[str, Any]:

@@ -57,3 +57,8 @@ class PolicyConfig:
         """
         kind = ADAPTERS[self.adapter](self.lora)
         return self.conditioning.conditioned(kind, num_objectives)
+
+
+def is_gguf(path: str) -> bool:
+    """Returns whether a path names a GGUF file."""
+    return path.lower().endswith(".gguf")

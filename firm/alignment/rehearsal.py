@@ -175,7 +175,7 @@ class Rehearsal:
         return Sampled(cache_size, last.peak, scoring.peak, whole, token, self._mode.take())
 
     def _sample_token(self, num_rows: int, num_tokens: int, cache: Any = None) -> Any:
-        """SampledTokens a token after `num_tokens` others, and returns the keys and values.
+        """Samples a token after `num_tokens` others, and returns the keys and values.
 
         Makes the tensors that `generate` makes: the logits in float32, the tempered ones, the
         probabilities, and what chooses a token by them.

@@ -121,7 +121,7 @@ class Sampler:
 def sample(
     sampler: Sampler, queries: Queries, *, on_progress: Callable[[float], None] = lambda _: None
 ) -> SampledSequences:
-    """SampledTokens responses to left-padded prompts.
+    """Samples responses to left-padded prompts.
 
     Args:
         sampler: The policy's sampler.
@@ -191,7 +191,7 @@ def rollout(
     measures_mismatch: bool = False,
     on_progress: Callable[[float], None] = lambda _: None,
 ) -> Rollouts:
-    """SampledTokens responses with log-probabilities of policy and reference; see the two stages."""
+    """Samples responses with log-probabilities of policy and reference; see the two stages."""
     sampled = sample(sampler, queries, on_progress=on_progress)
     return with_logprobs(sampler, sampled, measures_mismatch=measures_mismatch)
 

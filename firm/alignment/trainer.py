@@ -256,7 +256,7 @@ class MultiObjectiveTrainer:
         preference: Sequence[float] | None = None,
         on_progress: Callable[[float], None] = lambda _: None,
     ) -> Replies:
-        """SampledTokens one reply to each prompt in this process alone, for evaluation.
+        """Samples one reply to each prompt in this process alone, for evaluation.
 
         A conditioned policy replies at the preference, by default at equal shares. `on_progress` is
         called at each token with the number of replies so far.

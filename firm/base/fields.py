@@ -12,6 +12,7 @@ Checks that involve several fields belong in `__post_init__`.
 
 import ast
 import inspect
+import sys
 import textwrap
 import types
 from collections.abc import Callable
@@ -239,10 +240,21 @@ def field_docstrings(form: type) -> dict[str, str]:
     for base in reversed(form.__mro__):
         if not is_dataclass(base):
             continue
-        (definition,) = ast.parse(textwrap.dedent(inspect.getsource(base))).body
-        assert isinstance(definition, ast.ClassDef)
+        definition = _definitions(base.__module__).get(base.__qualname__)
+        if definition is None:  # defined within a function or in a notebook
+            definition = ast.parse(textwrap.dedent(inspect.getsource(base))).body[0]
+            assert isinstance(definition, ast.ClassDef)
         for statement, below in zip(definition.body, definition.body[1:], strict=False):
             match statement, below:
                 case ast.AnnAssign(target=ast.Name(name)), ast.Expr(ast.Constant(str(text))):
                     documents[name] = " ".join(text.split())
     return documents
+
+
+@cache
+def _definitions(module: str) -> dict[str, ast.ClassDef]:
+    """Returns the classes of a module by name; parsing it once is faster than class by class."""
+    if not hasattr(sys.modules[module], "__file__"):
+        return {}
+    source = inspect.getsource(sys.modules[module])
+    return {node.name: node for node in ast.parse(source).body if isinstance(node, ast.ClassDef)}

@@ -6,6 +6,11 @@ from itertools import product
 
 from firm.base.registry import did_you_mean
 
+FRONT_NAME = "front.json"
+"""File of a front in the folder of a conditioned run, or of an export."""
+TRADE_OFFS = ("preference", "target", "require")
+"""Keys that state a trade-off."""
+
 
 def grid(resolution: int, num_objectives: int) -> list[tuple[float, ...]]:
     """Returns all preferences in multiples of 1/resolution, the first share descending.

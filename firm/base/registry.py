@@ -32,12 +32,13 @@ class Registry(dict[Key, Entry]):
     def __init__(self, noun: str, entries: Mapping[Key, Entry | str] | None = None) -> None:
         super().__init__(entries or {})  # type: ignore[arg-type]
         self.noun = noun
+        self._imported: dict[Key, Entry] = {}
 
     def __getitem__(self, name: Key) -> Entry:
         entry = super().__getitem__(name)
         if isinstance(entry, str):
             import_module(entry)
-            entry = super().__getitem__(name)
+            self[name] = entry = self._imported[name]
         return entry
 
     def items(self) -> Any:
@@ -70,8 +71,10 @@ class Registry(dict[Key, Entry]):
         if not name:
             raise ValueError(f"{article} {self.noun} needs a name, got {name!r}; choose one.")
         old = self.get(name, entry)
-        is_awaited = isinstance(old, str) and old == getattr(component, "__module__", None)
-        if not is_awaited and old != entry and _origin(old) != _origin(entry):
+        package = getattr(component, "__module__", "").partition(".")[0]
+        if isinstance(old, str) and old.partition(".")[0] == package:  # the component it awaits
+            self._imported[name] = entry
+        elif old != entry and _origin(old) != _origin(entry):
             raise ValueError(
                 f"{article} {self.noun} {name!r} is already registered; choose another name."
             )

@@ -14,9 +14,6 @@ from typing import Any, Literal, NoReturn
 from firm.base.console import accept_any_text
 from firm.base.extras import install_command
 
-PAGES = Path(__file__).parent / "pages"
-"""Pregenerated `--help` pages, since importing a job and its configuration takes seconds."""
-
 
 @dataclass(frozen=True)
 class Command:
@@ -31,6 +28,8 @@ class Command:
     """Function of the configuration."""
     config: str
     """Class of the configuration."""
+    check: str | None = None
+    """Function of the configuration that finds missing files before the job is imported."""
     default: str | None = None
     """Configuration file to read if the command line has none."""
     keys: str | None = None
@@ -47,11 +46,6 @@ class Command:
     """Key of the words before the first `--key`."""
     below: str | None = None
     """Configuration whose keys may be given without the prefix `overrides.`."""
-
-    @property
-    def page(self) -> Path:
-        """Returns the path of the `--help` page."""
-        return PAGES / f"{self.job.partition(':')[0]}.txt"
 
     def parse(self, argv: Sequence[str] | None = None, *, description: str = "") -> Any:
         """Parses a command line, by default sys.argv, to a configuration.
@@ -76,40 +70,20 @@ class Command:
             resumed=self._resumed_settings(),
         )
 
-    def check(self, argv: Sequence[str] | None = None) -> None:
-        """Raises the errors of `parse` about folders, keys and single values, within a second.
-
-        Once the job's modules are imported, `parse` is as fast, and knows components that a program
-        has registered.
-
-        Raises:
-            UserError: A key is unknown, a value is invalid, or there is no run in a folder.
-        """
-        module, _, name = self.config.partition(":")
-        if f"firm.jobs.{module}" in sys.modules:
-            return
-        from firm.cli import outlines
-        from firm.run.command_line import check
-
-        config = getattr(outlines, name)
-        below = getattr(outlines, self.below.partition(":")[2]) if self.below else None
-        check(
-            config,
-            self._arguments(argv, config, below),
-            default_file=self.default,
-            resumed=self._resumed_settings(),
-            over=self.over,
-        )
-
     def run(self, argv: Sequence[str] | None = None, *, description: str = "") -> None:
-        """Runs the job on a command line; exits with a one-line message on invalid input."""
+        """Runs the job on a command line; exits with a one-line message on invalid input.
+
+        The configuration is read before the job is imported, which takes seconds.
+        """
         from firm.run.errors import exit_on_user_error
 
         with exit_on_user_error():
-            self.check(argv)
+            cfg = self.parse(argv, description=description)
+            if self.check:
+                load(self.check)(cfg)
         job = load(self.job)
         with exit_on_user_error():
-            job(self.parse(argv, description=description))
+            job(cfg)
 
     def _resumed_settings(self) -> Callable[[Path], Any] | None:
         """Returns the function that reads the settings in the folder passed to `--resume`."""
@@ -131,6 +105,7 @@ _ALIGN = Command(
     "Aligns a language model to several objectives across clients.",
     "alignment:main",
     "alignment_config:AlignmentConfig",
+    check="sources:check_local",
     default="configs/miniature.yaml",
     keys="alignment_config:KEYS",
     resumed="run",
@@ -145,12 +120,12 @@ COMMANDS = {
     "init": Command(
         "Writes a configuration for your own model, data and reward models.",
         "init:main",
-        "init:InitConfig",
+        "configs:InitConfig",
     ),
     "reward": Command(
         "Trains a reward model from ranked pairs of replies.",
         "reward:main",
-        "reward:RewardConfig",
+        "configs:RewardConfig",
     ),
     "plan": replace(
         _ALIGN, text="Prints the sizes, bytes, memory and steps of a run.", more=("--plan",)
@@ -158,7 +133,7 @@ COMMANDS = {
     "fetch smollm2": Command(
         "Fetches a language model of 135 million parameters, once.",
         "fetch:main_smollm2",
-        "fetch:FetchConfig",
+        "configs:FetchConfig",
     ),
     "resume": replace(
         _ALIGN, text="Continues the run, sweep or study in a folder.", positional="resume"
@@ -166,62 +141,66 @@ COMMANDS = {
     "study": Command(
         "Compares several settings of a run, with several seeds each.",
         "study:main",
-        "study:StudyConfig",
+        "configs:StudyConfig",
+        check="sources:check_base",
         resumed="study",
         below="alignment_config:AlignmentConfig",
     ),
     "sweep": Command(
         "Trains at several preferences, and draws the front.",
         "sweep:main",
-        "sweep:SweepConfig",
+        "configs:SweepConfig",
+        check="sources:check_base",
         resumed="study",
         below="alignment_config:AlignmentConfig",
     ),
     "evaluate": Command(
         "Compares adapters with their base model on held-out prompts.",
         "compare:main",
-        "compare:CompareConfig",
+        "configs:CompareConfig",
         over="runs",
         positional="runs",
     ),
     "chat": Command(
         "Chats with the base and the aligned model side by side.",
         "chat:main",
-        "chat:ChatConfig",
+        "configs:ChatConfig",
         over="run",
         positional="run",
     ),
     "explore": Command(
         "Serves a page with a slider for each objective of a conditioned run.",
         "explore_page:main",
-        "explore:ExploreConfig",
+        "configs:ExploreConfig",
         over="run",
         positional="run",
     ),
     "pick": Command(
         "Picks or merges a model for a trade-off.",
         "pick:main",
-        "pick:PickConfig",
+        "configs:PickConfig",
+        check="sources:check_front",
         positional="front",
     ),
     "export": Command(
         "Exports a run, or a whole front, for PEFT, llama.cpp, OpenVINO or vLLM.",
         "export:main",
-        "export:ExportConfig",
+        "configs:ExportConfig",
         over="run",
         positional="run",
     ),
     "serve": Command(
         "Serves a conditioned run at any preference, as an OpenAI-compatible endpoint.",
         "serve:main",
-        "serve:ServeConfig",
+        "configs:ServeConfig",
         over="run",
         positional="run",
     ),
     "workspace": Command(
         "Saves a workspace in W&B with the main figures of a run's page.",
         "workspace:main",
-        "workspace:WorkspaceConfig",
+        "configs:WorkspaceConfig",
+        check="sources:check_run_folder",
         positional="run",
     ),
     "classic": Command(
@@ -240,26 +219,31 @@ COMMANDS = {
         "Runs the server until it is stopped.",
         "network_parties:start_server",
         "network_config:ServerConfig",
+        check="sources:check_kit",
     ),
     "network start-site": Command(
         "Runs a site until it is stopped.",
         "network_parties:start_site",
         "network_config:SiteConfig",
+        check="sources:check_kit",
     ),
     "network submit": Command(
         "Starts or continues a run, and waits until it ends.",
         "network_parties:submit",
         "network_config:AdminConfig",
+        check="sources:check_kit",
     ),
     "network status": Command(
         "Prints the connected sites and the latest runs.",
         "network_parties:status",
         "network_config:AdminConfig",
+        check="sources:check_kit",
     ),
     "network stop": Command(
         "Stops the active runs; `submit` continues them from their last checkpoints.",
         "network_parties:stop",
         "network_config:AdminConfig",
+        check="sources:check_kit",
     ),
     "network demo": Command(
         "Completes a run on this machine, with kits, a server and its sites.",
@@ -310,9 +294,6 @@ def main(argv: Sequence[str] | None = None) -> None:
         with exit_on_user_error():
             command = _resumed_in(rest)
     description = f"firm {name}: {command.text}"
-    if rest in (["-h"], ["--help"]) and command.page.exists():  # without importing the job
-        print(f"{description}\n\n{command.page.read_text(encoding='utf-8')}", end="")
-        raise SystemExit(0)
     try:
         command.run(rest, description=description)
     except ModuleNotFoundError as error:

@@ -1,4 +1,4 @@
-"""Registry of algorithms that reports compare with a run by upload size."""
+"""Algorithms that reports compare with a run by upload size."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -19,5 +19,16 @@ class Rival:
     """Description of the upload, to follow "would have uploaded"."""
 
 
-RIVALS: dict[str, Rival] = {}
+RIVALS: dict[str, Rival] = {
+    "FedCMOO-A": Rival(  # one-way FedCMOO without a compressor, on adapters
+        lambda num_objectives, num_trainable, adapter_bytes: (
+            adapter_bytes + FLOAT_BYTES * num_objectives * num_trainable
+        ),
+        f"the adapter and an uncompressed Jacobian of M × d numbers of {FLOAT_BYTES} bytes",
+    ),
+    "FSMGDA": Rival(
+        lambda num_objectives, num_trainable, adapter_bytes: num_objectives * adapter_bytes,
+        "one adapter for each objective",
+    ),
+}
 """Rivals by their names in reports."""

@@ -131,6 +131,11 @@ class RoundConfig:
         """
         raise NotImplementedError(f"{type(self).__name__} must implement requests.")
 
+    def solves_at_preferences(self, objectives: Sequence[str]) -> bool:
+        """Returns whether a conditioned policy's clients solve for weights at each preference."""
+        options = [each.get("weighting_options", {}) for each in self.requests(objectives).values()]
+        return any("preference" in each for each in options)
+
     def alarms(self, rows: Sequence[Mapping[str, Any]]) -> list[str]:
         """Returns alarms to show after a round, each only once, from the log's rows so far."""
         return []

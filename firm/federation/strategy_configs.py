@@ -80,6 +80,10 @@ class ScalarConfig(StrategyConfig):
         """Returns the requests of a round; see ``StrategyConfig``."""
         return self.training_requests(self.local_training())
 
+    def solves_at_preferences(self, objectives: Sequence[str]) -> bool:
+        """Returns false, since the weights are fixed."""
+        return False
+
     def learning_rate(self, num_rounds: int) -> float:
         """Returns η · decay^⌊t/100⌋ after t finished rounds; it changes every 100 rounds."""
         return self.server_learning_rate * self.decay ** (num_rounds // 100)
@@ -254,6 +258,10 @@ class FirmConfig(StrategyConfig):
         solves = [row for row in rows if {"gradient_norms", "cosines"} <= row.keys()]
         alarm = beta_alarm(solves, self.beta)
         return [alarm] if alarm else []
+
+    def solves_at_preferences(self, objectives: Sequence[str]) -> bool:
+        """Returns true, since clients solve for weights."""
+        return True
 
     def of_client(self, name: str) -> Self:
         """Returns the options of a client, with its own preference if it has one."""

@@ -50,13 +50,13 @@ from typing import TYPE_CHECKING
 from firm.base.lazy import lazy
 
 if TYPE_CHECKING:
-    from firm.fmoo.attacks import LossAttackConfig
     from firm.fmoo.client import SupervisedClient
-    from firm.fmoo.data import DatasetConfig, Splits, TaskData, dataset, load_data
-    from firm.fmoo.models import ModelConfig, build_model, model, num_parameters
+    from firm.fmoo.config import DatasetConfig, LocalConfig, LossAttackConfig, ModelConfig
+    from firm.fmoo.data import Splits, TaskData, dataset, load_data
+    from firm.fmoo.models import build_model, model, num_parameters
     from firm.fmoo.modules import Dropout, MultiTaskModel
     from firm.fmoo.task_data import loss
-    from firm.fmoo.workspace import LocalConfig, ObjectiveMetrics, Workspace
+    from firm.fmoo.workspace import ObjectiveMetrics, Workspace
 
 __all__ = [
     "DatasetConfig",

@@ -7,41 +7,11 @@ a constant, and these are normalised, which cancels a factor.
 """
 
 from dataclasses import replace
-from typing import Literal
 
 import torch
 
-from firm.base.fields import FiniteFloat, configuration
 from firm.federation.client import Gradients
-
-
-@configuration
-class LossAttackConfig:
-    """Attack on the clients' losses; off by default."""
-
-    kind: Literal["none", "bias", "scaling"] = "none"
-    """bias adds ``amount`` to every loss of an attacker and leaves its gradients unchanged. scaling
-    multiplies losses and gradients by ``amount``. none disables the attack; the other keys are then
-    ignored."""
-    clients: tuple[str, ...] = ()
-    """Names of the attackers. They are sampled for rounds like other clients; list them under the
-    strategy's ``always`` to include them in every round."""
-    amount: FiniteFloat = 0.0
-    """The added constant (bias) or the positive factor (scaling)."""
-
-    def __post_init__(self) -> None:
-        if self.kind == "none":
-            return
-        if not self.clients:
-            raise ValueError(f"A {self.kind} attack needs attackers: list them in clients.")
-        if len(set(self.clients)) < len(self.clients):
-            raise ValueError(f"clients must name each attacker once, got {list(self.clients)}.")
-        if self.kind == "scaling" and self.amount <= 0:
-            raise ValueError(f"amount must be positive in a scaling attack, got {self.amount}.")
-
-    def has_attacker(self, client: str) -> bool:
-        """Returns whether the client attacks."""
-        return self.kind != "none" and client in self.clients
+from firm.fmoo.config import LossAttackConfig
 
 
 def attacked_losses(losses: torch.Tensor, *, client: str, attack: LossAttackConfig) -> torch.Tensor:

@@ -12,7 +12,8 @@ from firm.base.schema import ByObjective, Finite, Items
 from firm.base.state import State
 from firm.federation.client import Adapter, Client, Gradients
 from firm.fmoo import linear
-from firm.fmoo.attacks import LossAttackConfig, attacked_gradients, attacked_losses
+from firm.fmoo.attacks import attacked_gradients, attacked_losses
+from firm.fmoo.config import LossAttackConfig
 from firm.fmoo.workspace import Workspace, rotated
 
 register(Quantity("losses", type=ByObjective[Items[Finite]]))

@@ -1,18 +1,55 @@
-"""Configuration of data sets, and the registry of their loaders."""
+"""Configurations of classic runs, and the registries of their data sets and models."""
 
 from collections.abc import Callable
 from dataclasses import field
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
-from annotated_types import Interval
+from annotated_types import Interval, MinLen
 
-from firm.base.fields import BoundedInt, PositiveInt, Seed, configuration
+from firm.base.fields import (
+    BoundedInt,
+    FiniteFloat,
+    NonNegativeFloat,
+    PositiveFloat,
+    PositiveInt,
+    Seed,
+    configuration,
+)
 from firm.base.registry import OneOf, Registry
 
 CallableT = TypeVar("CallableT", bound=Callable[..., Any])
 
-DATASETS: Registry[str, Callable[["DatasetConfig"], Any]] = Registry("data set")
+DATASETS: Registry[str, Callable[["DatasetConfig"], Any]] = Registry(
+    "data set",
+    dict.fromkeys(
+        [
+            *("two_digits", "multi_mnist", "mnist_fmnist", "cifar10_mnist"),
+            *("mnist", "fashion_mnist", "cifar10", "femnist", "celeba", "celeba5"),
+            *("adult", "river_flow", "qm9", "shakespeare"),
+        ],
+        "firm.fmoo.data",
+    ),
+)
 """Loaders by the name that a configuration gives; `firm.fmoo.data` has the shipped ones."""
+MODELS: Registry[str, Callable[["ModelConfig", Any], Any]] = Registry(
+    "model",
+    dict.fromkeys(
+        [
+            "lenet",
+            "cifar_mnist_cnn",
+            "resnet18",
+            "cifar_cnn",
+            "fashion_cnn",
+            "femnist_cnn",
+            "molecule_net",
+            "character_lstm",
+            "linear",
+            "mlp",
+        ],
+        "firm.fmoo.models",
+    ),
+)
+"""Models by the name that a configuration gives; `firm.fmoo.models` has the shipped ones."""
 
 
 @configuration
@@ -47,3 +84,68 @@ class DatasetConfig:
     window_stride: PositiveInt = 10
     """Characters between the starts of consecutive samples of shakespeare. Not in the paper; 1 uses
     all samples, at 640 bytes of memory per character."""
+
+
+@configuration
+class ModelConfig:
+    """Model that clients train."""
+
+    name: Annotated[str, OneOf(MODELS)] = "lenet"
+    """Model. A file under `plugins` may register others with `firm.fmoo.model`."""
+    dropout: Annotated[float | None, Interval(ge=0, lt=1)] = None
+    """Probability of all dropout layers; by default 0.5 as in the papers, and 0.25 after
+    femnist_cnn's pooling. resnet18, molecule_net, character_lstm and linear have no dropout; mlp
+    has 0 by default."""
+    hidden: Annotated[list[BoundedInt], MinLen(1)] = field(default_factory=lambda: [64, 64])
+    """Widths of the hidden layers of mlp. Not in the papers."""
+
+
+@configuration
+class LocalConfig:
+    """Local training of a client."""
+
+    optimizer: Literal["sgd", "adam"] = "sgd"
+    """Local optimizer; its state is reset every round."""
+    lr: PositiveFloat = 0.1
+    """Local learning rate η_c."""
+    momentum: Annotated[float, Interval(ge=0, lt=1)] = 0.0
+    """Momentum of SGD."""
+    weight_decay: NonNegativeFloat = 0.0
+    """L2 penalty of the optimizer."""
+    batch_size: PositiveInt | None = 128
+    """Samples per local step; null uses the whole shard, for exact local gradients."""
+    rotation: Annotated[float, Interval(ge=0, le=180)] = 0.0
+    """Maximum angle of random rotations of training images, in degrees."""
+
+    def __post_init__(self) -> None:
+        if self.momentum and self.optimizer == "adam":
+            raise ValueError(f"momentum is supported with sgd only, got {self.momentum} with adam.")
+
+
+@configuration
+class LossAttackConfig:
+    """Attack on the clients' losses; off by default."""
+
+    kind: Literal["none", "bias", "scaling"] = "none"
+    """bias adds ``amount`` to every loss of an attacker and leaves its gradients unchanged. scaling
+    multiplies losses and gradients by ``amount``. none disables the attack; the other keys are then
+    ignored."""
+    clients: tuple[str, ...] = ()
+    """Names of the attackers. They are sampled for rounds like other clients; list them under the
+    strategy's ``always`` to include them in every round."""
+    amount: FiniteFloat = 0.0
+    """The added constant (bias) or the positive factor (scaling)."""
+
+    def __post_init__(self) -> None:
+        if self.kind == "none":
+            return
+        if not self.clients:
+            raise ValueError(f"A {self.kind} attack needs attackers: list them in clients.")
+        if len(set(self.clients)) < len(self.clients):
+            raise ValueError(f"clients must name each attacker once, got {list(self.clients)}.")
+        if self.kind == "scaling" and self.amount <= 0:
+            raise ValueError(f"amount must be positive in a scaling attack, got {self.amount}.")
+
+    def has_attacker(self, client: str) -> bool:
+        """Returns whether the client attacks."""
+        return self.kind != "none" and client in self.clients

@@ -30,7 +30,8 @@ _PAIRS = (two_digits, multi_mnist, mnist_fmnist, cifar10_mnist)
 _IMAGES = (mnist, fashion_mnist, cifar10, femnist, celeba, celeba5)
 _OTHERS = (adult, river_flow, qm9, shakespeare)
 
-DATASETS.update({loader.__name__: loader for loader in (*_PAIRS, *_IMAGES, *_OTHERS)})
+for _loader in (*_PAIRS, *_IMAGES, *_OTHERS):
+    DATASETS.add(_loader.__name__, _loader)
 
 
 def dataset(name: str) -> Callable[[CallableT], CallableT]:

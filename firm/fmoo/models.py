@@ -15,18 +15,13 @@
 """
 
 from collections.abc import Callable
-from dataclasses import field
-from typing import Annotated
 
 import torch
-from annotated_types import Interval, MinLen
 from torch import nn
 
-from firm.base.fields import BoundedInt, configuration
 from firm.base.randomness import RandomStream
-from firm.base.registry import OneOf, Registry
 from firm.base.user_code import user_code
-from firm.fmoo.config import CallableT
+from firm.fmoo.config import MODELS, CallableT, ModelConfig
 from firm.fmoo.modules import (
     CharacterEncoder,
     Dropout,
@@ -35,23 +30,6 @@ from firm.fmoo.modules import (
     ResidualBlock,
 )
 from firm.fmoo.task_data import TaskData
-
-MODELS: Registry[str, Callable[["ModelConfig", TaskData], nn.Module]] = Registry("model")
-"""Models by the name that a configuration gives."""
-
-
-@configuration
-class ModelConfig:
-    """Model that clients train."""
-
-    name: Annotated[str, OneOf(MODELS)] = "lenet"
-    """Model. A file under `plugins` may register others with `firm.fmoo.model`."""
-    dropout: Annotated[float | None, Interval(ge=0, lt=1)] = None
-    """Probability of all dropout layers; by default 0.5 as in the papers, and 0.25 after
-    femnist_cnn's pooling. resnet18, molecule_net, character_lstm and linear have no dropout; mlp
-    has 0 by default."""
-    hidden: Annotated[list[BoundedInt], MinLen(1)] = field(default_factory=lambda: [64, 64])
-    """Widths of the hidden layers of mlp. Not in the papers."""
 
 
 def model(name: str) -> Callable[[CallableT], CallableT]:
@@ -271,7 +249,8 @@ def molecule_net(cfg: ModelConfig, data: TaskData) -> MultiTaskModel:
 _OF_IMAGES = (lenet, cifar_mnist_cnn, resnet18, cifar_cnn, fashion_cnn, femnist_cnn)
 _OF_OTHERS = (molecule_net, character_lstm, linear, mlp)
 
-MODELS.update({build.__name__: build for build in (*_OF_IMAGES, *_OF_OTHERS)})
+for _build in (*_OF_IMAGES, *_OF_OTHERS):
+    MODELS.add(_build.__name__, _build)
 
 
 def _with_linear_heads(encoder: nn.Module, width: int, data: TaskData) -> MultiTaskModel:

@@ -7,20 +7,19 @@ from collections.abc import Callable, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import partial
-from typing import Annotated, Any, Literal
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
-from annotated_types import Interval
 from torch import nn
 from torch.func import functional_call
 
-from firm.base.fields import NonNegativeFloat, PositiveFloat, PositiveInt, configuration
 from firm.base.quantities import Quantity, register
 from firm.base.schema import ByObjective, Finite, Share
 from firm.base.user_code import user_code
 from firm.federation.client import Adapter
 from firm.federation.lockstep import outcome_of, together
+from firm.fmoo.config import LocalConfig
 from firm.fmoo.modules import Dropout, MultiTaskModel
 from firm.fmoo.stacked import GradientRequest, gradients_together, is_stackable
 from firm.fmoo.task_data import CLASS_LOSSES, LOSSES, TaskData
@@ -28,28 +27,6 @@ from firm.gradients.jacobian import jacobian
 
 EVALUATION_BATCH = 2048
 """Samples per forward pass without gradients."""
-
-
-@configuration
-class LocalConfig:
-    """Local training of a client."""
-
-    optimizer: Literal["sgd", "adam"] = "sgd"
-    """Local optimizer; its state is reset every round."""
-    lr: PositiveFloat = 0.1
-    """Local learning rate η_c."""
-    momentum: Annotated[float, Interval(ge=0, lt=1)] = 0.0
-    """Momentum of SGD."""
-    weight_decay: NonNegativeFloat = 0.0
-    """L2 penalty of the optimizer."""
-    batch_size: PositiveInt | None = 128
-    """Samples per local step; null uses the whole shard, for exact local gradients."""
-    rotation: Annotated[float, Interval(ge=0, le=180)] = 0.0
-    """Maximum angle of random rotations of training images, in degrees."""
-
-    def __post_init__(self) -> None:
-        if self.momentum and self.optimizer == "adam":
-            raise ValueError(f"momentum is supported with sgd only, got {self.momentum} with adam.")
 
 
 _evaluated = partial(Quantity, kind="evaluation", section="")

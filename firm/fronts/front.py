@@ -16,8 +16,6 @@ from firm.solvers.checks import as_shares
 
 MAX_POINTS = 10_000
 """Largest number of points, which are compared with each other."""
-FRONT_NAME = "front.json"
-"""File of a front in the folder of a conditioned run, or of an export."""
 KL = "kl"
 """Name of the KL from the base model in requirements and errors."""
 _FORMAT = 1

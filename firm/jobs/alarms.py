@@ -5,8 +5,12 @@ from firm.alignment.estimator_config import KLConfig
 from firm.alignment.kl_alarms import kl_alarm, mismatch_alarm, ratio_alarm
 from firm.alignment.rollout import logprobs_from
 from firm.federation.diagnostics import failure_alarms
-from firm.jobs.alignment_config import AlignmentConfig, solves_at_preferences
-from firm.jobs.alignment_data import data_of
+from firm.jobs.alignment_config import (
+    AlignmentConfig,
+    every_source,
+    solves_at_preferences,
+    training_sources,
+)
 from firm.run.guard import drawn
 from firm.run.rows import Row, as_one_training
 
@@ -30,10 +34,10 @@ def _leftovers(cfg: AlignmentConfig) -> list[str]:
     """Returns a warning if the user replaced only some of the miniature's models and prompts."""
     places = {
         "policy.path": cfg.policy.path,
-        **{f"{key}.source": own.source for key, own in data_of(cfg).every_source(cfg).items()},
+        **{f"{key}.source": own.source for key, own in every_source(cfg).items()},
         **{f"rewards.{name}.path": reward.path for name, reward in cfg.rewards.items()},
     }
-    first = ["policy.path", *(f"{key}.source" for key in data_of(cfg).sources(cfg))]
+    first = ["policy.path", *(f"{key}.source" for key in training_sources(cfg))]
     own = [key for key in first if MINIATURE not in str(places[key])]
     left = [key for key, place in places.items() if MINIATURE in str(place)]
     if not own or not set(left) - set(first):

@@ -25,7 +25,7 @@ from firm.alignment.pair_evaluation import PairEvaluation, evaluate_pairs, refer
 from firm.alignment.pair_tokens import EncodedPair
 from firm.alignment.policy import load_adapter_
 from firm.base.inside import remove, replace_bytes, whole_folder
-from firm.base.preferences import preference_folder
+from firm.base.preferences import FRONT_NAME, preference_folder
 from firm.base.randomness import RandomStream
 from firm.base.sanitize import legible, printable
 from firm.base.state import State
@@ -33,7 +33,6 @@ from firm.federation.client import Adapter
 from firm.federation.engines.engine import Engine
 from firm.federation.engines.processes import Processes, ProcessesEngine
 from firm.federation.server import ServerState
-from firm.fronts.front import FRONT_NAME
 from firm.fronts.reach import widest_gap
 from firm.jobs.alarms import alarms_at_start, alarms_of_rounds
 from firm.jobs.alignment_config import (

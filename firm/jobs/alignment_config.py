@@ -311,6 +311,23 @@ def held_objectives(cfg: AlignmentConfig) -> dict[str, list[str]]:
     return held
 
 
+def training_sources(cfg: AlignmentConfig) -> dict[str, PromptsConfig]:
+    """Returns the sources of the training data, by key."""
+    if cfg.estimator.learns_from == "pairs":
+        return {f"pairs.{name}": own for name, own in cfg.pairs.items()}
+    return {"data.train": cfg.data.train}
+
+
+def every_source(cfg: AlignmentConfig) -> dict[str, PromptsConfig]:
+    """Returns the sources of the training and held-out data that a run reads, by key."""
+    if cfg.estimator.learns_from == "pairs":  # whose held-out splits have no other sources
+        return training_sources(cfg)
+    if cfg.data.hold_out:
+        return training_sources(cfg)
+    unused = set() if cfg.evaluation.num_validation_prompts else {"validation"}
+    return {f"data.{use}": getattr(cfg.data, use) for use in DEFAULT_SPLITS if use not in unused}
+
+
 def client_names(cfg: AlignmentConfig) -> list[str]:
     """Returns the names of all clients, in the order in which their updates are summed."""
     return [f"client_{index}" for index in range(cfg.num_clients)]
@@ -332,8 +349,7 @@ def solves_at_preferences(cfg: AlignmentConfig) -> bool:
     """
     if cfg.policy.conditioning.kind == "none":
         return False
-    requests = cfg.strategy.requests(cfg.objectives).values()
-    return any("preference" in fields.get("weighting_options", {}) for fields in requests)
+    return cfg.strategy.solves_at_preferences(cfg.objectives)
 
 
 def is_front_due(cfg: AlignmentConfig, round: int) -> bool:

@@ -15,7 +15,7 @@ from firm.alignment.client_config import AttackConfig
 from firm.alignment.generation import end_token_ids
 from firm.alignment.pair_tokens import EncodedPair, encode_pairs
 from firm.alignment.pairs import Pair, load_pairs
-from firm.alignment.prompt_data import PromptsConfig, load_prompts, loose_text, overlap_notes
+from firm.alignment.prompt_data import load_prompts, loose_text, overlap_notes
 from firm.alignment.prompts import Prompt
 from firm.alignment.trainer import MultiObjectiveTrainer
 from firm.federation.partition import dirichlet_partition, iid_partition
@@ -58,14 +58,6 @@ class Splits:
 
 class Data(ABC):
     """Data of one kind."""
-
-    @abstractmethod
-    def sources(self, cfg: AlignmentConfig) -> dict[str, PromptsConfig]:
-        """Returns the sources of the training data, by key."""
-
-    def every_source(self, cfg: AlignmentConfig) -> dict[str, PromptsConfig]:
-        """Returns the sources of the training and held-out data that a run reads, by key."""
-        return self.sources(cfg)
 
     @abstractmethod
     def load(
@@ -131,19 +123,6 @@ class Data(ABC):
 class PromptData(Data):
     """Prompts to sample replies to."""
 
-    def sources(self, cfg: AlignmentConfig) -> dict[str, PromptsConfig]:
-        """Returns the source of the training prompts."""
-        return {"data.train": cfg.data.train}
-
-    def every_source(self, cfg: AlignmentConfig) -> dict[str, PromptsConfig]:
-        """Returns the sources of the prompts; without validation, of training and test prompts."""
-        if cfg.data.hold_out:
-            return self.sources(cfg)
-        unused = set() if cfg.evaluation.num_validation_prompts else {"validation"}
-        return {
-            f"data.{use}": getattr(cfg.data, use) for use in DEFAULT_SPLITS if use not in unused
-        }
-
     def load(
         self,
         cfg: AlignmentConfig,
@@ -206,10 +185,6 @@ class PromptData(Data):
 
 class PairData(Data):
     """Pairs of replies that people ranked, by objective."""
-
-    def sources(self, cfg: AlignmentConfig) -> dict[str, PromptsConfig]:
-        """Returns the sources of the pairs of all objectives."""
-        return {f"pairs.{name}": own for name, own in cfg.pairs.items()}
 
     def load(
         self,

@@ -4,10 +4,8 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
 
 import torch
-from annotated_types import Gt, Lt
 from rich import box
 from rich.console import Console
 from rich.table import Table
@@ -16,54 +14,21 @@ from rich.text import Text
 from firm.alignment.calibration import Calibration
 from firm.alignment.prompts import ChatMessage, Prompt, hh_text
 from firm.alignment.rewards import score
-from firm.base.fields import configuration
 from firm.base.randomness import RandomStream
 from firm.base.sanitize import legible
+from firm.jobs.configs import ChatConfig
 from firm.jobs.fetch import fetch_policy
 from firm.jobs.finished_runs import adapter_folder, check_code, checked_record, frozen_calibrations
 from firm.jobs.pick import conditioned_front
-from firm.jobs.speakers import Speakers, SpeakersConfig
+from firm.jobs.speakers import Speakers
 from firm.report import formats
 from firm.run.directory import Run
 from firm.run.errors import UserError
 from firm.run.shipped import with_shipped_paths
-from firm.serving.front import TRADE_OFFS, stated_preference
+from firm.serving.front import stated_preference
 
 SIDES = {"base": None, "aligned": 0}
 """Index of each model's adapter, by the model's displayed name; None for the base model."""
-
-
-@configuration
-class ChatConfig(SpeakersConfig):
-    """A chat; settings of `run` are the defaults, followed by the defaults below."""
-
-    run: Path | None = None
-    """Finished run that provides adapter, policy, rewards, rollout and seed."""
-    adapter: Path | None = None
-    """PEFT folder, or run directory to take only the adapter from; default: the run's adapter."""
-    preference: list[float] | None = None
-    """Shares of the objectives, in order, for a conditioned adapter; null: equal shares."""
-    target: str = ""
-    """Where to end up on a conditioned run's front, instead of `preference`; see `firm pick`."""
-    require: str = ""
-    """Requirements that the best preference must meet, instead of `preference`; see `firm pick`."""
-    confidence: Annotated[float, Gt(0.5), Lt(1)] = 0.95
-    """Confidence of the one-sided bounds that must meet `require`."""
-    show_rewards: bool = True
-    """Load the reward models and show the scores, except of models that need further data
-    fields."""
-
-    def __post_init__(self) -> None:
-        if not (self.run or self.adapter):
-            raise ValueError(
-                "chat needs a model: pass --run runs/mine, or --adapter with --policy.path."
-            )
-        given = [key for key in TRADE_OFFS if getattr(self, key)]
-        if len(given) > 1:
-            raise ValueError(f"pass one of preference, target and require, got {', '.join(given)}.")
-        if self.run is None and (self.target or self.require):
-            raise ValueError(f"{given[0]} needs the front of a run: pass --run runs/mine.")
-        super().__post_init__()
 
 
 @dataclass(frozen=True)

@@ -3,24 +3,22 @@
 import os
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any
-
-from annotated_types import Ge
+from typing import Any
 
 from firm.alignment.calibration import Calibration
 from firm.alignment.evaluation import Evaluation, MetricComparison, comparison_table, evaluate
-from firm.alignment.prompt_data import PromptsConfig, load_prompts
-from firm.base.fields import BoundedInt, Hint, NonNegativeInt, PositiveInt, configuration
+from firm.alignment.prompt_data import load_prompts
 from firm.base.inside import replace_text, whole_folder
 from firm.base.randomness import RandomStream
 from firm.base.sanitize import legible, printable
 from firm.jobs.alignment_config import DEFAULT_SPLITS, GIVEN
+from firm.jobs.configs import CompareConfig
 from firm.jobs.fetch import fetch_policy
 from firm.jobs.finished_runs import adapter_folder, check_code, checked_record, frozen_calibrations
-from firm.jobs.speakers import Speakers, SpeakersConfig
+from firm.jobs.speakers import Speakers
 from firm.report.comparison import write_comparison
 from firm.report.record import Record
 from firm.report.samples import Sample, ScoredReply, Turn, turns_of
@@ -33,45 +31,9 @@ from firm.run.guard import drawing
 from firm.run.names import dated_folder
 from firm.run.progress import SamplingLines, print_table, say
 from firm.run.shipped import with_shipped_paths
-from reward_models.config import RewardModelConfig
 
 PAGE_NAME = "evaluation.html"
 BASE = "base"
-
-
-@configuration
-class CompareConfig(SpeakersConfig):
-    """A comparison; settings of the first run are the defaults, then the defaults below."""
-
-    runs: list[Path] = field(default_factory=list)
-    """Finished runs to compare. The first one provides policy, rewards and their calibrations,
-    rollout, test prompts and seed."""
-    adapters: list[Path] = field(default_factory=list)
-    """Further adapters: PEFT folders, or run directories to take only the adapter from."""
-    metrics: dict[str, RewardModelConfig] = field(default_factory=dict)
-    """Further scores to report, by name."""
-    calibrated: bool = True
-    """Also report rewards in [0, 1]; runs with different calibrations are then refused."""
-    prompts: PromptsConfig = field(default_factory=lambda: PromptsConfig(split=None))
-    """Held-out prompts; split null: a whole file, or the second half of a dataset's split
-    "test"."""
-    num_prompts: Annotated[PositiveInt, Ge(2), Hint("a standard error needs two")] = 256
-    """Rows of prompts to use, from the first."""
-    num_samples: BoundedInt = 2
-    """Replies sampled per row."""
-    num_shown_samples: NonNegativeInt = 12
-    """Prompts to save with their replies; 0: no texts on the terminal or in files."""
-    out: Path | None = None
-    """Directory of the results; default: runs/evaluation-TIME."""
-
-    def __post_init__(self) -> None:
-        if not (self.runs or self.adapters):
-            raise ValueError(
-                "nothing to evaluate: pass --runs '[runs/mine]', or --adapters with --policy.path."
-            )
-        super().__post_init__()
-        if shared := sorted(self.rewards.keys() & self.metrics.keys()):
-            raise ValueError(f"rewards and metrics both have {shared[0]!r}; rename one.")
 
 
 @dataclass(frozen=True)

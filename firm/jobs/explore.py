@@ -3,15 +3,14 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 from firm.alignment.prompts import ChatMessage
-from firm.base.fields import Hint, Port, configuration
 from firm.fronts.nearest import Expectation, expected_rewards
 from firm.fronts.reach import mean_preference, reaching
-from firm.jobs.chat import ChatConfig, ChatReply, Conversation
+from firm.jobs.chat import ChatReply, Conversation
+from firm.jobs.configs import ChatConfig, ExploreConfig, SpeakersConfig
 from firm.jobs.pick import conditioned_front
-from firm.jobs.speakers import SpeakersConfig
 from firm.report.drawing import LegendEntry
 from firm.report.front_page import front_clouds
 from firm.report.plane import KL, Cloud, Spot, planes
@@ -20,24 +19,6 @@ from firm.report.static import light_color
 CLEAR, GRAY = "rgba(0, 0, 0, 0)", "#808890"
 """Colours that are legible on light and dark pages."""
 POINT = LegendEntry("the sliders' trade-off", "var(--objective-1)")
-
-
-@configuration
-class ExploreConfig(SpeakersConfig):
-    """An interactive page of a run; the run's settings are the defaults."""
-
-    run: Path | None = None
-    """Finished conditioned run with a front.json; provides adapter, policy, rewards, rollout and
-    seed."""
-    show_rewards: bool = True
-    """Load the reward models and show the scores of replies."""
-    port: Annotated[Port | None, Hint("null takes a free one")] = None
-    """Port of the page, which only this machine can open; null: the first free one from 7860."""
-
-    def __post_init__(self) -> None:
-        if self.run is None:
-            raise ValueError("explore needs a conditioned run with a front: pass --run runs/mine.")
-        super().__post_init__()
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,8 @@ from urllib.parse import parse_qs
 
 from firm.base.extras import install_command
 from firm.jobs.chat import SIDES, ChatReply
-from firm.jobs.explore import ExploreConfig, Explorer, TargetPoint
+from firm.jobs.configs import ExploreConfig
+from firm.jobs.explore import Explorer, TargetPoint
 from firm.report.static import light_color
 from firm.run.errors import UserError
 from firm.serving.local import foreign

@@ -3,23 +3,19 @@
 import shlex
 import shutil
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated, Any
-
-from annotated_types import Gt, Lt
+from typing import Any
 
 from firm.alignment.adapter_files import has_preferences, read_adapter, read_settings
 from firm.alignment.generation import end_token_ids, generation_settings
 from firm.alignment.policy import checkpoint_errors, read_architecture, read_generation_config
-from firm.alignment.policy_config import PolicyConfig
-from firm.alignment.rollout_config import RolloutConfig
-from firm.base.fields import configuration
 from firm.base.inside import whole_folder
 from firm.base.preferences import in_words, preference_folder
 from firm.base.sanitize import legible
 from firm.fronts.certificate import Certificate
 from firm.fronts.front import Front
+from firm.jobs.configs import ExportConfig
 from firm.jobs.fetch import fetch_policy
 from firm.jobs.finished_runs import adapter_folder
 from firm.jobs.model_card import markdown_text, model_card
@@ -31,54 +27,11 @@ from firm.run.shipped import with_shipped_paths
 from firm.serving.adapter_folders import tokenizer_files
 from firm.serving.chat_templates import HH_TEMPLATE, plain_template
 from firm.serving.export_target import Source, Target
-from firm.serving.front import TRADE_OFFS, ServedFront, passing_certificate
-from firm.serving.targets import TargetName, target
+from firm.serving.front import ServedFront, passing_certificate
+from firm.serving.targets import target
 
 CARD_NAME = "README.md"
 """Model card of an adapter."""
-
-
-@configuration
-class ExportConfig:
-    """An export; settings of `run` are the defaults, followed by the defaults below."""
-
-    run: Path | None = None
-    """Finished run, which provides adapter, policy and rollout; a conditioned one must have a
-    front.json."""
-    to: TargetName = "peft"
-    """Engine: peft for PEFT folders whose scaled sum is the front, gguf for the same as files of
-    llama.cpp with the base model, openvino for the same as files of OpenVINO GenAI, or vllm, which
-    does not scale adapters, for a folder per measured point."""
-    preference: list[float] | None = None
-    """Export only a conditioned run's adapter at this preference: shares of the objectives, in
-    order."""
-    target: str = ""
-    """Export only the adapter at this target; see `firm pick`."""
-    require: str = ""
-    """Export only the best adapter that meets requirements; see `firm pick`."""
-    confidence: Annotated[float, Gt(0.5), Lt(1)] = 0.95
-    """Confidence of the one-sided bounds that must meet `require`."""
-    has_base: bool = True
-    """With gguf, write the base model too. Turn it off to serve another GGUF file of it, such as a
-    quantized one."""
-    out: Path | None = None
-    """Folder to write, which must not exist; default: runs/RUN-TO-TIME."""
-    policy: PolicyConfig = field(default_factory=lambda: PolicyConfig(path=""))
-    """Base model; its weights are read only for gguf."""
-    rollout: RolloutConfig = field(default_factory=RolloutConfig)
-    """Sampling of replies, the default of requests to an export for gguf."""
-
-    def __post_init__(self) -> None:
-        if self.run is None:
-            raise ValueError("export needs a finished run: firm export runs/mine.")
-        given = [key for key in TRADE_OFFS if getattr(self, key)]
-        if len(given) > 1:
-            raise ValueError(f"pass one of preference, target and require, got {', '.join(given)}.")
-
-    @property
-    def is_folded(self) -> bool:
-        """True if a single preference is exported."""
-        return any(getattr(self, key) for key in TRADE_OFFS)
 
 
 @dataclass(frozen=True)

@@ -20,9 +20,9 @@ from transformers.utils import logging as transformers_logging
 
 from firm.alignment.policy import checkpoint_source, load_base_model, read_tokenizer
 from firm.alignment.policy_config import PolicyConfig
-from firm.base.fields import configuration
 from firm.base.json_text import json_text
 from firm.base.sanitize import first_line, printable
+from firm.jobs.configs import FetchConfig
 from firm.run.errors import UserError
 from firm.run.shipped import FETCHED, fetched_folder
 
@@ -81,15 +81,6 @@ MODELS = {
     )
 }
 """Models that can be fetched, by name."""
-
-
-@configuration
-class FetchConfig:
-    """Place of a fetched model."""
-
-    to: Path | None = None
-    """Folder to write; default: `models/smollm2` in the cache, `$XDG_CACHE_HOME/firm` or
-    `~/.cache/firm`, where `firm/models/smollm2` as a policy's path finds it."""
 
 
 def fetch(name: str, folder: Path | None = None, *, say: Callable[[str], None]) -> Path:

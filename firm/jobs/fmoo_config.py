@@ -21,10 +21,7 @@ from firm.base.fields import (
 from firm.base.registry import OneOf, did_you_mean
 from firm.federation.engine_registry import ENGINES
 from firm.federation.strategies import StrategyConfig
-from firm.fmoo.attacks import LossAttackConfig
-from firm.fmoo.data import DatasetConfig
-from firm.fmoo.models import ModelConfig
-from firm.fmoo.workspace import LocalConfig
+from firm.fmoo.config import DatasetConfig, LocalConfig, LossAttackConfig, ModelConfig
 from firm.run.names import check_folder_name
 from firm.run.resuming import Resume, check_out
 from firm.run.tracking import TrackingConfig

@@ -5,7 +5,7 @@ import re
 import shlex
 import sys
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -13,13 +13,15 @@ import yaml
 from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError
 
 from firm.alignment.inspection import Inspection, fast_dtype, inspect_policy
-from firm.alignment.policy import is_gguf, read_tokenizer
+from firm.alignment.policy import read_tokenizer
+from firm.alignment.policy_config import is_gguf
 from firm.alignment.prompt_data import read_prompts
-from firm.base.fields import configuration, field_docstrings
+from firm.base.fields import field_docstrings
 from firm.base.inside import replace_text
 from firm.base.sanitize import legible, printable
 from firm.jobs.alignment_config import AlignmentConfig
 from firm.jobs.alignment_data import HELD_OUT
+from firm.jobs.configs import InitConfig
 from firm.jobs.sources import check_data, check_policy, check_reward, is_file
 from firm.run.config import compose
 from firm.run.errors import UserError
@@ -27,25 +29,6 @@ from firm.run.shipped import CONFIGS, with_shipped_paths
 from reward_models.registry import reward_settings
 
 TEMPLATE = CONFIGS / "own.yaml"
-
-
-@configuration
-class InitConfig:
-    """Contents of a new configuration; on a terminal, missing values are prompted for."""
-
-    policy: str = ""
-    """Language model: a folder, a name on the Hugging Face hub, or a GGUF file."""
-    rewards: dict[str, str] = field(default_factory=dict)
-    """Reward models by objective, such as {helpful: models/helpful, brief: brevity, right:
-    rewards.py:right}: a classifier's folder or hub name, a built-in function, or a function in a
-    Python file."""
-    prompts: str = ""
-    """Training prompts: a .json or .jsonl file, or a data set."""
-    test_prompts: str = ""
-    """Held-out prompts; default: a fifth of a file, drawn at random, or the split "test" of a data
-    set."""
-    out: Path = Path("own.yaml")
-    """File to write."""
 
 
 ASKED = ("policy", "prompts", "rewards")

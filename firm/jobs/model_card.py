@@ -7,7 +7,7 @@ from pathlib import Path
 
 from huggingface_hub import ModelCard, ModelCardData
 
-from firm.alignment.policy import is_gguf
+from firm.alignment.policy_config import is_gguf
 from firm.base.sanitize import printable
 from firm.jobs.hub import is_hub_name
 from firm.run.shipped import path_in_package

@@ -4,7 +4,7 @@ import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from firm.base.fields import (
     BoundedInt,
@@ -16,13 +16,14 @@ from firm.base.fields import (
     configuration,
 )
 from firm.base.sanitize import check_name
-from firm.federation.options.secure.protocol import KeyRing
 from firm.jobs.alignment_config import AlignmentConfig
-from firm.network import certificates, kits
-from firm.network.site import SitePolicy
+from firm.network.site_policy import SitePolicy
 from firm.run.config import compose
 from firm.run.errors import UserError
 from firm.run.shipped import CONFIGS
+
+if TYPE_CHECKING:
+    from firm.federation.options.secure.protocol import KeyRing
 
 OUTPUT = "output.txt"
 """File with the output of a kit's processes, in the kit."""
@@ -165,11 +166,14 @@ def site_name(kit: Path) -> str:
     return names[0]
 
 
-def site_identities(kit: Path) -> KeyRing:
+def site_identities(kit: Path) -> "KeyRing":
     """Returns the long-term keys of secure aggregation in a site's kit, by client.
 
     They are those of the sites' certificates, with which no server can sign.
     """
+    from firm.federation.options.secure.protocol import KeyRing
+    from firm.network import certificates
+
     site, clients = site_name(kit), clients_by_site(federation_of(kit))
     try:
         own = certificates.signing_key(kit)
@@ -187,6 +191,8 @@ def site_identities(kit: Path) -> KeyRing:
 
 def certificates_digest(kit: Path) -> str:
     """Returns a digest of the sites' certificates in a kit, which all parties must share."""
+    from firm.network import certificates
+
     digest = hashlib.sha256()
     for site in sorted(federation_of(kit).sites):
         path = kit / certificates.SITES / f"{site}.crt"
@@ -207,6 +213,8 @@ def check_role(kit: Path, role: str) -> None:
         role: The needed role, a key of `kits.SETTINGS`.
     """
     federation_of(kit)
+    from firm.network import kits  # imports FLARE, which a wrong folder does not need
+
     try:
         own = kits.role_of(kit)
     except ValueError as error:
@@ -223,6 +231,8 @@ def check_role(kit: Path, role: str) -> None:
 def server_address(kit: Path) -> tuple[str, int]:
     """Returns host and port of a kit's server, after checking the kit's certificate."""
     federation_of(kit)
+    from firm.network import certificates, kits
+
     try:
         address = kits.server_address(kit)
     except ValueError as error:

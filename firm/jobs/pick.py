@@ -5,16 +5,13 @@ import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated
 
-from annotated_types import Gt, Lt
 from huggingface_hub import ModelCard
 
-from firm.base.fields import configuration
-from firm.base.preferences import in_words, parse_shares
+from firm.base.preferences import FRONT_NAME, in_words, parse_shares
 from firm.base.sanitize import legible
 from firm.fronts.certificate import Certificate
-from firm.fronts.front import FRONT_NAME, Front, Point
+from firm.fronts.front import Front, Point
 from firm.fronts.nearest import Expectation, expected_rewards, nearest, neighbours, sound
 from firm.fronts.reach import mean_preference, reaching
 from firm.fronts.requirements import (
@@ -24,52 +21,15 @@ from firm.fronts.requirements import (
     meeting,
     parse_requirements,
 )
+from firm.jobs.configs import PickConfig
 from firm.jobs.model_card import markdown_table, markdown_text, model_card
+from firm.jobs.sources import front_file
 from firm.run.errors import UserError
 from firm.run.files import refuse_links
 from firm.run.names import dated_folder
 from firm.run.progress import print_table
 from firm.run.sweep import SWEEP_NAME
 from firm.serving.adapter_folders import check_there, read_settings, tokenizer_files, write_merged
-
-
-@configuration
-class PickConfig:
-    """A target trade-off on a front."""
-
-    front: Path
-    """Conditioned run, folder of a sweep with one front, or METHOD.front.json in it, with the
-    adapters' folders beside it."""
-    target: str = ""
-    """Where to end up on the front, as comma-separated name=share pairs of all objectives; scaled
-    to sum 1. For separately trained models, it is the preference they were trained for. For a
-    conditioned adapter, it is the proportion of the objectives' gains, each relative to its range
-    on the front; the preference that reaches it is computed. With `require`, the weights of the
-    rewards to maximise instead."""
-    require: str = ""
-    """Requirements on rewards in [0, 1], kl or other scores, such as "harmless>=0.6, kl<=3". Among
-    the models whose bounds on validation prompts meet all of them, the one with the largest rewards
-    of the objectives without a requirement is chosen, or with the largest weighted by `target`.
-    Bounds on test prompts then certify it, in certificate.json beside the adapter."""
-    confidence: Annotated[float, Gt(0.5), Lt(1)] = 0.95
-    """Confidence of the one-sided bounds that must meet `require`."""
-    merge: bool = False
-    """Merge the adapters around the target, instead of choosing the nearest one; for a conditioned
-    adapter, fold it at the preference."""
-    out: Path | None = None
-    """Folder of the merged adapter, which must not exist; default: runs/merged-TIME."""
-
-    def __post_init__(self) -> None:
-        if not self.target and not self.require:
-            raise ValueError(
-                "target or require is missing: pass a target, such as --target a=0.7,b=0.3, or "
-                "requirements, such as --require 'a>=0.6'."
-            )
-        if self.out is not None and not self.merge:
-            raise ValueError(
-                f"out needs merge, since only merged adapters are written, got {self.out}; add "
-                "--merge or remove --out."
-            )
 
 
 @dataclass(frozen=True)
@@ -238,26 +198,6 @@ def _around(
     return neighbours(front, target) if cfg.merge else []
 
 
-def front_file(path: Path) -> Path:
-    """Returns the file of a front: `path` itself, or the only front in this folder.
-
-    Raises:
-        UserError: There is none in the folder, or several.
-    """
-    if not path.is_dir():
-        return path
-    files = sorted({*path.glob(FRONT_NAME), *path.glob("*.front.json")})
-    if len(files) == 1:
-        return files[0]
-    if files:
-        raise UserError(
-            f"front: {path} has several fronts; pass one: {', '.join(map(str, files))}."
-        )
-    raise UserError(
-        f"front: {path} has no front; pass a finished conditioned run, or a finished sweep."
-    )
-
-
 def conditioned_front(run: Path, command: str) -> Front:
     """Returns the front of a finished conditioned run.
 
@@ -284,10 +224,6 @@ def load_front(path: Path) -> Front:
     """
     try:
         return Front.load(path)
-    except FileNotFoundError:
-        raise UserError(
-            f"front: there is no file {path}; pass the METHOD.front.json of a finished sweep."
-        ) from None
     except ValueError as error:
         raise UserError(f"front: {error}") from error
 

@@ -2,16 +2,16 @@
 
 import itertools
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import field, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from firm.base.fields import NumWorkers, Seed, configuration
 from firm.base.inside import move, replace_text
-from firm.base.sanitize import by_reason, check_name, printable
+from firm.base.sanitize import by_reason, printable
 from firm.jobs.alignment import FREE_KEYS as RUN_FREE_KEYS
 from firm.jobs.alignment import RENEWED_KEYS, align
 from firm.jobs.alignment_config import AlignmentConfig
+from firm.jobs.configs import PointsConfig
 from firm.jobs.threads import with_recorded_threads
 from firm.run.config import compose, to_dict, to_yaml
 from firm.run.differences import differences
@@ -20,43 +20,11 @@ from firm.run.errors import UserError
 from firm.run.files import make_private_folder
 from firm.run.guard import drawing
 from firm.run.lock import check_not_held
-from firm.run.resuming import STUDY_NAME, Resume, check_out, continued_later
+from firm.run.resuming import STUDY_NAME, continued_later
 from firm.run.sweep import Outcome, Sweep, summarise
 
 FREE_KEYS = ("out", "resume", "num_workers", "plan")
 """Keys that may differ from the folder's saved configuration on resume."""
-
-
-@configuration
-class PointsConfig:
-    """Runs in one folder, of a common base and several seeds."""
-
-    name: str = "points"
-    """Prefix of the default folder."""
-    out: Path | None = None
-    """Folder of the runs; default: runs/NAME-TIME."""
-    resume: Resume = False
-    """Continue unfinished runs: `--resume FOLDER` uses the configuration saved in that folder,
-    `--out FOLDER --resume` the given one; auto starts in an empty folder if there is nothing yet.
-    Python files named only in the folder need `--allow_code`, since the folder may be from someone
-    else."""
-    plan: bool = False
-    """Print the runs and the plan of the first one, and exit."""
-    base: Path = Path("configs/miniature.yaml")
-    """Common configuration of the runs."""
-    overrides: dict[str, Any] = field(default_factory=dict)
-    """Keys to override in all runs, with their values, such as {rounds: 8}."""
-    seeds: list[Seed] = field(default_factory=lambda: [0])
-    """Seeds of the runs. All runs are calibrated with the first seed, so that their rewards can be
-    compared."""
-    num_workers: NumWorkers = 1
-    """Number of runs executed concurrently, in separate processes."""
-
-    def __post_init__(self) -> None:
-        check_name(self.name, "name")
-        check_out(self.resume, self.out)
-        if not self.seeds or len(set(self.seeds)) < len(self.seeds):
-            raise ValueError(f"seeds must be one or more distinct numbers, got {self.seeds}.")
 
 
 def point_config(

@@ -5,17 +5,16 @@ import random
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import compress
 from pathlib import Path
-from typing import Annotated, Any, Literal, get_args
+from typing import Any, Literal, get_args
 
 import datasets
 import numpy as np
 import torch
 import transformers
 import yaml
-from annotated_types import Interval
 from peft import LoraConfig, TaskType, get_peft_model
 from transformers import AutoModelForSequenceClassification, PrinterCallback, TrainerCallback
 from trl.trainer.reward_config import RewardConfig as TrainerConfig
@@ -25,18 +24,11 @@ from firm.alignment.inspection import fast_dtype
 from firm.alignment.pairs import Pair, PairsConfig, load_pairs
 from firm.alignment.policy import checkpoint_errors, read_tokenizer, without_needless_warnings
 from firm.base.devices import named_device, prepare_attention
-from firm.base.fields import (
-    BoundedInt,
-    Hint,
-    NumWorkers,
-    PositiveFloat,
-    Seed,
-    configuration,
-)
 from firm.base.inside import replace_text, whole_folder
 from firm.base.json_text import json_text
 from firm.base.randomness import RandomStream
-from firm.base.sanitize import check_name, printable
+from firm.base.sanitize import printable
+from firm.jobs.configs import RewardConfig
 from firm.jobs.fetch import fetch_policy
 from firm.jobs.sources import check_data, check_folder, check_reward
 from firm.report.page import write_page
@@ -57,71 +49,6 @@ GOLDEN = (
 """Examples whose scores are written beside the model, to detect a wrong format later."""
 QUIET_SECONDS = 15.0
 """Minimum seconds between two lines of progress."""
-
-
-@configuration
-class RewardConfig:
-    """A reward model to train: pairs, base model and optimisation."""
-
-    pairs: str | list[str] = ""
-    """Ranked pairs: a .json or .jsonl file (optionally .gz), a dataset's folder, a dataset on the
-    Hugging Face hub, or a list of these. Rows have `prompt`, `chosen` and `rejected` in any form of
-    TRL's."""
-    split: str | None = None
-    """Split of the source, such as "train[:50%]"; null: a whole file, or the split "train"."""
-    ranked_by: str = ""
-    """Field with the index of the preferred reply, for rows with `response_0` and `response_1`,
-    such as "safer_response_id" in PKU-SafeRLHF."""
-    base: str = ""
-    """Model to start from: a folder, or a name on the Hugging Face hub."""
-    name: str = "reward"
-    """Name of the objective that the model judges."""
-    format: CallFormat | Literal["auto"] = "auto"
-    """Input format, as for reward models; "auto": the base's chat template if it has one,
-    otherwise plain."""
-    held_out: Annotated[float, Interval(gt=0, lt=1)] = 0.2
-    """Share of the prompts whose pairs are held out for the report."""
-    max_held_out: BoundedInt = 500
-    """Maximum number of held-out prompts."""
-    max_length: Annotated[int, Interval(ge=4, le=10_000_000)] = 512
-    """Maximum length of prompt and reply in tokens; longer texts are truncated at the start."""
-    rank: BoundedInt = 16
-    """Rank of the LoRA adapter on all linear layers."""
-    learning_rate: PositiveFloat = 2e-4
-    """Peak learning rate of AdamW, reached after 5 % of the steps; it then falls linearly."""
-    num_epochs: BoundedInt = 1
-    """Passes over the training pairs."""
-    batch_size: BoundedInt = 16
-    """Pairs per step of the optimizer."""
-    micro_batch_size: BoundedInt = 4
-    """Pairs per forward pass; limits memory and does not affect results."""
-    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
-    """Data type of the frozen base; "auto": bfloat16 where this machine multiplies it fast."""
-    device: str = "auto"
-    """Device, such as "cpu" or "cuda:1"; "auto" takes an accelerator if there is one."""
-    num_threads: Annotated[NumWorkers | None, Hint("null leaves it to torch")] = None
-    """Number of CPU threads."""
-    seed: Seed = 0
-    """Seed of the head, the adapter, the held-out prompts and the order of the pairs."""
-    others: dict[str, str] = field(default_factory=dict)
-    """Reward models to compare with on the held-out pairs, by name: a folder, a hub name, or a
-    function, as for `firm init`."""
-    out: Path | None = None
-    """New folder of the adapter and its report; default: runs/reward-TIME."""
-
-    def __post_init__(self) -> None:
-        if not self.pairs:
-            raise ValueError("pairs is missing: pass --pairs FILE.")
-        if not self.base:
-            raise ValueError("base is missing: pass --base FOLDER_OR_HUB_NAME.")
-        if self.batch_size % self.micro_batch_size:
-            raise ValueError(
-                f"batch_size must be a multiple of micro_batch_size ({self.micro_batch_size}), got "
-                f"{self.batch_size}."
-            )
-        check_name(self.name, "name: the name of an objective")
-        if self.name in self.others:
-            raise ValueError(f"others must not have the model's own name, got {self.name!r}.")
 
 
 @dataclass(frozen=True)

@@ -4,10 +4,14 @@ import difflib
 import re
 from pathlib import Path
 
-from firm.alignment.policy import is_gguf
-from firm.jobs.alignment_config import AlignmentConfig
-from firm.jobs.alignment_data import data_of
+from firm.alignment.policy_config import is_gguf
+from firm.base.preferences import FRONT_NAME
+from firm.jobs.alignment_config import AlignmentConfig, every_source
+from firm.jobs.configs import PickConfig, PointsConfig, WorkspaceConfig
+from firm.jobs.network_config import AdminConfig, ServerConfig, SiteConfig, federation_of
+from firm.run.config import lay_out
 from firm.run.errors import UserError
+from firm.run.resuming import check_run
 from firm.run.shipped import FETCHED, with_shipped_paths
 from reward_models.registry import check_name
 
@@ -20,7 +24,17 @@ def check_sources(cfg: AlignmentConfig) -> None:
             of a reward model does not exist.
     """
     check_policy("policy.path", cfg.policy.path)
-    for key, config in data_of(cfg).every_source(cfg).items():
+    check_local(cfg)
+
+
+def check_local(cfg: AlignmentConfig) -> None:
+    """Checks what no model is fetched for: data, reward models and adapters to start from.
+
+    Raises:
+        UserError: As `check_sources`.
+    """
+    cfg = with_shipped_paths(cfg)
+    for key, config in every_source(cfg).items():
         source = config.source
         for each in [source] if isinstance(source, str) else source:
             check_data(f"{key}.source", each)
@@ -33,6 +47,51 @@ def check_sources(cfg: AlignmentConfig) -> None:
     for folder in cfg.start:
         if not Path(folder).expanduser().is_dir():
             raise UserError(f"start: there is no folder {folder}{near(folder)}; correct it.")
+
+
+def front_file(path: Path) -> Path:
+    """Returns the file of a front: `path` itself, or the only front in this folder.
+
+    Raises:
+        UserError: There is no such file, or none or several in the folder.
+    """
+    if path.is_file():
+        return path
+    if not path.is_dir():
+        raise UserError(
+            f"front: there is no file {path}; pass the METHOD.front.json of a finished sweep."
+        )
+    files = sorted({*path.glob(FRONT_NAME), *path.glob("*.front.json")})
+    if len(files) == 1:
+        return files[0]
+    if files:
+        raise UserError(
+            f"front: {path} has several fronts; pass one: {', '.join(map(str, files))}."
+        )
+    raise UserError(
+        f"front: {path} has no front; pass a finished conditioned run, or a finished sweep."
+    )
+
+
+def check_front(cfg: PickConfig) -> None:
+    """Raises `UserError` if there is no front, or several."""
+    front_file(cfg.front)
+
+
+def check_base(cfg: PointsConfig) -> None:
+    """Raises `UserError` if there is no configuration of the runs, or it is invalid."""
+    lay_out(AlignmentConfig, [cfg.base], [])
+
+
+def check_kit(cfg: ServerConfig | SiteConfig | AdminConfig) -> None:
+    """Raises `UserError` unless a folder is the kit of a federation's party."""
+    federation_of(cfg.kit)
+
+
+def check_run_folder(cfg: WorkspaceConfig) -> None:
+    """Raises `UserError` unless a folder holds a run, or the runs of a study or sweep."""
+    if not cfg.run.is_dir():
+        check_run(cfg.run)
 
 
 def check_reward(key: str, *, path: str = "", file: str = "", name: str = "") -> None:

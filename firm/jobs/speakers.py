@@ -2,10 +2,8 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import field
 from functools import partial
 from pathlib import Path
-from typing import Annotated
 
 import torch
 import transformers
@@ -13,42 +11,12 @@ import transformers
 from firm.alignment.adapter_files import load_adapters, refold_adapter_, select_adapter
 from firm.alignment.evaluation import Replies, sample_replies
 from firm.alignment.policy import check_vocabulary, load_tokenizer
-from firm.alignment.policy_config import PolicyConfig
-from firm.alignment.rollout_config import RolloutConfig
-from firm.base.fields import Hint, NumWorkers, Seed, configuration
+from firm.jobs.configs import SpeakersConfig
 from reward_models.config import RewardModelConfig
 from reward_models.registry import load_reward_models
 
 _TOKENIZER = "tokenizer_config.json"
 """File that every tokenizer's folder contains."""
-
-
-@configuration
-class SpeakersConfig:
-    """Base model, and sampling and scoring of replies."""
-
-    policy: PolicyConfig = field(default_factory=lambda: PolicyConfig(path=""))
-    """Base model; adapters have their own `lora` settings."""
-    check_base: bool = True
-    """Refuse adapters whose base model is not policy.path. Turn it off if the same model was moved;
-    names and shapes of all tensors are checked anyway."""
-    rewards: dict[str, RewardModelConfig] = field(default_factory=dict)
-    """Reward models by objective; may be empty."""
-    allow_code: bool = False
-    """Run the Python files of rewards that are named in a run's folder. Review them first if the
-    folder is from someone else."""
-    rollout: RolloutConfig = field(default_factory=RolloutConfig)
-    """Sampling of replies."""
-    seed: Seed = 0
-    """Seed of the sampling; a model's replies do not depend on the other models."""
-    num_threads: Annotated[NumWorkers | None, Hint("null leaves it to torch")] = None
-    """CPU threads; null: torch's default."""
-
-    def __post_init__(self) -> None:
-        if not self.policy.path:
-            raise ValueError(
-                "policy.path must not be empty; pass the base model, or a finished run."
-            )
 
 
 class Speakers:

@@ -1,16 +1,16 @@
 """Runs a study: compares several settings of a run, with several seeds each."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from firm.base.fields import PositiveFloat, Seed, configuration
 from firm.base.sanitize import legible
 from firm.jobs.alignment_config import AlignmentConfig
+from firm.jobs.configs import StudyConfig
 from firm.jobs.plan.tables import print_plans
-from firm.jobs.points import PointsConfig, point_config, run_points
+from firm.jobs.points import point_config, run_points
 from firm.jobs.workspace import show_layout
 from firm.report.criteria import criteria_of
 from firm.report.ledger import total_bytes
@@ -23,51 +23,13 @@ from firm.report.tables import scales, settings_of
 from firm.run.config import compose, to_yaml
 from firm.run.files import write_csv
 from firm.run.guard import drawing
-from firm.run.names import check_slugs, dated_folder, slug
+from firm.run.names import dated_folder, slug
 from firm.run.progress import print_table
 from firm.run.sweep import Sweep
 
 FINALS_NAME = "finals.csv"
 FREE_KEYS = ("figures", "half_life")
 """Keys that may differ on resume, in addition to `points.FREE_KEYS`."""
-
-
-@dataclass(frozen=True)
-class SettingConfig:
-    """A setting to compare."""
-
-    base: Path | None = None
-    """Configuration of the setting's runs; null: the study's base."""
-    overrides: dict[str, Any] = field(default_factory=dict)
-    """Keys to override, with their values, such as {strategy.beta: 0}; they take precedence over
-    the study's overrides."""
-
-
-@configuration
-class StudyConfig(PointsConfig):
-    """A study; all settings run with the first seed before the second seed starts."""
-
-    settings: dict[str, SettingConfig] = field(kw_only=True)
-    """Settings to compare, by name."""
-    name: str = "study"
-    seeds: list[Seed] = field(default_factory=lambda: [0, 1, 2])
-    figures: dict[str, list[str]] = field(default_factory=dict)
-    """Settings drawn together, by the prefix of the files' names; {}: all settings together."""
-    half_life: PositiveFloat | None = None
-    """Half-life in rounds of the running average of the curves in figures/; null: no averaging."""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if not self.settings:
-            raise ValueError("settings must have at least one entry, got none.")
-        for name, labels in self.figures.items():
-            for label in (label for label in labels if label not in self.settings):
-                raise ValueError(
-                    f"figures.{name} has the unknown setting {label!r}; choose from "
-                    f"{', '.join(self.settings)}."
-                )
-        check_slugs(self.settings, "settings")
-        check_slugs(self.figures, "figures")
 
 
 @dataclass(frozen=True)

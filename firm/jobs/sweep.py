@@ -3,25 +3,24 @@
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import product
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Any
 
 import numpy as np
-from annotated_types import Interval
 from safetensors.numpy import load_file
 
-from firm.base.fields import Hint, configuration
 from firm.base.preferences import grid, preference_folder
 from firm.base.sanitize import legible
 from firm.federation.strategies import StrategyConfig
 from firm.fronts.front import Front, seed_hypervolumes
 from firm.jobs.alignment import SCORES_NAME
 from firm.jobs.alignment_config import AlignmentConfig
+from firm.jobs.configs import SweepConfig
 from firm.jobs.plan.tables import print_plans
-from firm.jobs.points import PointsConfig, point_config, run_points, tracking_group
+from firm.jobs.points import point_config, run_points, tracking_group
 from firm.jobs.workspace import show_layout
 from firm.report.front_page import front_figure, write_front_page
 from firm.report.page import PAGE_NAME
@@ -31,7 +30,7 @@ from firm.report.static import save_figure
 from firm.run.config import compose, to_yaml
 from firm.run.errors import UserError
 from firm.run.guard import drawing
-from firm.run.names import check_slugs, dated_folder, slug
+from firm.run.names import dated_folder, slug
 from firm.run.progress import print_table
 from firm.run.sweep import Sweep
 from firm.run.trackers import open_tracker
@@ -41,46 +40,6 @@ MEASURED = {
     "pairs": "accuracies on held-out pairs of replies to",
 }
 """Description of a front's figures, by the key of the objectives."""
-
-
-@dataclass(frozen=True)
-class MethodConfig:
-    """A method to reach trade-offs."""
-
-    kind: Literal["train", "soup", "front"] = "train"
-    """train: one training per preference; soup: one training per objective, and weighted means of
-    their adapters (Rewarded Soups, arXiv:2306.04488); front: one training of a policy conditioned
-    on the preference, folded at each preference."""
-    overrides: dict[str, Any] = field(default_factory=dict)
-    """Keys to override, with their values, such as {strategy.beta: 0}; they take precedence over
-    the sweep's overrides."""
-
-
-@configuration
-class SweepConfig(PointsConfig):
-    """A sweep over preferences."""
-
-    name: str = "sweep"
-    methods: dict[str, MethodConfig] = field(default_factory=lambda: {"FIRM": MethodConfig()})
-    """Methods to compare, by name."""
-    preferences: list[list[float]] = field(default_factory=list)
-    """Preference vectors in the order of the run's objectives; scaled to sum 1."""
-    resolution: Annotated[
-        int | None, Interval(ge=1, le=100), Hint("give preferences for a finer choice")
-    ] = None
-    """Use the grid of all vectors of multiples of 1/resolution, including the corners, if
-    preferences are not given; null: 4."""
-    reference: list[float] | None = None
-    """Reference point of the hypervolume: rewards in [0, 1], one per objective, below the rewards
-    of every model; null: zeros. It is saved with the front."""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if not self.methods:
-            raise ValueError("methods must have at least one entry, got none.")
-        if self.preferences and self.resolution is not None:
-            raise ValueError("preferences and resolution exclude each other, got both.")
-        check_slugs(self.methods, "methods")
 
 
 @dataclass(frozen=True)

@@ -19,9 +19,9 @@ from threading import Thread
 from typing import Any
 
 from firm.base.extras import install_command
-from firm.base.fields import configuration
 from firm.base.quantities import Quantity, shown
 from firm.base.sanitize import printable
+from firm.jobs.configs import WorkspaceConfig
 from firm.report.record import Record, read_record
 from firm.report.run_figures import NEED_TWO, quantity_title
 from firm.report.run_page import TEXTS
@@ -36,21 +36,6 @@ REWARDS = Quantity("rewards", "{}", "mean reward in [0, 1]", by="objective", eva
 LAYOUT_SECONDS = 10.0
 """Longest wait of a run for its layout; W&B's own limits and retries add up to a minute."""
 MEAN_AND_ERROR = {"groupby_aggfunc": "mean", "groupby_rangefunc": "stderr"}
-
-
-@configuration
-class WorkspaceConfig:
-    """A workspace in W&B."""
-
-    run: Path
-    """Run with at least one round, or folder of a study or sweep. Its logs determine the panels;
-    only the names of series are sent."""
-    entity: str | None = None
-    """W&B user or team; null: the run's, or the owner of the API key."""
-    project: str | None = None
-    """W&B project; null: the run's."""
-    name: str = "FIRM"
-    """Name of the workspace; saving again creates another workspace."""
 
 
 @dataclass(frozen=True)

@@ -13,10 +13,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, fields, is_dataclass, replace
 from math import inf
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import firm.federation.strategies  # noqa: F401 - registers every task
-from firm.base.fields import Hint, PositiveFloat, PositiveInt, configuration
 from firm.base.inside import open_inside
 from firm.base.json_text import json_text
 from firm.federation.messages import ENVELOPE, Request
@@ -24,6 +23,7 @@ from firm.federation.option import DECIDED_BY_SERVER
 from firm.federation.round_config import RoundConfig
 from firm.federation.schema import Model, Reading, read, shown
 from firm.federation.tasks import TASKS
+from firm.network.site_policy import Budget
 
 MAX_REFUSALS = 10_000
 """Refusals of which a ledger keeps a line; further ones are counted."""
@@ -115,19 +115,6 @@ def _plain(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return [_plain(item) for item in value]
     return value
-
-
-@configuration
-class Budget:
-    """Limits beyond which a site answers no more requests, even if the run continues."""
-
-    max_answers: PositiveInt | None = None
-    """Maximum number of answers per client and task, over all runs of the kit; null: no limit."""
-    max_epsilon: Annotated[
-        PositiveFloat | None, Hint("null allows the ε of twice the agreed rounds")
-    ] = None
-    """Maximum ε that a client's messages may spend, if clients add noise; null: the ε of twice the
-    agreed rounds."""
 
 
 class Ledger:

@@ -3,77 +3,28 @@
 import logging
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import field, replace
+from dataclasses import replace
 from typing import Annotated, Any
 
-from annotated_types import Interval, Len
+from annotated_types import Len
 
 import firm.federation.strategies  # noqa: F401 - registers every task
 from firm.base.errors import ProcessLost
-from firm.base.fields import LARGEST, configuration
-from firm.base.quantities import of_clients
-from firm.base.registry import OneOf, did_you_mean
 from firm.base.sanitize import printable
 from firm.base.state import State
 from firm.federation.client import Failure, Reply
 from firm.federation.engines.engine import Engine, error_kind
 from firm.federation.engines.local import StateMissing
 from firm.federation.messages import Answer
-from firm.federation.options.secure.config import TASKS as SECURE_TASKS
-from firm.federation.options.secure.engine import FEWEST
 from firm.federation.schema import Invalid, Reading, Text, read, shown
 from firm.federation.serialization import pack, unpack
-from firm.federation.tasks import TASKS
-from firm.network.agreement import Agreement, Budget, Ledger, Refused
+from firm.network.agreement import Agreement, Ledger, Refused
+from firm.network.site_policy import SitePolicy
 
 logger = logging.getLogger(__name__)
 
 MAX_BYTES = 4 * 2**30
 """Maximum size of a server's message in bytes."""
-
-
-@configuration
-class SitePolicy:
-    """Limits on the data that leaves a site in addition to the adapter, and on the answers."""
-
-    metrics: tuple[str, ...] | None = None
-    """Names of the metrics that may leave the site. They are statistics of a batch or minibatch,
-    never of a single reply. null: all metrics registered as such; an empty list: none."""
-    tasks: tuple[Annotated[str, OneOf(TASKS)], ...] = ("local_training", *SECURE_TASKS)
-    """Tasks that the server may request. The answers of other tasks (Jacobians, several updates)
-    reveal more of the data than an adapter does; without local_training, updates leave the site
-    only under a mask."""
-    least_in_mean: Annotated[int, Interval(ge=FEWEST, le=LARGEST)] = FEWEST
-    """Minimum number of updates in a sum that the site helps to open, with secure aggregation."""
-    repeats: bool = False
-    """Help to open the sum of a repeated round with other clients, on other batches. The two sums
-    then reveal the difference between the clients, as far as the updates of the others are alike;
-    otherwise the round waits for the same clients."""
-    reasons: bool = False
-    """Send the server the full reason why a client failed. An error may quote the prompt or reply
-    that caused it; otherwise the server receives only the type of error and the system's error
-    number, and the rest stays in the site's log."""
-    budget: Budget = field(default_factory=Budget)
-    """Limits on the number of answers and on their ε."""
-
-    def __post_init__(self) -> None:
-        known = of_clients()
-        if unknown := [name for name in self.metrics or () if name not in known]:
-            near = did_you_mean(unknown[0], known)
-            raise ValueError(
-                f"metrics must be among {', '.join(sorted(known))}, got {unknown}{near}"
-            )
-
-    def released(self, metrics: Mapping[str, Any]) -> dict[str, Any]:
-        """Filters a client's metrics by the names that may leave the site."""
-        names = self.metrics
-        if names is None:
-            names = tuple(name for name, each in of_clients().items() if each.may_leave)
-        released = {name: value for name, value in metrics.items() if name in names}
-        if by_objective := released.get("by_objective"):
-            own = {objective: self.released(each) for objective, each in by_objective.items()}
-            released["by_objective"] = own
-        return released
 
 
 class Site:

@@ -7,11 +7,10 @@ from pathlib import Path
 from typing import Any, TypeVar, get_type_hints
 
 from firm.base.console import accept_any_text
-from firm.run.config import PartialConfig, PluginsMissing, build, lay_out, members_of
+from firm.run.config import PartialConfig, build, lay_out, members_of
 from firm.run.errors import UserError, exit_on_user_error
 from firm.run.help_page import help_page
 from firm.run.plugins import code_in
-from firm.run.resuming import check_run
 from firm.run.yaml_text import read_yaml
 
 Config = TypeVar("Config")
@@ -84,52 +83,6 @@ def parse(
     page = help_page(tree, topic, keys=keys, files=[name for kind in sources for name in kind])
     sys.stdout.write(f"{description}\n\n{page}")
     raise SystemExit(0)
-
-
-def check(
-    outline: type,
-    argv: Sequence[str],
-    *,
-    default_file: str | Path | None = None,
-    resumed: Callable[[Path], Any] | None = None,
-    over: str | None = None,
-) -> None:
-    """Checks the keys and values of a command line against the outline of a configuration.
-
-    An outline has a configuration's keys, types, ranges and defaults. Leaves command lines with
-    `--help` to `parse`, and those with plugins, which may register further components.
-
-    Args:
-        outline: A frozen dataclass.
-        argv: Arguments without the program's name.
-        default_file: As for `parse`.
-        resumed: As for `parse`.
-        over: Key of a run, or of a list of runs, whose first one has the required keys.
-
-    Raises:
-        UserError: A key is unknown, a value has the wrong type or is out of range, a file is
-            missing or malformed, or there is no run in a folder.
-    """
-    arguments = list(argv)
-    if _take_help(arguments) is not None:
-        return
-    try:
-        tree, _ = _lay_out_arguments(
-            outline,
-            arguments,
-            default_file=default_file,
-            resumed=resumed,
-            base={},
-            has_plugins=False,
-        )
-    except PluginsMissing:
-        return
-    if over is not None:
-        run = tree.values.get(over)
-        if folder := next(iter(run), None) if isinstance(run, list) else run:
-            check_run(folder)
-    elif not tree.values.get("plugins"):
-        build(tree)
 
 
 def _lay_out_arguments(

@@ -7,16 +7,14 @@ from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
 from typing import Any, Self
 
-from firm.base.preferences import parse_shares
+from firm.base.preferences import FRONT_NAME, TRADE_OFFS, parse_shares
 from firm.fronts.certificate import Certificate
-from firm.fronts.front import FRONT_NAME, Front
+from firm.fronts.front import Front
 from firm.fronts.json_record import read_record, write_record
 from firm.fronts.reach import mean_preference, reaching
 from firm.fronts.requirements import certified, meeting, parse_requirements
 from firm.serving.chat_templates import check_exported
 
-TRADE_OFFS = ("preference", "target", "require")
-"""Keys of requests that state a trade-off."""
 Shares = str | Mapping[str, float] | Sequence[float]
 """Shares of the objectives: "helpful=0.7,harmless=0.3", by name, or in the objectives' order."""
 

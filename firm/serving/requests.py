@@ -25,9 +25,10 @@ from pydantic import (
 )
 from pydantic_core import PydanticCustomError, from_json
 
+from firm.base.preferences import TRADE_OFFS
 from firm.base.registry import did_you_mean
 from firm.base.schema import in_words
-from firm.serving.front import TRADE_OFFS, ServedFront
+from firm.serving.front import ServedFront
 
 MAX_BODY = 2**20
 """Maximum length of a request in bytes, several times the longest contexts that are served."""

@@ -18,9 +18,9 @@ from firm.alignment.stacked import model as stacked_model
 from firm.base.randomness import RandomStream
 from firm.federation import Processes, RoundFailed
 from firm.federation.strategies import STRATEGIES
-from firm.jobs.chat import ChatConfig, Conversation
-from firm.jobs.compare import CompareConfig
+from firm.jobs.chat import Conversation
 from firm.jobs.compare import main as compare
+from firm.jobs.configs import ChatConfig, CompareConfig
 from firm.jobs.finished_runs import parse_over_run
 from firm.jobs.plan import make_plan
 from tests.accelerator.device import IS_PRETEND, NAME, accelerator, limited_memory, second

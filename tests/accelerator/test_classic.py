@@ -4,8 +4,9 @@ import pytest
 import torch
 
 from firm.fmoo.client import SupervisedClient
-from firm.fmoo.models import ModelConfig, build_model
-from firm.fmoo.workspace import LocalConfig, Workspace
+from firm.fmoo.config import LocalConfig, ModelConfig
+from firm.fmoo.models import build_model
+from firm.fmoo.workspace import Workspace
 from firm.jobs.fmoo import main
 from firm.jobs.fmoo_config import ClassicConfig
 from firm.run import UserError, parse

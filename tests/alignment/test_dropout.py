@@ -14,9 +14,10 @@ from transformers import (
 )
 from transformers.modeling_layers import GradientCheckpointingLayer
 
+from firm.alignment.adapters.lora import LoraSettings
 from firm.alignment.advantages import masked_mean
 from firm.alignment.estimator_config import ESTIMATORS
-from firm.alignment.policy import LoraSettings, adapter_parameters, add_adapter, borrowed, set_mode
+from firm.alignment.policy import adapter_parameters, add_adapter, borrowed, set_mode
 from firm.alignment.policy_config import PolicyConfig
 from firm.alignment.prompts import Prompt
 from tests.stages import experience_of, rollouts_of

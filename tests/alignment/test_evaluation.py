@@ -14,6 +14,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from firm.alignment.adapter_files import check_settings, load_adapters, select_adapter
+from firm.alignment.adapters.lora import LoraSettings
 from firm.alignment.calibration import Calibration
 from firm.alignment.evaluation import (
     Evaluation,
@@ -24,7 +25,7 @@ from firm.alignment.evaluation import (
     mean_and_error,
     sample_replies,
 )
-from firm.alignment.policy import LoraSettings, load_policy, without_needless_warnings
+from firm.alignment.policy import load_policy, without_needless_warnings
 from firm.alignment.policy_config import PolicyConfig
 from firm.alignment.prompts import Prompt, PromptFormat, prompt_of
 from firm.alignment.rollout_config import RolloutConfig

@@ -7,8 +7,8 @@ from safetensors.torch import load_file
 from transformers import AutoTokenizer, BloomConfig
 
 from firm.alignment.adapter_files import load_adapters, select_adapter
+from firm.alignment.adapters.lora import LoraSettings
 from firm.alignment.policy import (
-    LoraSettings,
     adapter_parameters,
     check_context,
     check_vocabulary,

@@ -7,8 +7,7 @@ import sys
 import pytest
 
 from firm.base.extras import install_command
-from firm.cli.help_pages import commands_with_pages, made_page
-from firm.cli.main import COMMANDS, PAGES, main
+from firm.cli.main import COMMANDS, main
 from firm.run.shipped import CONFIGS
 
 
@@ -54,7 +53,7 @@ def test_words_before_the_first_key_are_the_run(tmp_path, refusal):
         (tmp_path / f"{name}.front.json").write_text("{}")
     line = refusal(main, ["pick", tmp_path, "--target", "a=1"])
     assert f"has several fronts; pass one: {tmp_path / 'one.front.json'}, " in line
-    assert "has no front" in refusal(main, ["pick", PAGES, "--target", "a=1"])
+    assert "has no front" in refusal(main, ["pick", CONFIGS, "--target", "a=1"])
 
 
 def test_keys_of_a_sweeps_runs_need_no_prefix(refusal):
@@ -76,16 +75,6 @@ def test_every_command_prints_its_keys(name, capsys):
     assert printed.count("\n") > 5
 
 
-@pytest.mark.parametrize("command", commands_with_pages(), ids=lambda command: command.page.stem)
-def test_the_page_of_a_command_is_what_its_configuration_has(command):
-    text = command.page.read_text(encoding="utf-8")
-    assert text == made_page(command), "run: python -m firm.cli.help_pages"
-
-
-def test_every_page_belongs_to_a_command():
-    assert {command.page for command in commands_with_pages()} == {*PAGES.iterdir()}
-
-
 def test_the_words_of_a_group_print_its_commands(capsys):
     for words, code in ((["network"], 0), (["network", "--help"], 0), (["network", "stp"], 2)):
         with pytest.raises(SystemExit) as ended:
@@ -96,13 +85,6 @@ def test_the_words_of_a_group_print_its_commands(capsys):
         assert "  network submit  " in usage
         assert "  align  " not in usage
         assert ("unknown command 'network stp'" in printed.err) == (code == 2)
-
-
-def test_help_loads_none_of_the_libraries_that_take_seconds():
-    code = "import sys; from firm.cli.main import main\ntry: main(['align', '--help'])\n"
-    code += "except SystemExit: print(sorted({'torch', 'pydantic', 'numpy'} & sys.modules.keys()))"
-    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
-    assert ended.stdout.splitlines()[-1] == "[]", ended.stderr
 
 
 @pytest.mark.slow

@@ -26,10 +26,9 @@ import firm
 from firm import align
 from firm.cli.main import COMMANDS, main
 from firm.jobs.alignment_config import AlignmentConfig
+from firm.jobs.configs import StudyConfig, SweepConfig
 from firm.jobs.fmoo import ClassicConfig
 from firm.jobs.network_config import FederationConfig, SiteConfig
-from firm.jobs.study import StudyConfig
-from firm.jobs.sweep import SweepConfig
 from firm.run import UserError, compose, parse
 
 FENCE = re.compile(r"^```(\w+)[ \t]*(\S*)\n(.*?)^```$", re.M | re.S)

@@ -1,7 +1,7 @@
 """An engine of another package: the local one, which tells how often it was asked."""
 
 from firm.federation import LocalEngine
-from firm.federation.engine_registry import engine
+from firm.federation.engines import engine
 
 
 @engine("counting")

@@ -10,7 +10,7 @@ from firm.base.fields import configuration
 from firm.federation import Engine, ServerState
 from firm.federation.rounds import Round
 from firm.federation.strategies import strategy
-from firm.federation.strategy_configs import FedAvgConfig
+from firm.federation.strategies.fedavg import FedAvgConfig
 
 
 @configuration

@@ -10,8 +10,13 @@ from typing import Annotated, Literal
 import torch
 from annotated_types import Ge
 
-from firm.alignment.estimator_config import EstimatorConfig, register_estimator
-from firm.alignment.estimators import Estimator, Experience, MinibatchGradients
+from firm.alignment.estimators import (
+    Estimator,
+    EstimatorConfig,
+    Experience,
+    MinibatchGradients,
+    register_estimator,
+)
 from firm.alignment.sequences import BY_OBJECTIVE
 from firm.base.fields import configuration
 

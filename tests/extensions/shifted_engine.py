@@ -3,8 +3,11 @@
 from dataclasses import replace
 from typing import Literal
 
-from firm.alignment.rollout_config import SeparateEngineConfig, register_rollout_engine
-from firm.alignment.rollout_engines import TransformersEngine
+from firm.alignment.rollout_engines import (
+    SeparateEngineConfig,
+    TransformersEngine,
+    register_rollout_engine,
+)
 from firm.base.fields import configuration
 
 

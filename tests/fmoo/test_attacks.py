@@ -8,7 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from firm.federation.client import Gradients
-from firm.fmoo.attacks import LossAttackConfig, attacked_gradients, attacked_losses
+from firm.fmoo.attacks import attacked_gradients, attacked_losses
+from firm.fmoo.config import LossAttackConfig
 from firm.run import parse
 from firm.solvers import min_norm_weights
 

@@ -22,11 +22,11 @@ from firm.federation.strategy_configs import (
     FsmgdaConfig,
     QFedAvgConfig,
 )
-from firm.fmoo.attacks import LossAttackConfig
 from firm.fmoo.client import SupervisedClient
+from firm.fmoo.config import LocalConfig, LossAttackConfig
 from firm.fmoo.models import Dropout, MultiTaskModel
 from firm.fmoo.task_data import TaskData
-from firm.fmoo.workspace import LocalConfig, Workspace, rotated
+from firm.fmoo.workspace import Workspace, rotated
 
 
 def _data(num_samples: int = 40) -> TaskData:

@@ -13,7 +13,8 @@ from torch.utils.data import TensorDataset
 
 from firm.federation.partition import balanced_dirichlet_partition, natural_partition
 from firm.fmoo import linear
-from firm.fmoo.data import DATASETS, LOSSES, DatasetConfig, Splits, TaskData, dataset, load_data
+from firm.fmoo.config import DATASETS, DatasetConfig
+from firm.fmoo.data import LOSSES, Splits, TaskData, dataset, load_data
 from firm.fmoo.loaders.composition import draw_pairs, paste_centre, paste_corners
 from firm.fmoo.loaders.faces import CELEBA_ATTRIBUTES, CELEBA_GROUPS
 from firm.fmoo.loaders.molecules import dense_molecules

@@ -2,7 +2,8 @@ import pytest
 import torch
 from torch.nn import functional
 
-from firm.fmoo.models import MODELS, Dropout, ModelConfig, build_model, num_parameters
+from firm.fmoo.config import MODELS, ModelConfig
+from firm.fmoo.models import Dropout, build_model, num_parameters
 from firm.fmoo.task_data import LOSSES, TaskData
 
 

@@ -13,9 +13,10 @@ from firm.federation.strategies.firm import firm_round
 from firm.federation.strategy_configs import FedAvgConfig, FirmConfig
 from firm.fmoo import workspace as workspaces
 from firm.fmoo.client import SupervisedClient
+from firm.fmoo.config import LocalConfig
 from firm.fmoo.models import Dropout, MultiTaskModel
 from firm.fmoo.task_data import TaskData, loss
-from firm.fmoo.workspace import LocalConfig, Workspace
+from firm.fmoo.workspace import Workspace
 
 SIZES = (12, 12, 5, 12, 20)
 """Samples of each client; the third has fewer than a batch."""

@@ -10,7 +10,8 @@ import pytest
 from rich.console import Console
 
 from firm.cli.main import COMMANDS
-from firm.jobs.chat import ChatConfig, main
+from firm.jobs.chat import main
+from firm.jobs.configs import ChatConfig
 from firm.jobs.finished_runs import parse_over_run
 from tests.runs import edit_adapter
 from tests.smoke import POLICY

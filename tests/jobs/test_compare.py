@@ -11,7 +11,8 @@ from safetensors.torch import load_file, save_file
 
 from firm.cli.main import COMMANDS
 from firm.jobs import compare as module
-from firm.jobs.compare import CompareConfig, main
+from firm.jobs.compare import main
+from firm.jobs.configs import CompareConfig
 from firm.jobs.finished_runs import parse_over_run
 from firm.run import parse
 from tests.runs import edit_adapter, read_rows, write_rows

@@ -19,7 +19,8 @@ from firm.base.extras import install_command
 from firm.cli.main import COMMANDS
 from firm.fronts import Front
 from firm.jobs import explore_page
-from firm.jobs.chat import SIDES, ChatConfig, Conversation
+from firm.jobs.chat import SIDES, Conversation
+from firm.jobs.configs import ChatConfig
 from firm.jobs.explore_page import serve
 from firm.jobs.finished_runs import parse_over_run
 from firm.run import UserError

@@ -28,8 +28,9 @@ from firm.base.extras import install_command
 from firm.cli.main import COMMANDS, main
 from firm.fronts import Front
 from firm.fronts.certificate import Certificate
+from firm.jobs.configs import PickConfig
 from firm.jobs.export import export
-from firm.jobs.pick import PickConfig, pick
+from firm.jobs.pick import pick
 from firm.jobs.serve import endpoint
 from firm.run import UserError
 from firm.serving import ServedFront, load_served, set_scales_

@@ -25,7 +25,8 @@ from firm.alignment.policy import adapter_parameters, load_policy
 from firm.alignment.policy_config import PolicyConfig
 from firm.federation import RandomStream
 from firm.fronts import Front, Point
-from firm.jobs.export import ExportConfig, main
+from firm.jobs.configs import ExportConfig
+from firm.jobs.export import main
 from firm.serving.openvino import OpenVINOEngine
 from tests.real_model import real_model
 

@@ -12,9 +12,10 @@ from firm.alignment.policy import load_base_model, load_tokenizer
 from firm.alignment.policy_config import PolicyConfig
 from firm.cli.main import COMMANDS, main
 from firm.jobs import fetch as module
+from firm.jobs.configs import InitConfig, RewardConfig
 from firm.jobs.fetch import MODELS, SOURCE_NAME, Source, Wheel, fetch, fetch_policy
-from firm.jobs.init import InitConfig, init
-from firm.jobs.reward import RewardConfig, train_reward
+from firm.jobs.init import init
+from firm.jobs.reward import train_reward
 from firm.run import UserError
 from firm.run.shipped import fetched_folder, with_shipped_paths
 from tests.gguf_files import TEMPLATE, write_gguf

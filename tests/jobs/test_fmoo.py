@@ -16,8 +16,7 @@ from firm.federation import ServerState
 from firm.federation.strategies import STRATEGIES
 from firm.fmoo import DatasetConfig, Splits, TaskData, load_data
 from firm.fmoo import measures as fmoo_measures
-from firm.fmoo.data import DATASETS
-from firm.fmoo.models import MODELS
+from firm.fmoo.config import DATASETS, MODELS
 from firm.fronts.measures import delta_m
 from firm.jobs import fmoo as module
 from firm.jobs import fmoo_loading

@@ -14,9 +14,10 @@ from firm.alignment.adapters.conditioned import PreferenceStream, fold
 from firm.cli.main import COMMANDS
 from firm.fronts import Front, grid
 from firm.jobs.alignment_config import AlignmentConfig, measured_preferences
-from firm.jobs.chat import ChatConfig, Conversation
+from firm.jobs.chat import Conversation
+from firm.jobs.configs import ChatConfig, PickConfig
 from firm.jobs.finished_runs import parse_over_run
-from firm.jobs.pick import PickConfig, main
+from firm.jobs.pick import main
 from firm.report import formats
 from firm.report.run_front import split_at
 from firm.run import UserError, parse

@@ -14,7 +14,8 @@ from firm.alignment.policy import is_stored_at, load_base_model, load_tokenizer
 from firm.alignment.policy_config import PolicyConfig
 from firm.base.extras import install_command
 from firm.cli.main import COMMANDS, main
-from firm.jobs.init import InitConfig, init
+from firm.jobs.configs import InitConfig
+from firm.jobs.init import init
 from firm.run import UserError
 from tests.gguf_files import TEMPLATE, write_gguf
 from tests.runs import read_rows

@@ -15,7 +15,8 @@ from firm.cli.main import COMMANDS
 from firm.jobs.alarms import alarms_at_start
 from firm.jobs.alignment import main as align
 from firm.jobs.alignment_config import AlignmentConfig
-from firm.jobs.init import InitConfig, init, main
+from firm.jobs.configs import InitConfig
+from firm.jobs.init import init, main
 from firm.run import UserError, compose, parse
 from tests.runs import read_rows
 from tests.smoke import ROOT, SMOKE
@@ -31,7 +32,7 @@ REWARDS = {
     "loud": "my rewards.py:loud",
 }
 FILE = """
-from reward_models import reward_model
+from reward_models import (reward_model)
 
 @reward_model("loud")
 def loud(completions, **kwargs):

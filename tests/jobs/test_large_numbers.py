@@ -8,13 +8,9 @@ import pytest
 
 from firm.base.fields import LARGEST, metadata
 from firm.jobs.alignment_config import AlignmentConfig
-from firm.jobs.chat import ChatConfig
-from firm.jobs.compare import CompareConfig
-from firm.jobs.explore import ExploreConfig
+from firm.jobs.configs import ChatConfig, CompareConfig, ExploreConfig, StudyConfig, SweepConfig
 from firm.jobs.fmoo_config import ClassicConfig
 from firm.jobs.network_config import FederationConfig, SiteConfig
-from firm.jobs.study import StudyConfig
-from firm.jobs.sweep import SweepConfig
 from firm.run.config import forms_of
 from tests import smoke
 

@@ -43,7 +43,8 @@ from firm.jobs.network_config import (
 )
 from firm.network.agreement import Agreement
 from firm.network.daemons import free_port
-from firm.network.site import Site, SitePolicy
+from firm.network.site import Site
+from firm.network.site_policy import SitePolicy
 from firm.network.sites import SitesEngine
 from firm.run import UserError, compose, to_dict, to_yaml
 from firm.run.differences import leaves

@@ -12,8 +12,8 @@ from firm.cli.main import COMMANDS
 from firm.fronts import Front
 from firm.jobs.alignment import align, main
 from firm.jobs.alignment_config import AlignmentConfig
+from firm.jobs.configs import SweepConfig
 from firm.jobs.interface import align as firm_align
-from firm.jobs.sweep import SweepConfig
 from firm.jobs.sweep import main as sweep_main
 from firm.run.config import compose
 from firm.run.directory import Run

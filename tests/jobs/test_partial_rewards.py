@@ -10,9 +10,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from firm.jobs.chat import ChatConfig, Conversation
-from firm.jobs.compare import CompareConfig
+from firm.jobs.chat import Conversation
 from firm.jobs.compare import main as evaluate
+from firm.jobs.configs import ChatConfig, CompareConfig
 from firm.jobs.finished_runs import parse_over_run
 from tests import smoke
 from tests.runs import read_adapter, read_rows

@@ -13,7 +13,8 @@ from safetensors.torch import load_file, save_file
 from firm.base.preferences import parse_shares
 from firm.cli.main import COMMANDS
 from firm.fronts import Front, Point
-from firm.jobs.pick import PickConfig, main
+from firm.jobs.configs import PickConfig
+from firm.jobs.pick import main
 from firm.run import parse, run_cli
 from tests.runs import edit_adapter, read_adapter
 from tests.smoke import POLICY

@@ -10,7 +10,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from firm.alignment.inspection import fast_dtype
 from firm.jobs import reward as job
-from firm.jobs.reward import RewardConfig, train_reward
+from firm.jobs.configs import RewardConfig
+from firm.jobs.reward import train_reward
 from firm.run.config import compose
 from firm.run.errors import UserError
 from reward_models import RewardModelConfig, load_reward_model, load_reward_models

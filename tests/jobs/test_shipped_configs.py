@@ -7,9 +7,10 @@ from pathlib import Path
 import pytest
 
 from firm.cli.main import COMMANDS
+from firm.jobs.configs import StudyConfig, SweepConfig
 from firm.jobs.network_config import FederationConfig, run_config
-from firm.jobs.study import StudyConfig, study_configs
-from firm.jobs.sweep import SweepConfig, sweep_configs
+from firm.jobs.study import study_configs
+from firm.jobs.sweep import sweep_configs
 from firm.run import to_dict
 from firm.run.shipped import CONFIGS, FETCHED, with_shipped_paths
 

@@ -17,7 +17,8 @@ import torch
 from safetensors.torch import load_file
 
 from firm.fronts import Front, grid
-from firm.jobs.sweep import MethodConfig, SweepConfig, main, row_rewards
+from firm.jobs.configs import MethodConfig, SweepConfig
+from firm.jobs.sweep import main, row_rewards
 from firm.report import read_record
 from firm.run import Sweep, UserError, parse
 from tests.nursery import forked_workers

@@ -15,15 +15,12 @@ from firm.federation.options.robust import RULES, RobustConfig
 from firm.federation.rounds import sample_clients
 from firm.federation.tasks import TASKS
 from firm.fmoo import DatasetConfig, ModelConfig
-from firm.fmoo.data import DATASETS
-from firm.fmoo.models import MODELS
+from firm.fmoo.config import DATASETS, MODELS
 from firm.fmoo.task_data import LOSSES
 from firm.jobs.alignment_config import AlignmentConfig
-from firm.jobs.compare import CompareConfig
+from firm.jobs.configs import CompareConfig, StudyConfig, SweepConfig
 from firm.jobs.fmoo_config import ClassicConfig
-from firm.jobs.study import StudyConfig
-from firm.jobs.sweep import SweepConfig
-from firm.network.site import SitePolicy
+from firm.network.site_policy import SitePolicy
 from firm.run import UserError, parse
 from firm.run.config import forms_of, lay_out, members_of
 from reward_models.registry import REWARD_MODELS, check_name

@@ -54,7 +54,7 @@ class SampledTokens:
 
 
 class RolloutEngine(Protocol):
-    """SampledTokens replies from the policy with the adapters that are requested."""
+    """Samples replies from the policy with the adapters that are requested."""
 
     def sample(self, requests: list[SampleRequest]) -> Sequence[SampledTokens]:
         """Returns the samples of each request, in one batch if the engine can.

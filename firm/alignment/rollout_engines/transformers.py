@@ -30,7 +30,7 @@ if TYPE_CHECKING:  # its default is the configuration below
 
 
 class TransformersEngine:
-    """SampledTokens from a model with the adapter in its slot; implements `RolloutEngine`.
+    """Samples from a model with the adapter in its slot; implements `RolloutEngine`.
 
     Args:
         model: A causal language model, with or without an adapter.
@@ -53,7 +53,7 @@ class TransformersEngine:
 
 
 class JointEngine:
-    """SampledTokens for several adapters by the policy's joint passes; implements `RolloutEngine`."""
+    """Samples for several adapters by the policy's joint passes; implements `RolloutEngine`."""
 
     def __init__(self, joint: Callable[[list[SampleRequest]], Sequence[SampledTokens]]) -> None:
         self._joint = joint
@@ -70,7 +70,7 @@ class JointEngine:
 def generate(
     model: Any, request: SampleRequest, tokenizer: PreTrainedTokenizerBase
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """SampledTokens responses with the adapter in a model's slot, with log-probabilities.
+    """Samples responses with the adapter in a model's slot, with log-probabilities.
 
     Overrides the sampling defaults of the checkpoint. The sampled tokens do not depend on the
     team's size.
@@ -101,7 +101,7 @@ def generate(
 def _generate(
     model: Any, request: SampleRequest, pad_id: int, draws: "_Draws"
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """SampledTokens with the global generator; the rows may be a team's share."""
+    """Samples with the global generator; the rows may be a team's share."""
     query_ids = request.queries.token_ids
     if not len(query_ids):  # the batch has fewer rows than the team has processes
         return query_ids, torch.empty(0, 0, device=query_ids.device)
@@ -200,7 +200,7 @@ class _TokenReport(LogitsProcessor):
 
 
 class _Draws(LogitsProcessor):
-    """SampledTokens tokens and records their log-probabilities; greedy search then selects the tokens.
+    """Samples tokens and records their log-probabilities; greedy search then selects the tokens.
 
     A team's process samples some rows of a batch as a single process would if it sampled all of
     them: every process draws the random numbers of all rows and uses those of its own. Holds the

@@ -24,7 +24,7 @@ import torch
 
 from firm.alignment.adapter_files import lora_state, save_state
 from firm.alignment.adapters.conditioned import fold, is_conditioned
-from firm.alignment.policy import is_gguf
+from firm.alignment.policy_config import is_gguf
 from firm.alignment.rollout_config import VLLMConfig
 from firm.alignment.rollout_engines.engine import SampledTokens, SampleRequest
 from firm.alignment.sequences import INVALID_LOGPROB
@@ -49,7 +49,7 @@ _VISIBLE = "CUDA_VISIBLE_DEVICES"
 
 
 class VLLMEngine:
-    """SampledTokens from a policy with vLLM; implements `RolloutEngine`.
+    """Samples from a policy with vLLM; implements `RolloutEngine`.
 
     Args:
         config: Limits of the engine.

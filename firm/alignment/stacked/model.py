@@ -242,7 +242,7 @@ class StackedModel:
 
     @torch.no_grad()
     def sample(self, requests: list[SampleRequest]) -> list[SampledTokens]:
-        """SampledTokens replies to each request's prompts with its adapter; see `RolloutEngine`.
+        """Samples replies to each request's prompts with its adapter; see `RolloutEngine`.
 
         Equal prompts of a part take one row of the first pass. Each part draws the same random
         numbers from its generator as it would alone, and ends with its last reply. Finished replies

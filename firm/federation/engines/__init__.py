@@ -1,11 +1,12 @@
 """Engines run clients: they deliver a strategy's requests and count the bytes."""
 
-from firm.federation.engines.engine import Engine
+from firm.federation.engines.engine import ENGINES, Engine, engine
 from firm.federation.engines.local import ClientStates, LocalEngine, MemoryStates
 from firm.federation.engines.processes import Processes, ProcessesEngine, Team
 from firm.federation.engines.stacked import StackedEngine
 
 __all__ = [
+    "ENGINES",
     "ClientStates",
     "Engine",
     "LocalEngine",
@@ -14,4 +15,5 @@ __all__ = [
     "ProcessesEngine",
     "StackedEngine",
     "Team",
+    "engine",
 ]

@@ -8,6 +8,8 @@ from typing import Any, Protocol
 from firm.base.sanitize import printable
 from firm.base.state import State
 from firm.federation.client import Failure, Reply
+from firm.federation.engine_registry import ENGINES as ENGINES
+from firm.federation.engine_registry import engine as engine
 from firm.federation.messages import Request
 from firm.federation.schema import Invalid
 

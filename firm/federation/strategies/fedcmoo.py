@@ -17,7 +17,6 @@ from firm.federation.fedcmoo.gram_estimate import (
     estimate_two_sample_gram,
     train_on_sum,
 )
-from firm.federation.rivals import FLOAT_BYTES, RIVALS, Rival
 from firm.federation.rounds import Round
 from firm.federation.server import ServerState
 from firm.federation.strategy import strategy
@@ -26,13 +25,6 @@ from firm.solvers.fedcmoo import fedcmoo_weights
 from firm.solvers.projections import project_to_simplex
 from firm.solvers.regularised import firm_weights
 from firm.solvers.upgrad import upgrad_weights
-
-RIVALS["FedCMOO-A"] = Rival(  # one-way FedCMOO without a compressor, on adapters
-    lambda num_objectives, num_trainable, adapter_bytes: (
-        adapter_bytes + FLOAT_BYTES * num_objectives * num_trainable
-    ),
-    f"the adapter and an uncompressed Jacobian of M × d numbers of {FLOAT_BYTES} bytes",
-)
 
 
 @strategy

@@ -20,18 +20,12 @@ from firm.federation.client import Reply
 from firm.federation.engines.engine import Engine
 from firm.federation.messages import Update
 from firm.federation.objective_training import ObjectiveTraining, ObjectiveUpdates
-from firm.federation.rivals import RIVALS, Rival
 from firm.federation.rounds import Round
 from firm.federation.server import ServerState, too_long
 from firm.federation.strategy import strategy
 from firm.federation.strategy_configs import FsmgdaConfig
 from firm.gradients.jacobian import gram_matrix
 from firm.solvers.min_norm import min_norm_weights
-
-RIVALS["FSMGDA"] = Rival(
-    lambda num_objectives, num_trainable, adapter_bytes: num_objectives * adapter_bytes,
-    "one adapter for each objective",
-)
 
 
 @strategy

@@ -22,6 +22,7 @@ from firm.jobs.alignment_config import (
     is_front_due,
     measured_preferences,
     reward_configs,
+    training_sources,
 )
 from firm.jobs.alignment_data import data_of
 from firm.jobs.plan.costs import estimate_costs, policy_without_storage
@@ -125,7 +126,7 @@ def make_plan(cfg: AlignmentConfig, clients: Sequence[str], processes: Processes
 def _prompts_per_client(cfg: AlignmentConfig, *, has_tokenizer: bool) -> tuple[int, int] | None:
     """Returns the fewest and most training prompts of a client; None if they are not here."""
     data = data_of(cfg)
-    configs = data.sources(cfg).values()
+    configs = training_sources(cfg).values()
     lists = [[own.source] if isinstance(own.source, str) else own.source for own in configs]
     is_limited = any(own.min_tokens or own.max_tokens is not None for own in configs)
     is_here = all(

@@ -12,6 +12,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from firm.alignment import rollout_config
 from firm.alignment.adapters.conditioned import ConditioningConfig
 from firm.alignment.policy import (
     adapter_parameters,
@@ -24,7 +25,7 @@ from firm.alignment.policy_config import PolicyConfig
 from firm.alignment.prompts import Prompt
 from firm.alignment.rollout import encode_prompts
 from firm.alignment.rollout_config import RolloutConfig, VLLMConfig
-from firm.alignment.rollout_engines import SampleRequest, TransformersEngine, vllm
+from firm.alignment.rollout_engines import SampleRequest, TransformersEngine
 from firm.alignment.rollout_engines.vllm import SHARED_MEMORY
 from firm.alignment.sequences import Sequences, response_logprobs, set_preferences
 from firm.federation import RandomStream
@@ -243,6 +244,6 @@ def test_a_run_finishes_with_a_small_mismatch(shallow, engine, tmp_path, kind):
 
 
 def test_without_vllm_the_message_has_the_command(monkeypatch):
-    monkeypatch.setattr(vllm, "find_spec", lambda name: None)
+    monkeypatch.setattr(rollout_config, "find_spec", lambda name: None)
     with pytest.raises(ValueError, match="vllm, which is not installed: pip install"):
         VLLMConfig().engine(None, None, RolloutConfig())

@@ -14,8 +14,9 @@ from firm.federation.schema import Invalid
 from firm.federation.serialization import pack, unpack
 from firm.federation.strategy_configs import FedCmooConfig, FirmConfig, FsmgdaConfig
 from firm.federation.training import LocalTraining
-from firm.network.agreement import Agreement, Budget, Ledger, Refused
-from firm.network.site import Site, SitePolicy
+from firm.network.agreement import Agreement, Ledger, Refused
+from firm.network.site import Site
+from firm.network.site_policy import Budget, SitePolicy
 
 PRIVACY = PrivacyConfig(clip_norm=0.1, noise_multiplier=1.0, at="client")
 OBJECTIVES = ("left", "right")

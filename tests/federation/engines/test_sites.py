@@ -13,7 +13,8 @@ from firm.federation.serialization import pack, unpack
 from firm.federation.strategies import STRATEGIES
 from firm.federation.strategy_configs import FedCmooConfig, FirmConfig
 from firm.network.agreement import Agreement
-from firm.network.site import Site, SitePolicy
+from firm.network.site import Site
+from firm.network.site_policy import SitePolicy
 from firm.network.sites import SitesEngine, SitesReturned
 from tests.channels import MemoryChannel
 

@@ -8,7 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from firm.jobs.study import StudyConfig, run_config
+from firm.jobs.configs import StudyConfig
+from firm.jobs.study import run_config
 from firm.report import Record
 from firm.report.seeds import Difference
 from firm.run import UserError, compose

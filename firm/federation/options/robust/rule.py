@@ -34,9 +34,9 @@ _PACKAGE = "firm.federation.options.robust"
 RULES: Registry[str, Rule] = Registry(
     "robust rule",
     {
+        "multi_krum": f"{_PACKAGE}.krum",
         "krum": f"{_PACKAGE}.krum",
         "median": f"{_PACKAGE}.median",
-        "multi_krum": f"{_PACKAGE}.krum",
         "norm_clipping": f"{_PACKAGE}.norm_clipping",
         "normalization": f"{_PACKAGE}.normalization",
         "trimmed_mean": f"{_PACKAGE}.trimmed_mean",

@@ -7,7 +7,8 @@ from firm.federation import Failure, LocalEngine
 from firm.federation.options.secure import KeyRing, SecureEngine
 from firm.federation.serialization import unpack
 from firm.network.agreement import Agreement, Ledger
-from firm.network.site import Site, SitePolicy
+from firm.network.site import Site
+from firm.network.site_policy import SitePolicy
 from firm.network.sites import SitesEngine
 from tests.channels import MemoryChannel
 

@@ -37,7 +37,7 @@ from firm.federation.options.secure.protocol import (
 from firm.federation.options.secure.shamir import combine
 from firm.federation.strategies.fedavg import fedavg
 from firm.federation.strategy_configs import FedAvgConfig
-from firm.network.site import SitePolicy
+from firm.network.site_policy import SitePolicy
 from tests.federation.options.secure.conftest import NAMES, key_rings
 
 CFG = FedAvgConfig(secure="masks")

@@ -33,7 +33,7 @@ from firm.federation.strategy_configs import (
     QFedAvgConfig,
 )
 from firm.network.agreement import Agreement, Ledger
-from firm.network.site import SitePolicy
+from firm.network.site_policy import SitePolicy
 from tests.federation.options.secure.conftest import NAMES, Losing
 
 STRATEGIES = {"firm": (firm_round, FirmConfig), "fedavg": (fedavg, FedAvgConfig)}
