@@ -4,9 +4,10 @@
 over seeds, into one tidy table. `firm.base.quantities` registers their titles and units. `drawing`,
 `plane`, `run_figures` and `outcome_figures` draw them in one style as plain data for plotly;
 `static` draws the same figures as PNG and SVG and writes their data as CSV. `page` is the model of
-every page, with its template. There are four pages: `run_page` (one run), `settings_page`
-(settings over seeds, of language models or classic algorithms), `front_page` (a sweep over
-preferences) and `comparison` (evaluated adapters). `terminal` prints the results of a study.
+every page, with its template; `sections.yaml` has titles and texts of its sections. There are five
+pages: `run_page` (one run), `settings_page` (settings over seeds, of language models or classic
+algorithms), `front_page` (a sweep over preferences), `comparison` (evaluated adapters) and
+`reward_page` (reward models on held-out pairs). `terminal` prints the results of a study.
 
 A page is one self-contained file that needs no network; pages of a sweep or study share the
 plotly.min.js in its folder. A section that cannot be drawn, because the files of a run contain

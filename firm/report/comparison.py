@@ -9,8 +9,6 @@ from firm.report.page import Bars, Cell, Page, Provenance, Sample, Samples, Tabl
 from firm.report.record import Record
 from firm.run.comparison import Line, Measure, compare, prompts_text, score_notes
 
-TITLE = "Base against aligned model"
-
 
 @dataclass(frozen=True)
 class Comparison:
@@ -65,11 +63,10 @@ def comparison_table(
         ]
         for own in zip(*lines.values(), strict=True)
     ]
+    title, explanation = prose("evaluation", text=text)
     return Table(
-        TITLE if len(lines) == 1 else f"{TITLE}s",
-        f"{text} Mean ± standard error over prompts. Below it the change against the base model, "
-        "paired by row, and z, the change in standard errors. Changes beyond ±2 are bold: each "
-        "alone is unlikely to be due to chance, but among many figures some are bold by chance.",
+        title if len(lines) == 1 else f"{title}s",
+        explanation,
         ["Figure", "base", *lines],
         rows,
         name="evaluation",

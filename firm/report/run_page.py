@@ -313,19 +313,11 @@ def _evaluation(record: Record, comparison: Comparison) -> Table:
 
 def _truth(run: Setting) -> Section:
     record = run.records[0]
-    title, legend = "Other scores", []
-    text = "Scores other than the objectives, on the validation prompts."
-    if figures.true_scores(record):
-        title = "Learned and true scores"
-        text = (
-            "Solid: score by the reward model. Dotted: true score of the same replies. If the "
-            "solid line rises and the dotted one does not, the policy exploits the reward model. "
-            "Both are changes since the base model, in standard deviations of its score over "
-            "prompts."
-        )
-        legend = [LegendEntry("learned score", MUTED), LegendEntry("true score", MUTED, "dot")]
+    legend = [LegendEntry("learned score", MUTED), LegendEntry("true score", MUTED, "dot")]
+    has_truth = bool(figures.true_scores(record))
+    title, text = prose("truth" if has_truth else "other-scores")
     text = f"{text} {score_notes(record.extra_scores())}".strip()
-    return Section("truth", title, text, figures.learned_and_true(run), legend)
+    return Section("truth", title, text, figures.learned_and_true(run), legend * has_truth)
 
 
 def _quantities(run: Setting, name: str) -> Section:
@@ -348,13 +340,11 @@ def _quantities(run: Setting, name: str) -> Section:
 
 def _cost(run: Setting) -> Section:
     would_send = _would_send(run.records[0])
+    title, text = prose("cost")
     return Section(
         "cost",
-        "Bytes and seconds",
-        "Serialised bytes sent so far, and time per round: bars are seconds per stage summed over "
-        "the clients, the line is the elapsed time of the round."
-        + would_send
-        + _secured(run.records[0]),
+        title,
+        text + would_send + _secured(run.records[0]),
         figures.cost_curves(run),
         [
             figures.UP,

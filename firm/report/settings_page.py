@@ -28,6 +28,7 @@ from firm.report.page import (
     drawn_block,
     drawn_part,
     left_out_notes,
+    prose,
     write_page,
 )
 from firm.report.plane import KL, Cloud, PlanePoint, Spot, clouds_of, planes
@@ -246,17 +247,12 @@ def _plane_section(
     if not criterion.is_higher_better:
         better = "Down and to the left"
     start = tables.initial_name(settings, criterion)
-    return Section(
-        name,
-        "The trade-off" if len(objectives) > 1 else f"{criterion.quantity.title} against KL",
-        f"Final models. {better} is better. Large markers: mean over the seeds ± one standard "
-        "error, over the prompts if there is one seed. Small markers: single seeds. Hollow markers "
-        f"are dominated by the mean of another setting. The star is the {start}.",
-        planes(
-            name, clouds, objectives, unit=criterion.quantity.unit, base=base_place(settings),
-            base_name=start,
-        ),
-    )  # fmt: skip
+    title, text = prose("settings-plane", better=better, start=start)
+    if len(objectives) == 1:
+        title = f"{criterion.quantity.title} against KL"
+    unit, base = criterion.quantity.unit, base_place(settings)
+    panels = planes(name, clouds, objectives, unit=unit, base=base, base_name=start)
+    return Section(name, title, text, panels)
 
 
 # --- Figures for a paper --------------------------------------------------------------------------

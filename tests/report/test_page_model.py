@@ -6,7 +6,7 @@ import re
 import pytest
 
 from firm.report.drawing import LegendEntry, Panel
-from firm.report.page import Page, Provenance, Section, Table, render
+from firm.report.page import Page, Provenance, Section, Table, prose, render
 
 FIGURE = {"data": [{"type": "scatter", "x": [1], "y": [2]}], "layout": {"height": 340}}
 
@@ -49,6 +49,14 @@ def test_everything_stands_on_the_page_escaped(page):
         assert text in body
     figures = json.loads(re.search(r'id="figures">(.*?)</script>', page, re.DOTALL)[1])
     assert figures == {"a": {"title": "Against B", "figure": FIGURE}}
+
+
+def test_values_replace_their_names_in_title_and_text_and_stay_as_they_are():
+    title, text = prose("differences", first="{beta}")
+    assert title == "Differences from {beta}"
+    assert text.startswith("Final models, mean difference over the seeds")
+    with pytest.raises(KeyError, match="first"):
+        prose("differences")
 
 
 def test_the_page_asks_nothing_of_the_network(page):
