@@ -11,7 +11,7 @@ A run is a directory: configuration, metrics, checkpoints, the adapter, and `rep
 command `firm align` does the same.
 """
 
-from firm.federation import Processes
+from firm.federation import Processes, ProcessesEngine
 from firm.federation.strategies import STRATEGIES
 from firm.jobs import alignment_loading as loading
 from firm.jobs.alignment import claim_folder, open_task, print_result, progress_of, write_result
@@ -43,7 +43,8 @@ def main(cfg: AlignmentConfig) -> None:
     clients = loading.build_clients(loaded, cfg, calibrations, on_event=progress.event)
     engine = loading.build_engine(clients, cfg, processes, on_event=progress.event)
     if not processes.is_server:  # its clients work for the first process until the run ends
-        loading.serve(engine)
+        assert isinstance(engine, ProcessesEngine)
+        engine.serve()
         return
 
     with (

@@ -56,7 +56,7 @@ class PolicyConfig:
                 is not linear.
         """
         kind = ADAPTERS[self.adapter](self.lora)
-        return self.conditioning.conditioned(kind, num_objectives)
+        return self.conditioning.condition(kind, num_objectives)
 
 
 def is_gguf(path: str) -> bool:

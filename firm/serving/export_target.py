@@ -9,8 +9,8 @@ from peft import LoraConfig
 from transformers import GenerationConfig, PretrainedConfig
 
 from firm.alignment.policy import PolicyConfig, load_tokenizer
+from firm.base.preferences import FRONT_NAME
 from firm.federation.client import Adapter
-from firm.fronts.front import FRONT_NAME
 from firm.serving.adapter_folders import tokenizer_files
 from firm.serving.front import ServedFront
 
