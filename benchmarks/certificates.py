@@ -17,7 +17,7 @@ import numpy as np
 from benchmarks.measure import quiet
 from firm.fronts import Front, Point
 from firm.fronts.confidence import lower_bound, upper_bound
-from firm.fronts.requirements import Requirement, best_meeting, certified, free_weights
+from firm.fronts.requirements import Requirement, best_meeting, certify, free_weights
 from firm.run import print_table
 
 CONFIDENCE = 0.95
@@ -96,7 +96,7 @@ def wrong_choices(num_trials: int, *, is_validated: bool) -> float:
         parts, margin = best_meeting(
             front, [requirement], weights, confidence=CONFIDENCE, is_mixed=True
         )
-        certificate = certified(front, parts, [requirement], confidence=CONFIDENCE)
+        certificate = certify(front, parts, [requirement], confidence=CONFIDENCE)
         num_wrong += margin >= 0 and certificate.passes
     return num_wrong / num_trials
 

@@ -31,7 +31,7 @@ from firm.federation import RandomStream
 from firm.fronts.front import Front, Point
 from firm.fronts.nearest import expected_rewards
 from firm.fronts.reach import mean_preference, reaching
-from firm.fronts.requirements import Requirement, best_meeting, certified, free_weights
+from firm.fronts.requirements import Requirement, best_meeting, certify, free_weights
 from firm.jobs.alignment_config import AlignmentConfig
 from firm.jobs.configs import SpeakersConfig
 from firm.jobs.pick import conditioned_front
@@ -190,7 +190,7 @@ def required(
             confidence=confidence,
             is_mixed=True,
         )
-        certificate = certified(front, parts, [requirement], confidence=confidence)
+        certificate = certify(front, parts, [requirement], confidence=confidence)
         if margin < 0 or not certificate.passes:
             num_others += 1
             continue

@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 
 from firm.base.extras import install_command
 from firm.base.registry import Registry
-from firm.base.user_code import ENDS, described, user_code
+from firm.base.user_code import ENDS, describe_error, user_code
 from firm.run.plugins import import_file
 from reward_models.config import RewardModelConfig
 from reward_models.golden import check_golden_scores
@@ -333,7 +333,7 @@ def _import_file(file: str) -> None:
         raise
     except BaseException as error:  # whatever another's module raises
         raise ValueError(
-            f"the file of reward functions {file} cannot be imported ({described(error)}): "
+            f"the file of reward functions {file} cannot be imported ({describe_error(error)}): "
             "repair it."
         ) from error
 
@@ -377,7 +377,7 @@ def _import_installed(name: str) -> None:
     except BaseException as error:  # whatever another's module raises
         raise ValueError(
             f"the reward model {name!r} of the installed package {packages[0]} cannot be imported "
-            f"({described(error)}): repair or update the package."
+            f"({describe_error(error)}): repair or update the package."
         ) from error
 
 

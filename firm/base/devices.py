@@ -20,7 +20,7 @@ PRODUCT_SIDE = 384
 """Rows and columns of a benchmarked product: large enough to tell dtypes apart, and small enough
 not to delay a run where products are slow."""
 SLOW_RATIO = 2.0
-"""A dtype whose products take this many times as long as float32's deserves a line."""
+"""A dtype whose products take at least this many times as long as float32's triggers a note."""
 _ACCELERATE_DEVICE = "ACCELERATE_TORCH_DEVICE"
 """Variable in which Accelerate reads a process's device."""
 

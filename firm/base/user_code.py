@@ -52,10 +52,10 @@ def user_code(
     except (*INTERRUPTIONS, *but):
         raise
     except BaseException as error:
-        raise kind(f"{what} raised {described(error)}; {remedy}.") from error
+        raise kind(f"{what} raised {describe_error(error)}; {remedy}.") from error
 
 
-def described(error: BaseException) -> str:
+def describe_error(error: BaseException) -> str:
     """Returns the type, text, file and line of an error in user code, as one line."""
     try:
         text = str(error.msg if isinstance(error, SyntaxError) else error)

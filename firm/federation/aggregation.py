@@ -185,7 +185,7 @@ def server_step(
         return weighted_mean(adapters, weights)
     total = sum(weights)
     factors = [learning_rate * weight / total for weight in weights]
-    return moved(start, adapters, per_length(factors, lengths))
+    return move_adapter(start, adapters, per_length(factors, lengths))
 
 
 def per_length(factors: Sequence[float], lengths: Sequence[float] | None) -> list[float]:
@@ -196,7 +196,7 @@ def per_length(factors: Sequence[float], lengths: Sequence[float] | None) -> lis
     return [factor / length if length > 0 else 0.0 for factor, length in pairs]
 
 
-def moved(start: Adapter, adapters: Sequence[Adapter], factors: Sequence[float]) -> Adapter:
+def move_adapter(start: Adapter, adapters: Sequence[Adapter], factors: Sequence[float]) -> Adapter:
     """Returns θ_t + Σ aᵢ (θᵢ - θ_t), summed in float64 in the given order."""
     result = {}
     for name, parameter in start.items():
@@ -239,7 +239,7 @@ def flat(adapter: Adapter, dtype: torch.dtype | None = torch.float32) -> torch.T
     return whole if dtype is None else whole.to(dtype)
 
 
-def unflattened(vector: torch.Tensor, like: Adapter) -> Adapter:
+def unflatten(vector: torch.Tensor, like: Adapter) -> Adapter:
     """Returns a vector [d] as an adapter with the names, shapes and dtypes of ``like``."""
     parts = vector.split([parameter.numel() for parameter in like.values()])
     return {

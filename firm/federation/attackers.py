@@ -12,7 +12,7 @@ import torch
 
 from firm.base.randomness import derive_seed
 from firm.base.registry import did_you_mean
-from firm.federation.aggregation import moved, update_length
+from firm.federation.aggregation import move_adapter, update_length
 from firm.federation.capabilities import UpdateAttack
 from firm.federation.client import Adapter, Batch, Client
 from firm.federation.serialization import pack
@@ -73,7 +73,7 @@ class Attacker:
                 for name, parameter in self._start.items()
             }
         factor = -self._scale if self._kind == "sign_flip" else self._scale
-        return moved(self._start, [adapter], [factor])
+        return move_adapter(self._start, [adapter], [factor])
 
 
 def common_direction(start: Adapter, *, seed: int) -> dict[str, torch.Tensor]:

@@ -70,14 +70,14 @@ def encode(value: Any, where: str, tensors: dict[str, torch.Tensor]) -> Any:
     Raises:
         ValueError: The value contains an unsupported type; the message names its location.
     """
-    encoded = _encoded(value, where, tensors, has_tuples=True)
+    encoded = _encode(value, where, tensors, has_tuples=True)
     for name, tensor in tensors.items():
         # a copy, because safetensors rejects tensors that share memory
         tensors[name] = torch.empty(tensor.shape, dtype=tensor.dtype).copy_(tensor)
     return encoded
 
 
-def _encoded(value: Any, where: str, tensors: dict[str, torch.Tensor], has_tuples: bool) -> Any:
+def _encode(value: Any, where: str, tensors: dict[str, torch.Tensor], has_tuples: bool) -> Any:
     """Returns the result of `encode`, with the tensors themselves instead of copies.
 
     Without `has_tuples`, as in the fields of a record, tuples become lists.
@@ -107,9 +107,7 @@ def _encoded(value: Any, where: str, tensors: dict[str, torch.Tensor], has_tuple
         all_texts = all_texts and isinstance(key, str)
         # most items are numbers or texts, which need no call of their own
         is_plain = type(item) in _PLAIN or (type(item) is float and math.isfinite(item))
-        entries[key] = (
-            item if is_plain else _encoded(item, f"{where}[{key!r}]", tensors, has_tuples)
-        )
+        entries[key] = item if is_plain else _encode(item, f"{where}[{key!r}]", tensors, has_tuples)
     if isinstance(value, dict):
         return {"dict": entries} if all_texts else {"items": list(map(list, entries.items()))}
     encoded = list(entries.values())
@@ -166,7 +164,7 @@ def packed_size(message: Any) -> int:
         ValueError: As for ``pack``.
     """
     tensors: dict[str, torch.Tensor] = {}
-    text = _padded_text(_encoded(message, "message", tensors, has_tuples=True))
+    text = _padded_text(_encode(message, "message", tensors, has_tuples=True))
     dtypes = list(_DTYPES)
     # the order decides the number of digits of the offsets
     order = sorted([(-dtypes.index(t.dtype), name) for name, t in tensors.items()])

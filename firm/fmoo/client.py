@@ -14,7 +14,7 @@ from firm.federation.client import Adapter, Client, Gradients
 from firm.fmoo import linear
 from firm.fmoo.attacks import attacked_gradients, attacked_losses
 from firm.fmoo.config import LossAttackConfig
-from firm.fmoo.workspace import Workspace, rotated
+from firm.fmoo.workspace import Workspace, rotate
 
 register(Quantity("losses", type=ByObjective[Items[Finite]]))
 
@@ -111,7 +111,7 @@ class SupervisedClient(Client):
             number = self._num_batches
             epoch, place = divmod(number, per_epoch)
             if self._order is None or self._order[0] != epoch:
-                generator = torch.Generator().manual_seed(self._derived("order", epoch))
+                generator = torch.Generator().manual_seed(self._derive_seed("order", epoch))
                 order = torch.randperm(self.num_examples, generator=generator)
                 self._order = epoch, self._indices[order]
             chosen = self._order[1][place * size : (place + 1) * size]
@@ -125,7 +125,7 @@ class SupervisedClient(Client):
         The result is cached until the next step: a repeated request for the same batch at the same
         parameters, as in FedCMOO's second phase or first local step, needs no backward pass.
         """
-        known = self._remembered(minibatch)
+        known = self._cached_gradients(minibatch)
         if known is None:
             served = list(self.served)
             losses, own = self._batch_gradients(
@@ -135,7 +135,7 @@ class SupervisedClient(Client):
             rows[served] = own
             known = Gradients(rows, losses)
             self._memo = minibatch.number, self._flat_parameters(), known
-        return self._reported(known)
+        return self._gradients_to_send(known)
 
     def weighted_gradients(self, minibatch: SampleBatch, weights: torch.Tensor) -> Gradients:
         """Returns the gradient of Σⱼ wⱼ Lⱼ as a Jacobian of one row, from one backward pass.
@@ -143,10 +143,10 @@ class SupervisedClient(Client):
         Weights w [M] of unserved objectives are ignored.
         """
         factors = self.of_served(weights).to(self._workspace.data.inputs.device)
-        if known := self._remembered(minibatch):
-            return self._reported(Gradients(factors[None] @ known.jacobian, known.losses))
+        if known := self._cached_gradients(minibatch):
+            return self._gradients_to_send(Gradients(factors[None] @ known.jacobian, known.losses))
         losses, row = self._batch_gradients(minibatch, lambda losses: (factors @ losses)[None], 1)
-        return self._reported(Gradients(row, losses))
+        return self._gradients_to_send(Gradients(row, losses))
 
     def weighted_steps(self, num_steps: int, weights: torch.Tensor, *, proximal: float) -> int:
         """Takes plain SGD steps on Σⱼ wⱼ Lⱼ + μ/2 ‖θ - θ_t‖², if the model is linear.
@@ -245,23 +245,23 @@ class SupervisedClient(Client):
     def _batch_size(self) -> int:
         return min(self._workspace.cfg.batch_size or self.num_examples, self.num_examples)
 
-    def _remembered(self, batch: SampleBatch) -> Gradients | None:
+    def _cached_gradients(self, batch: SampleBatch) -> Gradients | None:
         if self._memo is None or self._memo[0] != batch.number:
             return None
         _, parameters, gradients = self._memo
         return gradients if torch.equal(parameters, self._flat_parameters()) else None
 
-    def _reported(self, gradients: Gradients) -> Gradients:
+    def _gradients_to_send(self, gradients: Gradients) -> Gradients:
         return attacked_gradients(gradients, client=self.name, attack=self._attack)
 
     def _batch_gradients(
         self, batch: SampleBatch, select: Callable[[torch.Tensor], torch.Tensor], count: int
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Returns the losses [M], and the gradients [k, d] of the selected ones."""
-        workspace, seed = self._workspace, self._derived("batch", batch.number)
-        inputs = workspace.prepared(workspace.data.inputs[batch.indices])
+        workspace, seed = self._workspace, self._derive_seed("batch", batch.number)
+        inputs = workspace.prepare(workspace.data.inputs[batch.indices])
         if workspace.cfg.rotation and inputs.ndim == 4:
-            inputs = rotated(inputs, workspace.cfg.rotation, torch.Generator().manual_seed(seed))
+            inputs = rotate(inputs, workspace.cfg.rotation, torch.Generator().manual_seed(seed))
         workspace.generator.manual_seed(seed)
         targets = workspace.data.targets[batch.indices]
         return workspace.gradients(inputs, targets, select, count=count)
@@ -269,5 +269,5 @@ class SupervisedClient(Client):
     def _flat_parameters(self) -> torch.Tensor:
         return torch.cat([p.detach().flatten() for p in self._workspace.parameters.values()])
 
-    def _derived(self, *purpose: str | int) -> int:
+    def _derive_seed(self, *purpose: str | int) -> int:
         return derive_seed(self._seed, "client", self.name, *map(str, purpose))

@@ -81,7 +81,7 @@ def by_user(federation: SupervisedFederation, splits: Splits) -> dict[str, dict[
     return {"users": accuracies}
 
 
-def improved(
+def share_improved(
     federation: SupervisedFederation, before: ServerState, after: ServerState, row: dict[str, Any]
 ) -> float:
     """Returns the share of a round's clients for which the server step raised no loss."""

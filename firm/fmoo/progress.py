@@ -7,7 +7,7 @@ are kept.
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from firm.federation.aggregation import moved
+from firm.federation.aggregation import move_adapter
 from firm.federation.client import Adapter, Failure, Reply
 from firm.federation.engines.engine import Engine
 from firm.federation.messages import Request, Update
@@ -42,7 +42,7 @@ def _model(content: Any, state: ServerState, weights: Mapping[str, float]) -> Ad
     if isinstance(content, Update):
         return content.adapter
     updates = content.updates
-    return moved(state.adapter, list(updates.values()), [weights[name] for name in updates])
+    return move_adapter(state.adapter, list(updates.values()), [weights[name] for name in updates])
 
 
 class Recorder:

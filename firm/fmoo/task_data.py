@@ -127,7 +127,7 @@ class TaskData:
         """
         if not clients:
             raise ValueError("clients must contain at least one data set, got none.")
-        parts = {name: _collated(name, samples) for name, samples in clients.items()}
+        parts = {name: _stack_samples(name, samples) for name, samples in clients.items()}
         (first, (inputs, targets)), *others = parts.items()
         for name, part in others:
             for what, own, wanted in (
@@ -216,7 +216,7 @@ class Splits:
         return Splits(*(part.to(device) for part in (self.train, self.validation, self.test)))
 
 
-def _collated(name: str, samples: Any) -> tuple[torch.Tensor, torch.Tensor]:
+def _stack_samples(name: str, samples: Any) -> tuple[torch.Tensor, torch.Tensor]:
     """Returns a client's inputs [N, ...] and targets [N, M] or [N, M, A], floats in float32."""
     needs = "which needs a length and samples (input, targets)"
     with user_code(f"the data set of client {name!r}, {needs},"):

@@ -167,7 +167,7 @@ class Workspace:
             for name, parameter in self.parameters.items():
                 parameter.copy_(adapter[name])
 
-    def prepared(self, inputs: torch.Tensor) -> torch.Tensor:
+    def prepare(self, inputs: torch.Tensor) -> torch.Tensor:
         """Returns inputs prepared for the model: images as normalised floats."""
         if inputs.dtype != torch.uint8:
             return inputs
@@ -214,7 +214,7 @@ class Workspace:
     def _check_losses(self) -> None:
         """Raises ``ValueError`` unless the model and losses return M scalars for two samples."""
         data = self.data
-        inputs, targets = self.prepared(data.inputs[:2]), data.targets[:2]
+        inputs, targets = self.prepare(data.inputs[:2]), data.targets[:2]
         with user_code(f"the model on inputs of shape {list(inputs.shape)}"):
             outputs = self._model.eval()(inputs)
         self._model.train()
@@ -256,7 +256,7 @@ class Workspace:
         losses = torch.zeros(len(data.objectives), dtype=torch.float64)
         hits = torch.zeros_like(losses)
         for part in chosen.split(EVALUATION_BATCH):
-            outputs = self.model(self.prepared(data.inputs[part]))
+            outputs = self.model(self.prepare(data.inputs[part]))
             for j, (loss, output) in enumerate(zip(data.losses, outputs, strict=True)):
                 targets = data.targets[part, j]
                 losses[j] += LOSSES[loss](output, targets).cpu().double() * len(part)
@@ -299,7 +299,7 @@ def _check_modules(model: nn.Module) -> None:
             )
 
 
-def rotated(images: torch.Tensor, degrees: float, generator: torch.Generator) -> torch.Tensor:
+def rotate(images: torch.Tensor, degrees: float, generator: torch.Generator) -> torch.Tensor:
     """Rotates images [B, C, H, W] about their centres, bilinearly and with replicated borders.
 
     Each angle is drawn uniformly from [-degrees, degrees].

@@ -67,7 +67,9 @@ def _parse(kind: Any, value: Any, where: str) -> Any:
         return tuple(_parse(args[0], entry, f"{where}[{i}]") for i, entry in enumerate(entries))
     if origin is dict:
         entries = _of_type(dict, value, where)
-        return {key: _parse(args[1], entry, _joined(where, key)) for key, entry in entries.items()}
+        return {
+            key: _parse(args[1], entry, _join_key(where, key)) for key, entry in entries.items()
+        }
     if kind is float:
         number = math.nan if value is None else _of_type((int, float), value, where)
         return float(number)
@@ -78,14 +80,14 @@ def _parse_dataclass(kind: Any, value: Any, where: str) -> Any:
     entries, hints = _of_type(dict, value, where), get_type_hints(kind)
     for key in hints:
         if key not in entries:
-            raise ValueError(f"{_joined(where, key)} is missing")
+            raise ValueError(f"{_join_key(where, key)} is missing")
     for key in entries:
         if key not in hints:
-            raise ValueError(f"{_joined(where, key)} is an unknown key")
-    return kind(**{key: _parse(hints[key], entries[key], _joined(where, key)) for key in hints})
+            raise ValueError(f"{_join_key(where, key)} is an unknown key")
+    return kind(**{key: _parse(hints[key], entries[key], _join_key(where, key)) for key in hints})
 
 
-def _joined(where: str, key: str) -> str:
+def _join_key(where: str, key: str) -> str:
     return f"{where}.{key}" if where else key
 
 

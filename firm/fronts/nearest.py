@@ -113,12 +113,12 @@ def _with_preference(front: Front) -> Front:
 
 def sound(front: Front) -> Front:
     """Returns the models with a preference that are neither collapsed nor dominated."""
-    speaking = replace(front, points=tuple(p for p in front.points if p.collapse is None))
-    if not speaking.points:
-        return speaking
-    kept = non_dominated(speaking.selection_rewards())
-    points = tuple(p for p, is_kept in zip(speaking.points, kept, strict=True) if is_kept)
-    return _with_preference(replace(speaking, points=points))
+    uncollapsed = replace(front, points=tuple(p for p in front.points if p.collapse is None))
+    if not uncollapsed.points:
+        return uncollapsed
+    kept = non_dominated(uncollapsed.selection_rewards())
+    points = tuple(p for p, is_kept in zip(uncollapsed.points, kept, strict=True) if is_kept)
+    return _with_preference(replace(uncollapsed, points=points))
 
 
 @dataclass(frozen=True)

@@ -279,7 +279,7 @@ def meeting(
     )
 
 
-def certified(
+def certify(
     front: Front, parts: Parts, requirements: Sequence[Requirement], *, confidence: float
 ) -> Certificate:
     """Returns the certificate of a model that `meeting` has chosen, by the test prompts.

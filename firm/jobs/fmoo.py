@@ -23,7 +23,7 @@ from firm.federation.diagnostics import failure_alarms
 from firm.federation.server import ServerState
 from firm.fmoo.data import Splits, load_data
 from firm.fmoo.federation import SupervisedFederation
-from firm.fmoo.measures import evaluation, improved, progress
+from firm.fmoo.measures import evaluation, progress, share_improved
 from firm.fmoo.models import build_model, num_parameters
 from firm.jobs.fmoo_config import FREE_KEYS, ClassicConfig
 from firm.jobs.fmoo_loading import federate, partition
@@ -242,7 +242,7 @@ class _ClassicTask(Task):
         cfg, row = self._cfg, metrics["round"]
         is_due = after.round % cfg.evaluate_every == 0 or after.round == self._num_rounds
         if is_due and cfg.improved_share:
-            row["improved"] = improved(self._federation, before, after, row)
+            row["improved"] = share_improved(self._federation, before, after, row)
         if alarms := failure_alarms([*self.book.rows, row]):
             row["alarms"] = alarms
         if not is_due:

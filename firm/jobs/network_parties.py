@@ -123,7 +123,7 @@ def status(cfg: AdminConfig) -> None:
     host, port = server_address(cfg.kit)
     _check_server(cfg.kit)
     with console.session(cfg.kit) as opened:
-        connected = console.connected(opened)
+        connected = console.connected_sites(opened)
         rows = [[s, "connected" if s in connected else "not connected"] for s in federation.sites]
         print_table(f"{federation.name}: server {host}:{port}", ["site", ""], rows)
         print_table("runs", ["name", "status", "submitted"], console.jobs(opened))
@@ -134,7 +134,7 @@ def stop(cfg: AdminConfig) -> None:
     check_role(cfg.kit, "admin")
     _check_server(cfg.kit)
     with console.session(cfg.kit) as opened:
-        jobs = console.unfinished(opened)
+        jobs = console.unfinished_jobs(opened)
         for job, name in jobs.items():
             opened.abort_job(job)
             print(f"stopping {name}")
@@ -274,7 +274,7 @@ def _one_job(cfg: AdminConfig, federation: FederationConfig) -> bool:
     job = None
     try:
         with console.session(cfg.kit) as opened:
-            jobs = console.unfinished(opened)
+            jobs = console.unfinished_jobs(opened)
             job = next((job for job, name in jobs.items() if name == cfg.name), None)
             known = "is already running" if job else "submitted"
             job = job or console.submit(
@@ -305,7 +305,7 @@ def _follow(opened: Any, job: str, sites: list[str]) -> bool:
     while True:
         state = console.status(opened, job)
         if state == "SUBMITTED":
-            connected = console.connected(opened)
+            connected = console.connected_sites(opened)
             away = [site for site in sites if site not in connected]
             state = f"waiting for {', '.join(away)}" if away else "waiting"
         if state.startswith("FINISHED"):
@@ -314,7 +314,7 @@ def _follow(opened: Any, job: str, sites: list[str]) -> bool:
             print(state.lower(), flush=True)
             last_state = state
         if state == "RUNNING":
-            lines = console.said(opened, job, num_lines)
+            lines = console.output_lines(opened, job, num_lines)
             print(*(f"{line}\n" for line in lines), sep="", end="", flush=True)
             num_lines += len(lines)
         time.sleep(1)

@@ -16,7 +16,7 @@ from firm.fronts.nearest import Expectation, expected_rewards, nearest, neighbou
 from firm.fronts.reach import mean_preference, reaching
 from firm.fronts.requirements import (
     Requirement,
-    certified,
+    certify,
     free_weights,
     meeting,
     parse_requirements,
@@ -176,7 +176,7 @@ def pick(cfg: PickConfig) -> PickedModel:
     out = (cfg.out or dated_folder("merged")) if cfg.merge else None
     certificate = None
     if requirements:
-        certificate = certified(front, parts, requirements, confidence=cfg.confidence)
+        certificate = certify(front, parts, requirements, confidence=cfg.confidence)
     picked = PickedModel(
         front, target, preference, parts, folders, out, run, requirements, certificate
     )

@@ -87,7 +87,7 @@ def submit(
         return opened.submit_job(str(job))
 
 
-def unfinished(opened: Session) -> dict[str, str]:
+def unfinished_jobs(opened: Session) -> dict[str, str]:
     """Returns the names of queued and running jobs by their identifiers."""
     # If the server was killed, a job that ran at that time is listed as running forever.
     alive = {job.job_id for job in opened.get_system_info().job_info}
@@ -111,12 +111,12 @@ def status(opened: Session, job: str) -> str:
     return printable(opened.get_job_meta(job).get("status"))
 
 
-def connected(opened: Session) -> set[str]:
+def connected_sites(opened: Session) -> set[str]:
     """Returns the names of the sites that are connected."""
     return {printable(client.name) for client in opened.get_system_info().client_info}
 
 
-def said(opened: Session, job: str, num_heard: int) -> list[str]:
+def output_lines(opened: Session, job: str, num_heard: int) -> list[str]:
     """Returns a running job's output after the first `num_heard` lines; empty if it just ended."""
     with contextlib.suppress(JobNotRunning, NoReply, InternalError):
         answer = opened.do_app_command(job, SAID, {"num_heard": num_heard})

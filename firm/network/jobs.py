@@ -138,17 +138,17 @@ def problem_of_app(folder: Path, allowed: App) -> str | None:
         is_known_file = path.is_file() and (name in allowed or name in signed)
         is_known_folder = path.is_dir() and name in folders
         if path.is_symlink() or not (is_known_file or is_known_folder):
-            return _refused(f"the file {printable(name, max_length=100)}", "is not allowed")
+            return _refusal(f"the file {printable(name, max_length=100)}", "is not allowed")
     for name, content in allowed.items():
         if name not in files:
-            return _refused(f"the file {name}", "is missing")
+            return _refusal(f"the file {name}", "is missing")
         try:
             with files[name].open("rb") as file:
                 value = _parse(file.read(_MAX_BYTES + 1))
             if problem := _difference(value, content, Path(name).name):
                 return problem
         except (ValueError, RecursionError) as error:
-            return _refused(f"the file {name}", f"cannot be read: {printable(error)}")
+            return _refusal(f"the file {name}", f"cannot be read: {printable(error)}")
     return None
 
 
@@ -161,12 +161,12 @@ def problem_of_meta(meta: Mapping[str, Any]) -> str | None:
 def problem_of_component(component: Any, allowed: App) -> str | None:
     """Describes why a job may not build a component with its arguments; None if it may."""
     if not isinstance(component, dict):
-        return _refused("a component", "must be a mapping")
+        return _refusal("a component", "must be a mapping")
     path = component.get("path")
     for entry in _components(allowed):
         if isinstance(path, str) and entry["path"] == path:
             return _difference(component, entry, "component")
-    return _refused(f"the class {printable(path, max_length=200)}", "is not allowed")
+    return _refusal(f"the class {printable(path, max_length=200)}", "is not allowed")
 
 
 def _components(allowed: Any) -> list[dict[str, Any]]:
@@ -200,29 +200,29 @@ def _difference(value: Any, allowed: Any, where: str) -> str | None:
         case Between(low, high):
             number = isinstance(value, int | float) and not isinstance(value, bool)
             if not number or not low <= value <= high:  # false for NaN
-                return _refused(where, f"must be from {low:g} to {high:g}", value)
+                return _refusal(where, f"must be from {low:g} to {high:g}", value)
         case Names():
             if not isinstance(value, list) or not all(map(_is_name, value)):
-                return _refused(where, "must be a list of names", value)
+                return _refusal(where, "must be a list of names", value)
         case str() if allowed == NAME:
             if not _is_name(value):
-                return _refused(where, "must be a name", value)
+                return _refusal(where, "must be a name", value)
         case dict():
             if not isinstance(value, dict):
-                return _refused(where, "must be a mapping", value)
+                return _refusal(where, "must be a mapping", value)
             if strange := sorted(map(str, value.keys() - allowed.keys())):
                 key = printable(strange[0], max_length=100)
-                return _refused(f"{where}.{key}", "is not allowed")
+                return _refusal(f"{where}.{key}", "is not allowed")
             if missing := [key for key in allowed if key not in value]:
-                return _refused(f"{where}.{missing[0]}", "is missing")
+                return _refusal(f"{where}.{missing[0]}", "is missing")
             parts = [(value[key], rule, f"{where}.{key}") for key, rule in allowed.items()]
         case list():
             if not isinstance(value, list) or len(value) != len(allowed):
-                return _refused(where, f"must have {len(allowed)} entries", value)
+                return _refusal(where, f"must have {len(allowed)} entries", value)
             pairs = enumerate(zip(value, allowed, strict=True))
             parts = [(item, rule, f"{where}[{index}]") for index, (item, rule) in pairs]
         case _ if type(value) is not type(allowed) or value != allowed:
-            return _refused(where, f"must be {allowed!r}", value)
+            return _refusal(where, f"must be {allowed!r}", value)
     return next(filter(None, (_difference(*part) for part in parts)), None)
 
 
@@ -234,6 +234,6 @@ def _is_name(value: Any) -> bool:
     return True
 
 
-def _refused(what: str, why: str, *received: Any) -> str:
+def _refusal(what: str, why: str, *received: Any) -> str:
     got = f", got {printable(repr(received[0]), max_length=100)}" if received else ""
     return f"the job is refused: {what} {why}{got}"

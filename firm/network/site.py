@@ -123,7 +123,7 @@ class Site:
             logger.error("%s failed: %s", failure.client, printable(failure.reason))
         return {
             "replies": [
-                {"client": reply.client, "content": self._released(reply)} for reply in replies
+                {"client": reply.client, "content": self._release(reply)} for reply in replies
             ],
             "failures": [
                 {"client": failure.client, "reason": self._reason(failure)} for failure in failures
@@ -135,7 +135,7 @@ class Site:
             return printable(failure.reason)
         return f"{failure.kind or 'its answer was refused'}; see its site's log"
 
-    def _released(self, reply: Reply) -> Answer:
+    def _release(self, reply: Reply) -> Answer:
         """Returns an answer with only the metrics that the policy releases."""
         content = reply.content
         if not hasattr(content, "metrics"):

@@ -10,7 +10,7 @@ from types import FrameType
 
 from firm.base.errors import ProcessLost, RoundFailed
 from firm.base.sanitize import printable
-from firm.base.user_code import described, is_raised_by_user
+from firm.base.user_code import describe_error, is_raised_by_user
 
 _MAX_LINE = 4_000
 """Maximum length of an error message in characters."""
@@ -78,7 +78,7 @@ def exit_on_user_error() -> Iterator[None]:
     except SystemExit as error:
         if not is_raised_by_user(error):
             raise
-        line = f"{described(error)} ended the program; correct this code."
+        line = f"{describe_error(error)} ended the program; correct this code."
         if os.environ.get("FIRM_TRACEBACK"):
             raise RuntimeError(line) from error
         sys.stderr.write(f"error: {line} (FIRM_TRACEBACK=1 shows where)\n")

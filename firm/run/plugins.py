@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from firm.base.sanitize import printable
-from firm.base.user_code import ENDS, described
+from firm.base.user_code import ENDS, describe_error
 from firm.run.errors import UserError
 from firm.run.shipped import find_config
 from firm.run.yaml_text import read_yaml
@@ -36,7 +36,7 @@ def import_plugin(name: str) -> None:
     except ENDS:
         raise
     except BaseException as error:  # a plugin may raise anything; the user gets one line
-        reason = described(error)
+        reason = describe_error(error)
         raise UserError(f"plugins: {name} cannot be imported ({reason}); correct it.") from error
 
 

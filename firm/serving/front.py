@@ -12,7 +12,7 @@ from firm.fronts.certificate import Certificate
 from firm.fronts.front import Front
 from firm.fronts.json_record import read_record, write_record
 from firm.fronts.reach import mean_preference, reaching
-from firm.fronts.requirements import certified, meeting, parse_requirements
+from firm.fronts.requirements import certify, meeting, parse_requirements
 from firm.serving.chat_templates import check_exported
 
 Shares = str | Mapping[str, float] | Sequence[float]
@@ -151,7 +151,7 @@ def passing_certificate(front: Front, require: str, *, confidence: float) -> Cer
     """
     requirements = parse_requirements(require, front)
     parts = meeting(front, requirements, confidence=confidence, is_mixed=True)
-    certificate = certified(front, parts, requirements, confidence=confidence)
+    certificate = certify(front, parts, requirements, confidence=confidence)
     if not certificate.passes:
         raise ValueError(
             f"require: the chosen model does not pass its certificate ({certificate.describe()}): "

@@ -7,7 +7,7 @@ import greenlet
 import pytest
 
 from firm.base.errors import TimeLimitError
-from firm.base.user_code import described, user_code
+from firm.base.user_code import describe_error, user_code
 from firm.federation import ProcessLost
 from reward_models import brevity
 
@@ -68,7 +68,7 @@ def line_of(source, tmp_path, name="mine.py"):
         space["reward"]()
     except Exception as error:
         # as a framework calls it: no frame of this test
-        return described(error.with_traceback(error.__traceback__.tb_next))
+        return describe_error(error.with_traceback(error.__traceback__.tb_next))
     raise AssertionError
 
 
@@ -87,14 +87,14 @@ def test_an_error_of_this_package_alone_has_no_place():
     with pytest.raises(ValueError, match="half_words") as caught:
         brevity(["a"], half_words=0)
     error = caught.value.with_traceback(caught.tb.tb_next)  # without the frame of this test
-    assert described(error).endswith("got 0.")
+    assert describe_error(error).endswith("got 0.")
 
 
 def test_a_file_that_cannot_be_read_as_python_has_its_own_line(tmp_path):
     try:
         compile("x = 1\nif x\n", str(tmp_path / "mine.py"), "exec")
     except SyntaxError as error:
-        said = described(error)
+        said = describe_error(error)
     assert said == f"SyntaxError: expected ':' ({tmp_path / 'mine.py'}:2)"
 
 

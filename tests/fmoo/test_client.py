@@ -24,9 +24,9 @@ from firm.federation.strategy_configs import (
 )
 from firm.fmoo.client import SupervisedClient
 from firm.fmoo.config import LocalConfig, LossAttackConfig
-from firm.fmoo.models import Dropout, MultiTaskModel
+from firm.fmoo.modules import Dropout, MultiTaskModel
 from firm.fmoo.task_data import TaskData
-from firm.fmoo.workspace import Workspace, rotated
+from firm.fmoo.workspace import Workspace, rotate
 
 
 def _data(num_samples: int = 40) -> TaskData:
@@ -229,7 +229,7 @@ def test_losses_are_those_of_the_whole_shard_without_dropout():
     workspace = client._workspace
     workspace.model.eval()
     data = workspace.data
-    outputs = workspace.model(workspace.prepared(data.inputs[5:25]))
+    outputs = workspace.model(workspace.prepare(data.inputs[5:25]))
     expected = [
         nn.functional.cross_entropy(o, data.targets[5:25, j]) for j, o in enumerate(outputs)
     ]
@@ -268,9 +268,9 @@ def test_attackers_inflate_losses_and_gradients():
 def test_rotation_keeps_the_centre_and_turns_by_the_angle():
     images = torch.zeros(1, 1, 9, 9)
     images[0, 0, 4, 4], images[0, 0, 0, 4] = 1.0, 1.0
-    torch.testing.assert_close(rotated(images, 0.0, torch.Generator()), images)
+    torch.testing.assert_close(rotate(images, 0.0, torch.Generator()), images)
     share = (torch.rand(1, generator=torch.Generator().manual_seed(0)) * 2 - 1).item()
-    turned = rotated(images, 90 / abs(share), torch.Generator().manual_seed(0))  # a quarter turn
+    turned = rotate(images, 90 / abs(share), torch.Generator().manual_seed(0))  # a quarter turn
     assert turned[0, 0, 4, 4] == pytest.approx(1.0, abs=1e-4)
     assert turned[0, 0, 4, [0, 8]].max() == pytest.approx(1.0, abs=1e-4)
     assert turned.sum() == pytest.approx(2.0, abs=1e-3)
@@ -281,7 +281,7 @@ def test_rotation_is_that_of_torchs_affine_grid(size):
     height, width = size
     generator = torch.Generator().manual_seed(1)
     images = torch.rand(9, 2, height, width, generator=generator)
-    turned = rotated(images, 40, torch.Generator().manual_seed(0))
+    turned = rotate(images, 40, torch.Generator().manual_seed(0))
     share = torch.rand(9, generator=torch.Generator().manual_seed(0)) * 2 - 1
     angles, zeros = share * 40 * torch.pi / 180, torch.zeros(9)
     first = torch.stack([angles.cos(), -angles.sin() * height / width, zeros], dim=1)

@@ -16,7 +16,7 @@ from firm.fronts.nearest import sound
 from firm.fronts.requirements import (
     Requirement,
     best_meeting,
-    certified,
+    certify,
     free_weights,
     meeting,
     parse_requirements,
@@ -106,7 +106,7 @@ def test_more_confidence_never_gains_reward(seed):
 
 
 def certificate(front, text, parts, confidence=0.95):
-    return certified(front, parts, parse_requirements(text, front), confidence=confidence)
+    return certify(front, parts, parse_requirements(text, front), confidence=confidence)
 
 
 def alone(front, at=0):
@@ -145,7 +145,7 @@ def test_a_confidence_that_is_none_is_refused(confidence):
     with pytest.raises(ValueError, match=r"confidence must be greater than 0\.5 and less than 1"):
         best_meeting(front, requirements, [1, 1], confidence=confidence, is_mixed=True)
     with pytest.raises(ValueError, match="confidence must be greater"):
-        certified(front, alone(front), requirements, confidence=confidence)
+        certify(front, alone(front), requirements, confidence=confidence)
 
 
 def measured(rng, means, *, num=60):
@@ -199,7 +199,7 @@ def test_wrong_passes_are_rare_although_the_best_of_many_was_taken(has_validatio
             parts = meeting(front, requirements, confidence=0.95, is_mixed=is_mixed)
         except ValueError:
             continue
-        wrong += certified(front, parts, requirements, confidence=0.95).passes
+        wrong += certify(front, parts, requirements, confidence=0.95).passes
     assert wrong / num_trials <= 0.05
 
 

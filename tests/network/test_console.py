@@ -48,11 +48,11 @@ def _texts(value):
 @pytest.mark.parametrize(
     "ask",
     [
-        console.unfinished,
+        console.unfinished_jobs,
         console.jobs,
-        console.connected,
+        console.connected_sites,
         lambda opened: [console.status(opened, "1")],
-        lambda opened: console.said(opened, "1", 0),
+        lambda opened: console.output_lines(opened, "1", 0),
         lambda opened: [console.reason(opened, "1")[0]],
     ],
 )
@@ -70,7 +70,7 @@ def test_nothing_that_a_terminal_obeys_is_returned(ask, server):
 
 
 def test_a_line_cannot_be_forged_into_what_was_said():
-    lines = console.said(Server(), "1", 0)
+    lines = console.output_lines(Server(), "1", 0)
     assert lines[1:] == ["3", "round 1/9"]
     assert lines[0].startswith("bank\\x1b[2J")
     assert lines[0].endswith("\\r\\nround 9/9\\u202e\\u2028")

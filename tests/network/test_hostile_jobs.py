@@ -227,7 +227,7 @@ def test_an_administrator_has_no_commands_but_those_of_a_run(running, tmp_path):
     _with_code(parts, tmp_path / "marker")
     _submit(started, tmp_path, **parts)  # it waits until the site is connected
     with console.session(started.kits["admin"]) as opened:
-        assert console.connected(opened) == {"bank"}
+        assert console.connected_sites(opened) == {"bank"}
         for command in (
             *("cat server output.txt", "ls server", "cat bank startup/client.key"),
             *("sys_info server", "sys_info client bank", "report_resources client bank"),
@@ -245,7 +245,7 @@ def test_an_administrator_has_no_commands_but_those_of_a_run(running, tmp_path):
                 opened._do_command(f"{command} {job}")
         with pytest.raises(AuthorizationError):
             opened._do_command(f"configure_job_log {job} client bank DEBUG")
-        assert console.connected(opened) == {"bank"}
+        assert console.connected_sites(opened) == {"bank"}
 
 
 @pytest.mark.slow

@@ -132,7 +132,7 @@ def product_mean(adapters: Sequence[Adapter], weights: Sequence[float]) -> Adapt
         ValueError: There are no pairs, or a factor has no partner.
     """
     if any(_FURTHER.fullmatch(name) for name in adapters[0]):
-        return _apart(product_mean([_stacked(own) for own in adapters], weights), adapters[0])
+        return _apart(product_mean([_stack(own) for own in adapters], weights), adapters[0])
     first = adapters[0]
     if not (pairs := lora_pairs(first)):
         raise ValueError(
@@ -149,7 +149,7 @@ def product_mean(adapters: Sequence[Adapter], weights: Sequence[float]) -> Adapt
     return {name: mean[name].to(parameter.dtype) for name, parameter in first.items()}
 
 
-def _stacked(adapter: Adapter) -> Adapter:
+def _stack(adapter: Adapter) -> Adapter:
     """Stacks the B of each layer and its further matrices vertically, [M out, r]."""
     stacked = {}
     for name, values in adapter.items():
@@ -165,7 +165,7 @@ def _stacked(adapter: Adapter) -> Adapter:
 
 
 def _apart(stacked: Adapter, like: Adapter) -> Adapter:
-    """Inverts ``_stacked``: splits an adapter into the names and shapes of ``like``."""
+    """Inverts ``_stack``: splits an adapter into the names and shapes of ``like``."""
     left = dict(stacked)
     apart = {}
     for name, values in like.items():

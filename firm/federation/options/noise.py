@@ -47,7 +47,7 @@ def private_training(cfg: PrivacyConfig, train: Train) -> Train:
     def private(client: Client, request: Any) -> Update:
         with errors_kept_back():
             update = train(client, request)
-        return protected(update, request.adapter, cfg, request.round)
+        return privatize(update, request.adapter, cfg, request.round)
 
     return private
 
@@ -98,7 +98,7 @@ def gaussian(shape: Sequence[int], source: NoiseSource) -> torch.Tensor:
     return torch.from_numpy(ndtri(uniform)).reshape(tuple(shape))
 
 
-def noised(adapter: Adapter, std: float, source: NoiseSource) -> Adapter:
+def add_noise(adapter: Adapter, std: float, source: NoiseSource) -> Adapter:
     """Returns the adapter plus N(0, std²) in each coordinate, in the adapter's dtypes.
 
     With a ``std`` of 0 it returns the adapter itself.
@@ -111,7 +111,7 @@ def noised(adapter: Adapter, std: float, source: NoiseSource) -> Adapter:
     }
 
 
-def clipped(adapter: Adapter, start: Adapter, clip_norm: float) -> Adapter:
+def clip_delta(adapter: Adapter, start: Adapter, clip_norm: float) -> Adapter:
     """Returns θ_t + min(1, S / ‖θ_c - θ_t‖) (θ_c - θ_t), at a distance of at most S from θ_t.
 
     An adapter θ_c within the limit is returned bitwise unchanged. Values that the dtype cannot
@@ -135,7 +135,7 @@ def clipped(adapter: Adapter, start: Adapter, clip_norm: float) -> Adapter:
     return result
 
 
-def protected(update: Update, start: Adapter, cfg: PrivacyConfig, round_number: int) -> Update:
+def privatize(update: Update, start: Adapter, cfg: PrivacyConfig, round_number: int) -> Update:
     """Returns an update that may leave its client in this round.
 
     The adapter is clipped and, if clients add the noise, noised. The metrics are reduced to the
@@ -146,10 +146,10 @@ def protected(update: Update, start: Adapter, cfg: PrivacyConfig, round_number: 
         ValueError: The delta is not finite.
     """
     norm = update_length(start, update.adapter)
-    adapter = clipped(update.adapter, start, cfg.clip_norm)
+    adapter = clip_delta(update.adapter, start, cfg.clip_norm)
     if cfg.at == "client":
         source = noise_source(cfg.noise_seed, update.client, round_number)
-        adapter = noised(adapter, cfg.noise_multiplier * cfg.clip_norm, source)
+        adapter = add_noise(adapter, cfg.noise_multiplier * cfg.clip_norm, source)
     is_clipped = float(norm > cfg.clip_norm)
     if cfg.statistics == "exact":
         metrics = {**update.metrics, "clipped": is_clipped, "update_norm": norm}
@@ -181,7 +181,7 @@ class ServerNoise:
 
     def __call__(self, step: ServerStep) -> ServerStep:
         """Returns the step with noise, the updated ledger, and the "privacy" entry of the row."""
-        adapter = server_noised(
+        adapter = add_server_noise(
             step.adapter,
             self.cfg,
             num_updates=len(step.updates),
@@ -225,7 +225,7 @@ def errors_kept_back() -> Iterator[None]:
         ) from error
 
 
-def server_noised(
+def add_server_noise(
     adapter: Adapter,
     cfg: PrivacyConfig,
     *,
@@ -241,7 +241,7 @@ def server_noised(
     if cfg.at != "server":
         return adapter
     std = learning_rate * cfg.noise_multiplier * cfg.clip_norm / num_updates
-    return noised(adapter, std, noise_source(cfg.noise_seed, "server", round_number))
+    return add_noise(adapter, std, noise_source(cfg.noise_seed, "server", round_number))
 
 
 def _noisy_statistics(

@@ -82,7 +82,7 @@ class PrivacyConfig(Option):
             )
         if cfg.num_local_epochs is not None and self.statistics != "exact":
             raise ValueError(
-                "the number of local steps in an epoch tells a shard's size; with privacy, "
+                "the number of local steps in an epoch reveals the shard's size; with privacy, "
                 "num_local_epochs must be null, or privacy.statistics exact, got "
                 f"{cfg.num_local_epochs} and {self.statistics}."
             )

@@ -8,7 +8,7 @@ import torch
 from pydantic import PlainValidator, ValidationInfo
 
 from firm.base.randomness import derive_seed
-from firm.federation.aggregation import flat, unflattened
+from firm.federation.aggregation import flat, unflatten
 from firm.federation.client import Client
 from firm.federation.messages import Update, sent_form
 from firm.federation.option import Train
@@ -51,7 +51,7 @@ class QuantizedUpdate:
 def quantized_training(cfg: UploadConfig, train: Train) -> Train:
     """Returns the training with its update quantised; the client keeps the rounding error."""
 
-    def quantized(client: Client, request: Any) -> Update:
+    def train_quantized(client: Client, request: Any) -> Update:
         update = train(client, request)
         trained = request.trained(client.name)
         kept = slice(None) if trained is None else trained
@@ -65,7 +65,7 @@ def quantized_training(cfg: UploadConfig, train: Train) -> Train:
             client.carried[CARRIED] = delta - message.reconstruct()[0]
         return replace(update, adapter=QuantizedUpdate(message_to_dict(message)))
 
-    return quantized
+    return train_quantized
 
 
 def whole_update(update: Update, request: Any) -> Update:
@@ -88,4 +88,4 @@ def whole_update(update: Update, request: Any) -> Update:
     numbers[kept] = (numbers[kept].double() + delta).to(numbers.dtype)
     if not (numbers.abs() <= LARGEST_ENTRY).all():  # also catches NaN
         raise Invalid(f"its update leads to entries beyond {LARGEST_ENTRY:g}")
-    return replace(update, adapter=unflattened(numbers, request.adapter))
+    return replace(update, adapter=unflatten(numbers, request.adapter))

@@ -9,7 +9,7 @@ import torch
 from annotated_types import Interval, Len
 from pydantic import PlainValidator, ValidationInfo
 
-from firm.federation.aggregation import Mean, ServerStep, Transform, flat, unflattened
+from firm.federation.aggregation import Mean, ServerStep, Transform, flat, unflatten
 from firm.federation.client import Adapter, Client, Gradients
 from firm.federation.messages import MAX_CLIENTS, Update, sent_form
 from firm.federation.option import Need, Option, Train, option
@@ -102,7 +102,7 @@ class Ranks(Option):
         if content.partial.shape != (size,) or content.partial.dtype != numbers.dtype:
             raise Invalid(f"its update must be {size} numbers, got {shown(content.partial)}")
         numbers[trained] = content.partial
-        return replace(update, adapter=unflattened(numbers, request.adapter))
+        return replace(update, adapter=unflatten(numbers, request.adapter))
 
     def steps(self, steps: Sequence[Transform], cfg: RoundConfig) -> Sequence[Transform]:
         """Returns the steps with each parameter averaged over the clients that train it."""

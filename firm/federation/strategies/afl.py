@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from firm.federation.aggregation import by_client, moved, server_step
+from firm.federation.aggregation import by_client, move_adapter, server_step
 from firm.federation.engines.engine import Engine
 from firm.federation.rounds import Round, losses_of
 from firm.federation.server import ServerState
@@ -65,5 +65,5 @@ def afl(
     entries = {"weights": by_client(updates, weights)}
     finished, rows = this_round.finish(replies, adapter, memory=memory, entries=entries)
     if cfg.average_iterates:  # running mean: 1/t of the new iterate, the rest of the previous mean
-        finished = replace(finished, adapter=moved(model, [adapter], [1 / finished.round]))
+        finished = replace(finished, adapter=move_adapter(model, [adapter], [1 / finished.round]))
     return finished, rows

@@ -15,7 +15,13 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from firm.federation.aggregation import moved, server_step, shares, update_matrix, weighted_mean
+from firm.federation.aggregation import (
+    move_adapter,
+    server_step,
+    shares,
+    update_matrix,
+    weighted_mean,
+)
 from firm.federation.client import Reply
 from firm.federation.engines.engine import Engine
 from firm.federation.messages import Update
@@ -78,7 +84,7 @@ def _as_update(reply: Reply, state: ServerState, weights: dict[str, float]) -> R
     """Returns the reply with its objectives' updates combined by the server's weights."""
     content = reply.content
     names = list(content.updates)
-    adapter = moved(
+    adapter = move_adapter(
         state.adapter, list(content.updates.values()), [weights[name] for name in names]
     )
     update = Update(reply.client, adapter, content.num_examples, content.metrics)

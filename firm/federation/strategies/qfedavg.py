@@ -6,7 +6,13 @@ Li et al. (2020), "Fair Resource Allocation in Federated Learning", arXiv:1905.1
 from collections.abc import Sequence
 from typing import Any
 
-from firm.federation.aggregation import by_client, moved, per_length, update_lengths, zero_updates
+from firm.federation.aggregation import (
+    by_client,
+    move_adapter,
+    per_length,
+    update_lengths,
+    zero_updates,
+)
 from firm.federation.engines.engine import Engine
 from firm.federation.rounds import Round, losses_of
 from firm.federation.server import ServerState
@@ -52,6 +58,6 @@ def qfedavg(
     weights = [power * cfg.lipschitz / total for power in powers]
     factors = [cfg.learning_rate(state.round) * weight for weight in weights]
     adapters = [update.adapter for update in updates]
-    adapter = moved(state.adapter, adapters, per_length(factors, lengths))
+    adapter = move_adapter(state.adapter, adapters, per_length(factors, lengths))
     entries = {"weights": by_client(updates, weights), **zero_updates(updates, lengths)}
     return this_round.finish(replies, adapter, entries=entries)

@@ -52,20 +52,20 @@ def two_digits(cfg: DatasetConfig) -> Splits:
     table = {"x": pixels[:, None], "y": digits.target.astype(np.int64)}
     parts = complete_splits({"train": table}, cfg, order="random")
     paste = partial(paste_corners, offset=6, canvas=16, size=16)
-    return _paired(parts, parts, ("left", "right"), paste, cfg, default_pairs=4)
+    return _pair_images(parts, parts, ("left", "right"), paste, cfg, default_pairs=4)
 
 
 def multi_mnist(cfg: DatasetConfig) -> Splits:
     """Returns MultiMNIST: pairs of digits."""
     digits = _ten_classes(cfg, cfg.path, MNIST, side=28)
-    return _paired(digits, digits, ("left", "right"), _paste_28, cfg)
+    return _pair_images(digits, digits, ("left", "right"), _paste_28, cfg)
 
 
 def mnist_fmnist(cfg: DatasetConfig) -> Splits:
     """Returns MNIST+FMNIST: a digit top left and a piece of clothing bottom right."""
     digits = _ten_classes(cfg, cfg.path, MNIST, side=28)
     clothes = _ten_classes(cfg, cfg.second_path, FASHION_MNIST, side=28)
-    return _paired(digits, clothes, ("mnist", "fashion_mnist"), _paste_28, cfg)
+    return _pair_images(digits, clothes, ("mnist", "fashion_mnist"), _paste_28, cfg)
 
 
 def cifar10_mnist(cfg: DatasetConfig) -> Splits:
@@ -73,13 +73,13 @@ def cifar10_mnist(cfg: DatasetConfig) -> Splits:
     pictures = _ten_classes(cfg, cfg.path, CIFAR10, side=32)
     digits = _ten_classes(cfg, cfg.second_path, MNIST, side=28)
     paste = partial(paste_centre, opacity=0.6)
-    return _paired(pictures, digits, ("cifar10", "mnist"), paste, cfg)
+    return _pair_images(pictures, digits, ("cifar10", "mnist"), paste, cfg)
 
 
 _paste_28 = partial(paste_corners, offset=6, canvas=36, size=28)
 
 
-def _paired(
+def _pair_images(
     left: Mapping[str, Table],
     right: Mapping[str, Table],
     objectives: tuple[str, str],

@@ -12,11 +12,11 @@ from firm.federation import Failure, LocalEngine, Reply, ServerState, Update
 from firm.federation.aggregation import update_length
 from firm.federation.options.accounting import gaussian_epsilon
 from firm.federation.options.noise import (
-    clipped,
+    add_noise,
+    clip_delta,
     gaussian,
     noise_source,
-    noised,
-    protected,
+    privatize,
     statistics_radius,
 )
 from firm.federation.options.privacy import PrivacyConfig
@@ -64,7 +64,7 @@ def test_no_delta_is_longer_than_the_limit_and_a_shorter_one_stays_to_the_last_b
         }
 
     start, end = adapter(1.0, offset), adapter(spread, offset)
-    sent = clipped(end, start, clip_norm)
+    sent = clip_delta(end, start, clip_norm)
     assert update_length(start, sent) <= clip_norm
     if update_length(start, end) <= clip_norm:
         assert all(torch.equal(sent[name], end[name]) for name in end)
@@ -77,7 +77,7 @@ def test_no_delta_is_longer_than_the_limit_and_a_shorter_one_stays_to_the_last_b
 def test_a_long_delta_is_scaled_as_one_vector():
     start = {"first": torch.zeros(1), "second": torch.ones(1)}
     end = {"first": torch.tensor([3.0]), "second": torch.tensor([5.0])}  # a delta of (3, 4)
-    sent = clipped(end, start, 0.5)
+    sent = clip_delta(end, start, 0.5)
     assert sent["first"].item() == pytest.approx(0.3, rel=1e-6)
     assert sent["second"].item() == pytest.approx(1.4, rel=1e-6)
 
@@ -88,7 +88,7 @@ NANS = [("a", (1,)), ("b", ())]
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 def test_nothing_of_a_delta_that_is_not_finite_leaves_its_client(value, new_client, start):
     with pytest.raises(ValueError, match=r"norm is (nan|inf)"):
-        clipped({name: v + value for name, v in start.adapter.items()}, start.adapter, 1.0)
+        clip_delta({name: v + value for name, v in start.adapter.items()}, start.adapter, 1.0)
     engine = LocalEngine([new_client(n, diverges_in=d, num_minibatches=1) for n, d in NANS])
     _, rows = firm_round(start, ["a", "b"], engine, FirmConfig(privacy=SEEDED))
     assert rows["round"]["clients"] == ["b"]
@@ -147,7 +147,7 @@ def test_noise_of_the_system_never_repeats_and_that_of_a_seed_does_by_its_names(
 def test_a_client_adds_noise_of_z_times_s_to_every_number_it_sends():
     start = {"first": torch.zeros(300, 200), "second": torch.ones(40_000)}
     cfg = PrivacyConfig(clip_norm=0.5, noise_multiplier=3.0, at="client")
-    sent = protected(Update("a", start, 10, {"num_steps": 1}), start, cfg, 1).adapter
+    sent = privatize(Update("a", start, 10, {"num_steps": 1}), start, cfg, 1).adapter
     delta = torch.cat([(sent[name] - start[name]).flatten() for name in start])
     assert delta.std().item() == pytest.approx(1.5, rel=0.015)  # 6 standard errors
     assert abs(delta.mean().item()) < 0.03
@@ -155,7 +155,7 @@ def test_a_client_adds_noise_of_z_times_s_to_every_number_it_sends():
 
 def test_no_noise_is_no_change():
     adapter = {"first": torch.randn(3)}
-    assert noised(adapter, 0.0, noise_source(None)) is adapter
+    assert add_noise(adapter, 0.0, noise_source(None)) is adapter
 
 
 class StandingEngine:
@@ -164,7 +164,7 @@ class StandingEngine:
     def map(self, request, clients):
         updates = [Update(name, request.adapter, 10, {"num_steps": 1}) for name in clients]
         privacy = request.options["privacy"]
-        sent = [protected(u, request.adapter, privacy, request.round) for u in updates]
+        sent = [privatize(u, request.adapter, privacy, request.round) for u in updates]
         return [Reply(update.client, update, 0, 0) for update in sent], []
 
 
@@ -315,7 +315,7 @@ def test_noisy_statistics_are_the_means_with_noise_of_z_times_their_radius():
     cfg = PrivacyConfig(clip_norm=1.0, noise_multiplier=0.5, statistics="noisy")
     rows = []
     for _ in range(4000):
-        told = protected(Update("a", adapter, 10, metrics), adapter, cfg, 1).metrics
+        told = privatize(Update("a", adapter, 10, metrics), adapter, cfg, 1).metrics
         rows.append([*told["weights"][0], *told["cosines"][0], told["clipped"]])
     rows = torch.tensor(rows, dtype=torch.float64)
     std = 0.5 * statistics_radius(2)

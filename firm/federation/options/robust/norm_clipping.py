@@ -10,7 +10,7 @@ from firm.federation.client import Adapter
 from firm.federation.messages import Update
 from firm.federation.options.robust.median import coordinate_median
 from firm.federation.options.robust.rule import RobustConfig, robust_rule
-from firm.federation.options.robust.updates import scaled
+from firm.federation.options.robust.updates import scale_updates
 
 
 def clip_factors(lengths: torch.Tensor, clip_norm: float | None = None) -> torch.Tensor:
@@ -41,7 +41,7 @@ def _clip(
     factors = clip_factors(lengths, cfg.clip_norm)
     limit = coordinate_median(lengths).item() if cfg.clip_norm is None else cfg.clip_norm
     clipped = [update.client for update, f in zip(updates, factors, strict=True) if f < 1]
-    return scaled(start, updates, factors), {
+    return scale_updates(start, updates, factors), {
         "clip_norm": limit,
         "clipped": clipped,
         "lengths": by_client(updates, lengths.tolist()),

@@ -10,7 +10,7 @@ from firm.federation.client import Adapter
 from firm.federation.messages import Update
 from firm.federation.options.robust.median import coordinate_median
 from firm.federation.options.robust.rule import RobustConfig, robust_rule
-from firm.federation.options.robust.updates import scaled
+from firm.federation.options.robust.updates import scale_updates
 
 
 def normalization_factors(lengths: torch.Tensor) -> torch.Tensor:
@@ -30,7 +30,7 @@ def _normalize(
     start: Adapter, updates: Sequence[Update], cfg: RobustConfig, num_attackers: int
 ) -> tuple[list[Update], State]:
     lengths = torch.tensor(update_lengths(start, updates), dtype=torch.float64)
-    return scaled(start, updates, normalization_factors(lengths)), {
+    return scale_updates(start, updates, normalization_factors(lengths)), {
         "length": coordinate_median(lengths).item(),
         "lengths": by_client(updates, lengths.tolist()),
     }

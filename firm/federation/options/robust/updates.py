@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from firm.base.state import State
-from firm.federation.aggregation import ServerStep, moved
+from firm.federation.aggregation import ServerStep, move_adapter
 from firm.federation.client import Adapter
 from firm.federation.messages import Update
 from firm.federation.options.robust.rule import RULES, RobustConfig
@@ -68,10 +68,12 @@ def stacks(start: Adapter, updates: Sequence[Update]) -> Iterator[tuple[str, tor
         yield name, torch.stack([update.adapter[name].double() for update in updates])
 
 
-def scaled(start: Adapter, updates: Sequence[Update], factors: torch.Tensor) -> list[Update]:
+def scale_updates(start: Adapter, updates: Sequence[Update], factors: torch.Tensor) -> list[Update]:
     """Returns the updates with θ_t + a (θ_c - θ_t); θ_c itself where the factor a is 1."""
     return [
-        update if factor == 1 else replace(update, adapter=moved(start, [update.adapter], [factor]))
+        update
+        if factor == 1
+        else replace(update, adapter=move_adapter(start, [update.adapter], [factor]))
         for update, factor in zip(updates, factors.tolist(), strict=True)
     ]
 

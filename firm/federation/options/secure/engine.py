@@ -85,15 +85,15 @@ class SecureEngine:
         by_skipped: dict[int, list[str]] = {}
         for name in clients:
             self._parts.pop(name, None)
-            by_skipped.setdefault(self._skipped(request, name), []).append(name)
+            by_skipped.setdefault(self._num_skipped(request, name), []).append(name)
         outcomes: dict[str, Reply | Failure] = {}
         for skipped, names in by_skipped.items():
             replies, failures = self._engine.map(request.plain(skipped=skipped), names)
             outcomes |= {failure.client: failure for failure in failures}
-            outcomes |= {reply.client: self._trained(request, reply) for reply in replies}
+            outcomes |= {reply.client: self._reply_with_keys(request, reply) for reply in replies}
         return split_outcomes(outcomes[name] for name in clients)
 
-    def _skipped(self, request: MaskedTraining, client: str) -> int:
+    def _num_skipped(self, request: MaskedTraining, client: str) -> int:
         """Returns the batches to skip where a sum may be repeated with other clients.
 
         Their updates from the same accepted round are in opened sums; equal updates would cancel in
@@ -105,7 +105,7 @@ class SecureEngine:
         count = sum((row["run"], row["client"], row["base"]) == start for row in self._ledger.sums)
         return min(count * request.num_local_steps, MAX_SKIPPED)
 
-    def _trained(self, request: MaskedTraining, reply: Reply) -> Reply | Failure:
+    def _reply_with_keys(self, request: MaskedTraining, reply: Reply) -> Reply | Failure:
         """Returns a client's keys, or a failure if its update must not leave the site."""
         update = reply.content
         assert isinstance(update, Update)

@@ -70,7 +70,7 @@ def from_bytes(columns: torch.Tensor) -> np.ndarray:
     return padded.view("<u8").reshape(-1).astype(np.uint64)
 
 
-def added(messages: Sequence[torch.Tensor]) -> np.ndarray:
+def add_messages(messages: Sequence[torch.Tensor]) -> np.ndarray:
     """Returns the sum of messages of one shape, uint64 [d].
 
     Raises:

@@ -256,7 +256,7 @@ for _kind in (MaskedTraining, *STEPS):
     task(_kind)(_without_a_site)
 
 
-def transposed(shares: Mapping[str, Mapping[str, str]]) -> dict[str, dict[str, str]]:
+def transpose(shares: Mapping[str, Mapping[str, str]]) -> dict[str, dict[str, str]]:
     """Returns shares by receiver and sender, from shares by sender and receiver.
 
     Only shares for clients that have sent shares themselves are kept.

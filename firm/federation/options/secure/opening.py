@@ -7,7 +7,7 @@ import numpy as np
 import torch
 from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey
 
-from firm.federation.options.secure.masking import added, largest, mask, real_numbers
+from firm.federation.options.secure.masking import add_messages, largest, mask, real_numbers
 from firm.federation.options.secure.messages import Revealed
 from firm.federation.options.secure.protocol import Plan, PublicKeys, add_pair_mask
 from firm.federation.options.secure.shamir import combine
@@ -33,7 +33,7 @@ def opened_sum(
         ValueError: There are too few shares of a secret, or a client sent other numbers than it
             should have.
     """
-    total = added(list(masked.values()))
+    total = add_messages(list(masked.values()))
     for member in masked:
         total -= mask(_secret(plan, revealed, member, "self_masks"), len(total))
     for client in dropped:

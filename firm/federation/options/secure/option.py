@@ -19,7 +19,7 @@ import torch
 
 from firm.base.errors import RoundFailed
 from firm.base.sanitize import by_reason
-from firm.federation.aggregation import ServerStep, Transform, flat, unflattened
+from firm.federation.aggregation import ServerStep, Transform, flat, unflatten
 from firm.federation.client import Reply
 from firm.federation.engines.engine import Engine
 from firm.federation.messages import Update
@@ -34,7 +34,7 @@ from firm.federation.options.secure.messages import (
     SendMasked,
     ShareKeys,
     SumRequest,
-    transposed,
+    transpose,
 )
 from firm.federation.options.secure.opening import opened_sum
 from firm.federation.options.secure.protocol import (
@@ -149,10 +149,10 @@ class SecureSums(Option):
                 neighbours=self._masks.neighbours,
             )
         except ValueError as error:
-            raise _failed(this_round, str(error)) from error
+            raise _round_failure(this_round, str(error)) from error
 
         shared = _ask(this_round, plan, ShareKeys, keys, keys=keys)
-        shares = transposed({name: answer.shares for name, answer in shared.items()})
+        shares = transpose({name: answer.shares for name, answer in shared.items()})
 
         size = sum(parameter.numel() for parameter in this_round.adapter.values()) + 1
         fields = {"shares": shares, "num_numbers": size, "num_bytes": self._num_bytes}
@@ -170,11 +170,11 @@ class SecureSums(Option):
         try:
             numbers = opened_sum(plan, keys, masked, dropped, revealed)
         except ValueError as error:
-            raise _failed(this_round, str(error)) from error
+            raise _round_failure(this_round, str(error)) from error
         mean = flat(this_round.adapter, torch.float64) + torch.from_numpy(
             numbers[:-1] / numbers[-1]
         )
-        adapter = unflattened(mean, this_round.adapter)
+        adapter = unflatten(mean, this_round.adapter)
         this_round.entries["secure"] = {
             "num_updates": len(masked),
             "masked_bytes": self._num_bytes * size * len(masked),
@@ -208,11 +208,11 @@ def _ask(
     answers = this_round.ask(request, list(clients), may_fail=True)
     if len(answers) < plan.threshold:
         problem = f"{len(answers)} clients answered {kind.task}, {plan.threshold} must"
-        raise _failed(this_round, problem)
+        raise _round_failure(this_round, problem)
     return {reply.client: reply.content for reply in answers}
 
 
-def _failed(this_round: Round, problem: str) -> RoundFailed:
+def _round_failure(this_round: Round, problem: str) -> RoundFailed:
     number = this_round.number
     reasons = "; ".join(by_reason((each.client, each.reason) for each in this_round.failures))
     return RoundFailed(

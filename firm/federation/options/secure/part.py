@@ -25,8 +25,8 @@ from firm.federation.options.secure.protocol import (
     has_signed,
     members_statement,
     plan_sum,
-    sealed,
-    unsealed,
+    seal,
+    unseal,
 )
 from firm.federation.options.secure.shamir import SHARE_BYTES, split
 
@@ -146,7 +146,7 @@ class Part:
             masking_keys = split(key, list(holders.values()), plan.share_threshold)
             self._own_share = seeds[holders[self.client]]
             return {
-                name: sealed(
+                name: seal(
                     self._private.sealing,
                     keys[name].sealing,
                     plan.session,
@@ -167,7 +167,7 @@ class Part:
             plan, size = self._plan, len(self._values)
             if strangers := sorted(set(shares) - set(plan.neighbours[self.client])):
                 raise ValueError(f"{strangers[0]} is no neighbour of {self.client} in this sum")
-            self._shares = {name: self._unsealed(name, text) for name, text in shares.items()}
+            self._shares = {name: self._unseal(name, text) for name, text in shares.items()}
             values = self._values
             if self._noise is not None:
                 values = values + self._noise(plan.num_honest)
@@ -249,10 +249,10 @@ class Part:
         yield
         self._next = then
 
-    def _unsealed(self, sender: str, content: str) -> tuple[bytes, bytes]:
+    def _unseal(self, sender: str, content: str) -> tuple[bytes, bytes]:
         key = self._keys[sender].sealing
         pair = (sender, self.client)
-        both = unsealed(self._private.sealing, key, self._plan.session, pair, content)
+        both = unseal(self._private.sealing, key, self._plan.session, pair, content)
         return both[:SHARE_BYTES], both[SHARE_BYTES:]
 
     def _check_count(self, clients: Collection[str]) -> None:

@@ -350,23 +350,23 @@ def add_pair_mask(
     two, ``other`` the public one of the other.
     """
     client, neighbour = pair
-    seed = _derived(own, other, _statement("mask", session, sorted(pair)))
+    seed = _derive_key(own, other, _statement("mask", session, sorted(pair)))
     if sign * (1 if client < neighbour else -1) > 0:
         total += mask(seed, len(total))
     else:
         total -= mask(seed, len(total))
 
 
-def sealed(
+def seal(
     own: X25519PrivateKey, other: PublicKey, session: str, pair: tuple[str, str], content: bytes
 ) -> str:
     """Returns content that only the second client of a pair can read, as the first one's."""
     label = _statement("shares", session, pair)
     # the key is that of one message, so that the nonce may be constant
-    return ChaCha20Poly1305(_derived(own, other, label)).encrypt(bytes(12), content, label).hex()
+    return ChaCha20Poly1305(_derive_key(own, other, label)).encrypt(bytes(12), content, label).hex()
 
 
-def unsealed(
+def unseal(
     own: X25519PrivateKey, other: PublicKey, session: str, pair: tuple[str, str], content: str
 ) -> bytes:
     """Returns the content of a sealed message, with the second client's private key.
@@ -376,7 +376,7 @@ def unsealed(
     """
     label = _statement("shares", session, pair)
     try:
-        cipher = ChaCha20Poly1305(_derived(own, other, label))
+        cipher = ChaCha20Poly1305(_derive_key(own, other, label))
         return cipher.decrypt(bytes(12), bytes.fromhex(content), label)
     except InvalidTag:
         sender, receiver = pair
@@ -385,7 +385,7 @@ def unsealed(
         ) from None
 
 
-def _derived(own: X25519PrivateKey, other: PublicKey, label: bytes) -> bytes:
+def _derive_key(own: X25519PrivateKey, other: PublicKey, label: bytes) -> bytes:
     secret = own.exchange(X25519PublicKey.from_public_bytes(bytes.fromhex(other)))
     return HKDF(hashes.SHA256(), length=32, salt=None, info=label).derive(secret)
 

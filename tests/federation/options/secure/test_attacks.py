@@ -24,7 +24,7 @@ from firm.federation.options.secure.messages import (
     RevealShares,
     SendMasked,
     ShareKeys,
-    transposed,
+    transpose,
 )
 from firm.federation.options.secure.opening import opened_sum
 from firm.federation.options.secure.protocol import (
@@ -32,7 +32,7 @@ from firm.federation.options.secure.protocol import (
     add_pair_mask,
     members_statement,
     plan_sum,
-    unsealed,
+    unseal,
 )
 from firm.federation.options.secure.shamir import combine
 from firm.federation.strategies.fedavg import fedavg
@@ -73,7 +73,7 @@ class Server:
 
     def share(self, keys, clients=None, **options):
         shared = self.ask(ShareKeys, clients or keys, keys=keys, **options)
-        return transposed({name: answer.shares for name, answer in shared.items()})
+        return transpose({name: answer.shares for name, answer in shared.items()})
 
     def masked(self, shares, clients=None, **options):
         fields = {"shares": shares, "num_numbers": SIZE, "num_bytes": 6}
@@ -137,7 +137,7 @@ def test_who_steals_a_sites_kit_later_opens_no_recorded_sum(new_network, start, 
     content = requests[SendMasked].shares["b"]["a"]
     plan = plan_sum(1, keys, num_colluders=1)
     with pytest.raises(ValueError, match="not those that a sealed for b"):
-        unsealed(PrivateKeys().sealing, keys["a"].sealing, plan.session, ("a", "b"), content)
+        unseal(PrivateKeys().sealing, keys["a"].sealing, plan.session, ("a", "b"), content)
     signing = rings["bank"]._own["b"].private_bytes_raw()
     assert signing.hex() not in (keys["b"].sealing, keys["b"].masking, keys["b"].signing)
     public = rings["bank"]._own["b"].public_key().public_bytes_raw().hex()
@@ -374,7 +374,7 @@ def test_clients_that_are_told_of_different_clients_share_no_secrets(new_server)
     pair = {name: keys[name] for name in ("a", "b")}
     few = server.ask(ShareKeys, ["a"], keys=pair)["a"].shares
     all_three = server.ask(ShareKeys, ["b", "c"], keys=keys)
-    shares = transposed({"a": few, **{name: each.shares for name, each in all_three.items()}})
+    shares = transpose({"a": few, **{name: each.shares for name, each in all_three.items()}})
     assert server.masked(shares, ["b"]) == {}
     assert _refused(server, "the shares are not those that a sealed for b in this sum")
 

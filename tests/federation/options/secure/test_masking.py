@@ -10,7 +10,7 @@ from firm.federation.options.secure.masking import (
     MAX_UPDATES,
     SEED_BYTES,
     STEP,
-    added,
+    add_messages,
     as_bytes,
     largest,
     mask,
@@ -40,7 +40,7 @@ def test_a_sum_under_masks_is_right_to_half_a_step_of_each_message(
         for vector, own in zip(vectors, seeds, strict=True)
     ]
     assert {tuple(message.shape) for message in messages} == {(size, num_bytes)}
-    total = added(messages)
+    total = add_messages(messages)
     for own in seeds:
         total -= mask(own, size)
     opened = real_numbers(total, num_bytes)
@@ -52,7 +52,7 @@ def test_the_largest_values_of_the_most_updates_do_not_overflow(num_bytes):
     for sign in (1, -1):
         vector = np.array([sign * (largest(num_bytes) - STEP)])
         messages = [as_bytes(whole_numbers(vector, num_bytes), num_bytes)] * MAX_UPDATES
-        total = real_numbers(added(messages), num_bytes)
+        total = real_numbers(add_messages(messages), num_bytes)
         assert total[0] == pytest.approx(sign * largest(num_bytes) * MAX_UPDATES, rel=1e-6)
 
 
@@ -85,4 +85,4 @@ def test_a_mask_is_chacha20s_key_stream():
 @pytest.mark.parametrize("count", [0, MAX_UPDATES + 1])
 def test_a_sum_is_of_some_messages_and_not_of_too_many(count):
     with pytest.raises(ValueError, match=f"1 to 1024 messages, got {count}"):
-        added([torch.zeros(2, 6, dtype=torch.uint8)] * count)
+        add_messages([torch.zeros(2, 6, dtype=torch.uint8)] * count)
