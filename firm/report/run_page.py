@@ -317,7 +317,7 @@ def _truth(run: Setting) -> Section:
     has_truth = bool(figures.true_scores(record))
     title, text = prose("truth" if has_truth else "other-scores")
     text = f"{text} {score_notes(record.extra_scores())}".strip()
-    return Section("truth", title, text, figures.learned_and_true(run), legend * has_truth)
+    return Section("truth", title, text, figures.learned_and_true(run), legend if has_truth else [])
 
 
 def _quantities(run: Setting, name: str) -> Section:
