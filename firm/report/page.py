@@ -30,7 +30,7 @@ from firm.run.rows import Row
 
 PAGE_NAME = "report.html"
 PLOTLY_NAME = "plotly.min.js"
-SINGLE_PROCESS = "One file, no network needed."
+FOOTER = "One file, no network needed."
 UNFINISHED = "Rewritten during the run: reload to see the latest."
 SHARED = (
     "No network needed. The figures need {}; to share the page as a single file, embed it with "
@@ -239,7 +239,7 @@ class Page:
         return next(b for b in self.blocks if name in (b.name, b.title))
 
 
-def render(page: Page, *, script: str = "", footer: str = SINGLE_PROCESS) -> str:
+def render(page: Page, *, script: str = "", footer: str = FOOTER) -> str:
     """Renders a page as HTML that makes no network request.
 
     It loads plotly from `script`, a relative address; without one, plotly is embedded.
@@ -304,7 +304,7 @@ def stand_alone(path: Path) -> Path:
     if loaded:
         head, tail = text[: loaded.start()], text[loaded.end() :]
         # the old footer says that the page needs the script beside it
-        head = re.sub(r"(?<=<footer>).*(?=</footer>)", SINGLE_PROCESS, head)
+        head = re.sub(r"(?<=<footer>).*(?=</footer>)", FOOTER, head)
         replace_file(path, f"{head}{loaded[1]}>{plotly.offline.get_plotlyjs()}{tail}")
     return path
 
