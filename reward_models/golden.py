@@ -8,7 +8,6 @@ was intended.
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, get_args
 
-from firm.alignment.rewards import score
 from reward_models.config import CallFormat, GoldenScore
 
 if TYPE_CHECKING:
@@ -45,6 +44,8 @@ def check_golden_scores(reward: Any, golden: Sequence[GoldenScore]) -> None:
 
 def _misses(reward: Any, golden: Mapping[int, GoldenScore]) -> dict[int, float]:
     """Returns a reward model's scores where they differ from the golden ones, by place."""
+    from firm.alignment.rewards import score  # here, since the registry is read without torch
+
     prompts = [example.prompt for example in golden.values()]
     completions = [example.completion for example in golden.values()]
     (row,) = score({reward.name: reward}, prompts, completions).tolist()

@@ -461,14 +461,14 @@ def test_in_bfloat16_the_base_model_has_no_kl_and_the_page_tells_the_rounding(tm
 def test_a_client_that_fails_in_every_round_is_an_alarm_on_the_page_and_at_the_end(
     tmp_path, monkeypatch, capsys
 ):
-    draw = AlignmentClient._draw
+    batches = AlignmentClient.batches
 
-    def fail(client):
+    def fail(client, num_steps):
         if client.name == "client_1":
             raise ValueError("a bad prompt")
-        return draw(client)
+        return batches(client, num_steps)
 
-    monkeypatch.setattr(AlignmentClient, "_draw", fail)
+    monkeypatch.setattr(AlignmentClient, "batches", fail)
     sizes = {"num_validation_prompts": 0, "num_test_prompts": 2}
     out = run(
         *("--out", tmp_path / "run", "--rounds", 4, "--strategy.num_local_steps", 1),
