@@ -102,6 +102,7 @@ SECOND_TIER = (
     "report/test_own_quantity.py",
     "report/test_poisoned_runs.py",
     "report/test_settings_",
+    "report/test_static.py",
     "serving/test_load.py",
 )
 """Tests that run where their code changes: browsers, networks, figures, pages of studies."""
