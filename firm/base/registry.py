@@ -8,6 +8,9 @@ from typing import Any, TypeVar
 
 from pydantic_core import PydanticCustomError, core_schema
 
+ABBREVIATIONS = {"bs": "batch_size", "lr": "learning_rate"}
+"""Words of other trainers for words of ours, which suggestions spell out."""
+
 Key = TypeVar("Key", bound=Hashable)
 Entry = TypeVar("Entry")
 Component = TypeVar("Component")
@@ -132,5 +135,14 @@ def did_you_mean(name: object, known: Iterable[object]) -> str:
     ("; did you mean 'firm'?", '.')
     """
     by_lower = {str(each).lower(): str(each) for each in known}
-    near = difflib.get_close_matches(str(name).lower(), by_lower, n=1)
+    near = difflib.get_close_matches(spelled_out(str(name).lower()), by_lower, n=1)
     return f"; did you mean {by_lower[near[0]]!r}?" if near else "."
+
+
+def spelled_out(name: str) -> str:
+    """Returns a name with the abbreviations of other trainers spelled out.
+
+    >>> spelled_out("actor_lr")
+    'actor_learning_rate'
+    """
+    return "_".join(ABBREVIATIONS.get(word, word) for word in name.split("_"))

@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from importlib import import_module
 from importlib.metadata import version
-from itertools import takewhile
+from itertools import pairwise, takewhile
 from pathlib import Path
 from shutil import get_terminal_size
 from textwrap import shorten
@@ -98,7 +98,10 @@ class Command:
             arguments.insert(0, f"--{self.positional}")
         if self.models:
             arguments = _with_config(arguments, self.models)
-        return _with_prefix(arguments, config, below) if below else arguments
+        if below:
+            _check_base(arguments, config, below)
+            return _with_prefix(arguments, config, below)
+        return arguments
 
 
 _ALIGN = Command(
@@ -263,6 +266,11 @@ EXTRAS = {
 }
 """Extra that installs an optional package, by the package's name."""
 
+FIRST = (
+    "smoke", "miniature", "miniature_front", "miniature_pairs", "smollm2", "smollm2_front",
+)  # fmt: skip
+"""Configurations to begin with."""
+
 USAGE = """usage: firm COMMAND [--config NAME_OR_FILE.yaml ...] [--key.path VALUE ...]
 
 {commands}
@@ -284,7 +292,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     num_words = 2 if " ".join(arguments[:2]) in COMMANDS else 1
     name, rest = " ".join(arguments[:num_words]), arguments[num_words:]
     if name == "configs":
-        return _print_configs()
+        return _print_configs(shows_all="--all" in rest)
     if name not in COMMANDS:
         _print_usage(arguments)
     command = COMMANDS[name]
@@ -344,6 +352,23 @@ def _with_prefix(arguments: Sequence[str], config: type, below: type) -> list[st
     return result
 
 
+def _check_base(arguments: Sequence[str], config: type, below: type) -> None:
+    """Checks that `--config` is given no configuration of a run, which belongs to `--base`.
+
+    Raises:
+        UserError: A file has keys that only a run has.
+    """
+    from firm.run.errors import UserError
+    from firm.run.shipped import find_config
+    from firm.run.yaml_text import read_yaml
+
+    own, others = ({field.name for field in fields(kind)} for kind in (config, below))
+    for key, name in pairwise([*arguments, ""]):
+        tree = read_yaml(find_config(name).read_text("utf-8"), name) if key == "--config" else {}
+        if isinstance(tree, Mapping) and not tree.keys() <= own and tree.keys() <= others:
+            raise UserError(f"{name} configures one run: pass it as --base {name}.")
+
+
 def _resumed_in(arguments: Sequence[str]) -> Command:
     """Returns the command that continues the run, sweep or study in the first argument.
 
@@ -370,18 +395,24 @@ def _resumed_in(arguments: Sequence[str]) -> Command:
     return replace(COMMANDS[name], positional="resume")
 
 
-def _print_configs() -> None:
-    """Prints the name and the first line of each shipped configuration."""
+def _print_configs(*, shows_all: bool) -> None:
+    """Prints the names and the first lines of shipped configurations, of all or of the first."""
     from firm.run.shipped import CONFIGS
 
     rows = {
         str(file.relative_to(CONFIGS).with_suffix("")): _first_sentence(file)
         for file in sorted(CONFIGS.rglob("*.yaml"))
     }
+    num_others = 0 if shows_all else len(rows) - len(FIRST)
+    rows = rows if shows_all else {name: rows[name] for name in FIRST}
     width = max(map(len, rows))
     room = get_terminal_size((120, 24)).columns - width - 4
     for name, text in sorted(rows.items(), key=lambda row: ("/" in row[0], row[0])):
         print(f"  {name:<{width}}  {shorten(text, max(room, 40), placeholder=' ...')}")
+    if num_others:
+        print(
+            f"\n{num_others} more, studies and the papers' settings among them: firm configs --all"
+        )
 
 
 def _first_sentence(file: Path) -> str:
@@ -408,7 +439,7 @@ def _print_usage(words: Sequence[str]) -> NoReturn:
 
     first_words = dict.fromkeys(name.partition(" ")[0] for name in texts)
     line = f"unknown command {asked!r}{did_you_mean(asked, group or first_words)}"
-    print(f"firm: error: {line}\n\n{usage}", file=sys.stderr)
+    print(f"{usage}\n\nfirm: error: {line}", file=sys.stderr)
     raise SystemExit(2)
 
 

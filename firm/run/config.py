@@ -37,7 +37,7 @@ from typing import (
 import yaml
 from pydantic import TypeAdapter, ValidationError
 
-from firm.base.registry import choice_in_words, did_you_mean
+from firm.base.registry import choice_in_words, did_you_mean, spelled_out
 from firm.base.sanitize import printable
 from firm.run.errors import UserError
 from firm.run.plugins import import_plugin
@@ -304,7 +304,7 @@ def _lay_section(
         hints = get_type_hints(section.form)
         if key not in (names := [f.name for f in init_fields(section.form)]):
             near = [other for other in section.key_paths() if other.endswith(f".{key}")]
-            near += difflib.get_close_matches(key, names, n=1)
+            near += difflib.get_close_matches(spelled_out(key), names, n=1)
             near += [join(free, key, *rest) for free in names if hints[free] == dict[str, Any]]
             remedy = (
                 f"did you mean {join(path, near[0])}?"

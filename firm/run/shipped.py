@@ -50,8 +50,8 @@ def find_config(name: str | Path) -> Path:
     near += [name for name in names if path.stem in name.split("/")[-1].split("_")]
     hint = f"did you mean {' or '.join(list(dict.fromkeys(near))[:3])}?"
     if not near:
-        shown = ", ".join(sorted(name for name in names if "/" not in name))
-        hint = f"shipped configurations are {shown}."
+        nearest = difflib.get_close_matches(stem, names, cutoff=0)
+        hint = f"the nearest that ship are {', '.join(nearest)}; `firm configs --all` lists all."
     raise UserError(f"no such file; {hint}")
 
 

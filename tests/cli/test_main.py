@@ -24,8 +24,8 @@ def test_a_command_that_does_not_exist_is_an_error(capsys):
         main(["algin"])
     assert ended.value.code == 2
     first, *_, last = capsys.readouterr().err.splitlines()
-    assert first == "firm: error: unknown command 'algin'; did you mean 'align'?"
-    assert last.startswith("`torchrun")  # the usage follows
+    assert first.startswith("usage: firm")
+    assert last == "firm: error: unknown command 'algin'; did you mean 'align'?"
 
 
 def test_help_and_a_command_print_the_commands_help(capsys):
@@ -38,8 +38,13 @@ def test_help_and_a_command_print_the_commands_help(capsys):
 
 def test_the_shipped_configurations_are_listed_with_a_line_each(capsys):
     main(["configs"])
+    *first, _, last = capsys.readouterr().out.splitlines()
+    assert len(first) == 6
+    main(["configs", "--all"])
     lines = capsys.readouterr().out.splitlines()
-    assert [line.split()[0] for line in lines if line.startswith("  smollm2 ")] == ["smollm2"]
+    names = {line.split()[0] for line in lines}
+    assert {line.split()[0] for line in first} < names
+    assert last.startswith(f"{len(names) - 6} more") and "firm configs --all" in last
     assert len(lines) == len([*CONFIGS.rglob("*.yaml")])
     assert all(len(line.split()) > 3 for line in lines)
 
@@ -63,6 +68,19 @@ def test_keys_of_a_sweeps_runs_need_no_prefix(refusal):
     assert (cfg.seeds, str(cfg.out)) == ([1], "x")
     line = refusal(main, ["sweep", "--roundz", "3"])
     assert "unknown key roundz" in line
+
+
+def test_a_run_s_configuration_is_the_base_of_a_sweep(refusal):
+    for command in ("sweep", "study"):
+        line = refusal(main, [command, "--config", "smoke"])
+        assert line.endswith("smoke configures one run: pass it as --base smoke.")
+    COMMANDS["sweep"].parse(["--config", "front_sweep", "--out", "x"])
+
+
+def test_the_keys_of_other_trainers_are_known(refusal):
+    for short, own in (("actor_lr", "actor_learning_rate"), ("bs", "batch_size")):
+        line = refusal(main, ["align", f"--estimator.{short}", "1"])
+        assert f"unknown key estimator.{short}; did you mean estimator.{own}?" in line
 
 
 @pytest.mark.parametrize("name", COMMANDS)

@@ -142,7 +142,7 @@ CASES = {
     ),
     "no config file": (
         ["--config", "no/such.yaml"],
-        ["no/such.yaml: no such file; shipped configurations are"],
+        ["no/such.yaml: no such file; the nearest that ship are", "firm configs --all"],
     ),
     "a malformed config file": (
         ["--config", "FILES/twice.yaml"],

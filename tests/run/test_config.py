@@ -300,7 +300,7 @@ BAD_ARGUMENTS = [
     (["--strategy.name", "fedavg"], "strategy.weights is required, got nothing; pass --strat"),
     (
         ["--config", "nowhere/zzz.yaml"],
-        "nowhere/zzz.yaml: no such file; shipped configurations are attacks, ",
+        "nowhere/zzz.yaml: no such file; the nearest that ship are ",
     ),
     (["--config", "/"], "/: cannot be read ([Errno 21] Is a directory: '/'); pass a YAML text fi"),
 ]
