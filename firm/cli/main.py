@@ -410,9 +410,7 @@ def _print_configs(*, shows_all: bool) -> None:
     for name, text in sorted(rows.items(), key=lambda row: ("/" in row[0], row[0])):
         print(f"  {name:<{width}}  {shorten(text, max(room, 40), placeholder=' ...')}")
     if num_others:
-        print(
-            f"\n{num_others} more, studies and the papers' settings among them: firm configs --all"
-        )
+        print(f"\n{num_others} more, such as studies and papers' settings: firm configs --all")
 
 
 def _first_sentence(file: Path) -> str:
