@@ -8,6 +8,8 @@ from firm.base.quantities import QUANTITIES, drawn
 
 CLEAR_Z = 2.0
 """Number of standard errors from which a change counts as clear."""
+CLEAR_ALIKE = 6
+"""Number of prompts from which equal changes count as clear: 2 · 0.5⁶ < 0.05 (sign test)."""
 
 
 @dataclass(frozen=True)
@@ -28,7 +30,12 @@ class Measure:
 
     @property
     def is_clear(self) -> bool:
-        """True if the mean differs clearly from zero, by at least ``CLEAR_Z`` standard errors."""
+        """True if the mean differs clearly from zero, by at least ``CLEAR_Z`` standard errors.
+
+        Without a standard error because all prompts changed alike, the sign test decides.
+        """
+        if self.se == 0 and self.mean != 0:
+            return (self.num_prompts or 0) >= CLEAR_ALIKE
         return self.z is not None and abs(self.z) >= CLEAR_Z
 
 
