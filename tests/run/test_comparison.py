@@ -5,7 +5,6 @@ import pytest
 from firm.run.comparison import Measure
 
 
-@pytest.mark.every_case
 @pytest.mark.parametrize(
     ("measure", "is_clear"),
     [
