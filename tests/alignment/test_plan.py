@@ -36,6 +36,7 @@ from firm.alignment.adapters.conditioned import ConditioningConfig
 from firm.alignment.hyperparameters import departures, hyperparameters
 from firm.alignment.live_bytes import LiveBytes
 from firm.alignment.policy import adapter_parameters, without_needless_warnings
+from firm.alignment.prompt_data import PromptsConfig
 from firm.alignment.prompts import prompt_of
 from firm.alignment.roofline import Speeds
 from firm.alignment.stacked.trainer import stacked_trainers
@@ -43,7 +44,7 @@ from firm.base.fields import NOT_IN_PAPER, Paper, configuration
 from firm.federation import Processes, RandomStream
 from firm.federation.lockstep import lockstep
 from firm.jobs.alignment import main
-from firm.jobs.alignment_config import AlignmentConfig
+from firm.jobs.alignment_config import AlignmentConfig, DataConfig
 from firm.jobs.alignment_data import data_of
 from firm.jobs.plan import costs, make_plan, paper_tables, plan_tables, planning
 from firm.jobs.plan.costs import EVALUATION_BATCH, evaluated_rows
@@ -508,6 +509,20 @@ def test_work_is_counted_by_hand():
     assert work.training_replies == 3 * 2 * 2 * 8
     assert work.evaluation_replies == 2 * 8 + (1 + 3) * 8
     assert work.scored_replies == 2 * (96 + 32) + 3 * 48
+
+
+def test_only_evaluation_prompts_that_exist_are_counted(tmp_path):
+    few = tmp_path / "few.jsonl"
+    few.write_text("".join(f'{{"prompt": "Name {n} lakes."}}\n' for n in range(20)))
+    asked = ("--rounds", 3, "--evaluation.num_test_prompts", 800)
+    here = plan_without_memory(config(*asked, "--data.test.source", few)).work
+    assert here.evaluation_replies == 2 * 20 + (1 + 3) * 8
+    elsewhere = plan_without_memory(config(*asked, "--data.test.source", "some/dataset")).work
+    assert elsewhere.evaluation_replies == 2 * 800 + (1 + 3) * 8
+    drawn = DataConfig(train=PromptsConfig(source=str(few)), hold_out=0.2)
+    work = plan_without_memory(replace(config(*asked, "--num_clients", 1), data=drawn)).work
+    assert work.prompts_per_client == (12, 12)
+    assert work.evaluation_replies == 2 * 4 + (1 + 3) * 4
 
 
 def test_the_front_of_a_conditioned_run_is_counted_with_its_uploads():

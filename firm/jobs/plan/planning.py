@@ -1,8 +1,8 @@
 """Makes a plan from a configuration, without reading weights or data from a hub."""
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -13,12 +13,14 @@ from transformers import AutoModelForSequenceClassification, PretrainedConfig
 from firm.alignment.inspection import inspect_policy
 from firm.alignment.placement import bytes_by_device, devices_by_module
 from firm.alignment.policy import adapter_parameters, read_architecture, read_tokenizer
+from firm.alignment.prompt_data import PromptsConfig
 from firm.alignment.sharding import gathered_bytes, part_bytes
 from firm.base.sanitize import first_line
 from firm.federation.engines.processes import Processes
 from firm.federation.traffic import Traffic, round_traffic
 from firm.jobs.alignment_config import (
     AlignmentConfig,
+    every_source,
     is_front_due,
     measured_preferences,
     reward_configs,
@@ -89,13 +91,13 @@ def make_plan(cfg: AlignmentConfig, clients: Sequence[str], processes: Processes
             "strategy.num_local_epochs: the local steps of an epoch depend on each client's "
             "prompts; steps, replies, time and uploaded metrics are given for one step."
         )
-    shares = _prompts_per_client(cfg, has_tokenizer=inspection is not None)
-    if shares is None:
+    counts = _count_prompts(cfg, has_tokenizer=inspection is not None)
+    if counts.per_client is None:
         notes.append(
             "data.train: the prompts per client are unknown, since the prompts, or the tokenizer "
             "needed for limits on tokens, are not on this machine."
         )
-    work = _work(cfg, len(clients), traffic, busiest, shares)
+    work = _work(cfg, len(clients), traffic, busiest, counts)
     if architecture is not None and policy is not None:
         try:
             memory, seconds = estimate_costs(
@@ -123,22 +125,42 @@ def make_plan(cfg: AlignmentConfig, clients: Sequence[str], processes: Processes
     )
 
 
-def _prompts_per_client(cfg: AlignmentConfig, *, has_tokenizer: bool) -> tuple[int, int] | None:
-    """Returns the fewest and most training prompts of a client; None if they are not here."""
-    data = data_of(cfg)
-    configs = training_sources(cfg).values()
+@dataclass(frozen=True)
+class _Counts:
+    """Numbers of prompts, or of pairs per objective."""
+
+    per_client: tuple[int, int] | None
+    """Fewest and most for training, of a client; None if they are not on this machine."""
+    validation: int
+    """Evaluated after every round: those that exist, or as configured if they are not here."""
+    test: int
+    """Evaluated before and after the run."""
+
+
+def _count_prompts(cfg: AlignmentConfig, *, has_tokenizer: bool) -> _Counts:
+    data, evaluation = data_of(cfg), cfg.evaluation
+    most = (evaluation.num_validation_prompts, evaluation.num_test_prompts)
+    own, every = training_sources(cfg).values(), every_source(cfg).values()
+    if not _can_read(own, has_tokenizer=has_tokenizer):
+        return _Counts(None, *most)
+    are_prompts = cfg.estimator.learns_from == "prompts"
+    measures = are_prompts and _can_read(every, has_tokenizer=has_tokenizer)
+    tokenizer = read_tokenizer(cfg.policy.path) if has_tokenizer else None
+    splits = data.load(cfg, tokenizer, {}, measures=measures, on_note=lambda _: None)
+    sizes = [len(shard) for shard in data.shards(splits.train, cfg).values()]
+    held_out = (len(splits.validation), len(splits.test)) if measures else most
+    return _Counts((min(sizes), max(sizes)), *held_out)
+
+
+def _can_read(configs: Collection[PromptsConfig], *, has_tokenizer: bool) -> bool:
+    """Returns whether sources of prompts, and the tokenizer to measure them, are here."""
     lists = [[own.source] if isinstance(own.source, str) else own.source for own in configs]
-    is_limited = any(own.min_tokens or own.max_tokens is not None for own in configs)
-    is_here = all(
+    are_here = all(
         Path(name).expanduser().exists() or Path(name.partition(":")[0]).expanduser().exists()
         for name in chain(*lists)
     )
-    if not is_here or (is_limited and not has_tokenizer):
-        return None
-    tokenizer = read_tokenizer(cfg.policy.path) if is_limited else None
-    splits = data.load(cfg, tokenizer, {}, measures=False, on_note=lambda _: None)
-    sizes = [len(shard) for shard in data.shards(splits.train, cfg).values()]
-    return min(sizes), max(sizes)
+    is_limited = any(own.min_tokens or own.max_tokens is not None for own in configs)
+    return are_here and (has_tokenizer or not is_limited)
 
 
 def _architecture(path: str, key: str, notes: list[str]) -> PretrainedConfig | None:
@@ -183,18 +205,18 @@ def _work(
     num_clients: int,
     traffic: Traffic,
     busiest: int,
-    prompts_per_client: tuple[int, int] | None,
+    counts: _Counts,
 ) -> Work:
     """Counts the work of a run; `busiest` is the most clients per round in any process."""
     evaluation = cfg.evaluation
     clients_per_round = min(cfg.strategy.clients_per_round or num_clients, num_clients)
     # base and final model on both splits; after each round, the validation split
-    prompts = 2 * evaluation.num_test_prompts
-    prompts += (cfg.rounds + 1) * evaluation.num_validation_prompts
+    prompts = 2 * counts.test
+    prompts += (cfg.rounds + 1) * counts.validation
     num_fronts = sum(is_front_due(cfg, number) for number in range(1, cfg.rounds + 1))
     num_measured = len(measured_preferences(cfg))
-    prompts += num_measured * num_fronts * evaluation.num_validation_prompts
-    prompts += (num_measured + evaluation.num_refined) * evaluation.num_test_prompts
+    prompts += num_measured * num_fronts * counts.validation
+    prompts += (num_measured + evaluation.num_refined) * counts.test
     samples = cfg.estimator.learns_from == "prompts"  # otherwise passes over given replies
     # a client's trainings start from the same state, so they share their first batch
     batches = traffic.num_trainings * (cfg.strategy.num_local_steps - 1) + 1
@@ -202,7 +224,7 @@ def _work(
     evaluated = samples * prompts * evaluation.num_samples
     pairs = 0
     if not samples:  # held out by objective, and all training pairs once under the reference
-        pairs = len(cfg.pairs) * prompts + num_clients * (prompts_per_client or (0, 0))[1]
+        pairs = len(cfg.pairs) * prompts + num_clients * (counts.per_client or (0, 0))[1]
     judges = len(cfg.rewards) + sum(len(group.rewards) for group in cfg.groups.values())
     return Work(
         optimizer_steps=traffic.num_trainings * num_passes(cfg),
@@ -210,7 +232,7 @@ def _work(
         server_solves=int(cfg.strategy.solves_on_server),
         clients_per_round=clients_per_round,
         rounds=cfg.rounds,
-        prompts_per_client=prompts_per_client,
+        prompts_per_client=counts.per_client,
         training_replies=training,
         evaluation_replies=evaluated,
         calibration_replies=samples * evaluation.num_calibration_prompts,

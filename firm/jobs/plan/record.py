@@ -107,7 +107,7 @@ class Work:
     training_replies: int
     """Replies sampled in training, excluding the batches of FedCMOO's communication two_sample."""
     evaluation_replies: int
-    """Maximum number of replies sampled in evaluations; the data may have fewer prompts."""
+    """Replies sampled in evaluations, of prompts on this machine as many as there are."""
     calibration_replies: int
     """Maximum number of replies sampled for calibration."""
     evaluation_rows: int
