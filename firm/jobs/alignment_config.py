@@ -59,13 +59,6 @@ class DataConfig:
     """Share of the distinct training prompts that is held out for validation, and as much again for
     testing, drawn by the seed, in place of `validation` and `test`; 0: these have their own."""
 
-    def __post_init__(self) -> None:
-        own = PromptsConfig(split=None)
-        if self.hold_out and (self.validation, self.test) != (own, own):
-            raise ValueError(
-                "hold_out takes the place of validation and test: set it to 0, or leave them out."
-            )
-
 
 KEYS = {
     "The run": ["out", "resume", "plan", "seed", "rounds", "num_clients"],

@@ -15,7 +15,7 @@ from firm.alignment.client_config import AttackConfig
 from firm.alignment.generation import end_token_ids
 from firm.alignment.pair_tokens import EncodedPair, encode_pairs
 from firm.alignment.pairs import Pair, load_pairs
-from firm.alignment.prompt_data import load_prompts, loose_text, overlap_notes
+from firm.alignment.prompt_data import PromptsConfig, load_prompts, loose_text, overlap_notes
 from firm.alignment.prompts import Prompt
 from firm.alignment.trainer import MultiObjectiveTrainer
 from firm.federation.partition import dirichlet_partition, iid_partition
@@ -155,6 +155,9 @@ class PromptData(Data):
         if share := cfg.data.hold_out:
             parts = hold_out(prompts, USES, share, seed=cfg.seed, key="data.train")
             prompts = parts["train"]
+            own = PromptsConfig(split=None)
+            if measures and (cfg.data.validation, cfg.data.test) != (own, own):
+                on_note("data.hold_out takes the place of data.validation and data.test.")
             for use in USES if measures else ():
                 if len(parts[use]) < FEW:
                     on_note(

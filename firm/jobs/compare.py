@@ -15,6 +15,7 @@ from firm.base.inside import replace_text, whole_folder
 from firm.base.randomness import RandomStream
 from firm.base.sanitize import legible, printable
 from firm.jobs.alignment_config import DEFAULT_SPLITS, GIVEN
+from firm.jobs.alignment_data import USES, hold_out
 from firm.jobs.configs import CompareConfig
 from firm.jobs.fetch import fetch_policy
 from firm.jobs.finished_runs import adapter_folder, check_code, checked_record, frozen_calibrations
@@ -106,9 +107,11 @@ def _evaluations(
         cfg.prompts,
         speakers.tokenizer,
         prompt_format=cfg.policy.prompt,
-        default_split=DEFAULT_SPLITS["test"],
+        default_split=DEFAULT_SPLITS["train" if cfg.held_out else "test"],
         on_note=lambda text: print(f"note: {printable(text)}"),
     )
+    if share := cfg.held_out:
+        prompts = hold_out(prompts, USES, share, seed=cfg.held_out_seed, key="prompts")["test"]
     prompts = prompts[: cfg.num_prompts]
     reward_fns = speakers.reward_fns
 

@@ -276,6 +276,11 @@ class CompareConfig(SpeakersConfig):
     prompts: PromptsConfig = field(default_factory=lambda: PromptsConfig(split=None))
     """Held-out prompts; split null: a whole file, or the second half of a dataset's split
     "test"."""
+    held_out: Annotated[float, Interval(ge=0, lt=0.5)] = 0.0
+    """Share of `prompts` that the run held out for testing (`data.hold_out`), which is used alone;
+    0: all are used."""
+    held_out_seed: Seed = 0
+    """Seed by which they were drawn."""
     num_prompts: Annotated[PositiveInt, Ge(2), Hint("a standard error needs two")] = 256
     """Rows of prompts to use, from the first."""
     num_samples: BoundedInt = 2

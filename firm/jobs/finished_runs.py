@@ -59,6 +59,8 @@ def parse_over_run(
     record = checked_record(Path(run))
     settings, functions = run_settings(record), given_functions(record)
     names = {f.name for f in fields(config_class)}  # type: ignore[arg-type]  # a dataclass
+    if any(own.partition(".")[0] == "prompts" for own, _ in given):  # prompts of their own
+        settings = {key: value for key, value in settings.items() if key != "held_out"}
     base = {f"the run {run}": {k: v for k, v in settings.items() if k in names}}
     cfg = parse(config_class, arguments, description=description, base=base)
     if missing := [name for name in functions if name not in cfg.rewards]:  # type: ignore[attr-defined]
@@ -96,7 +98,9 @@ def run_settings(record: Record) -> dict[str, Any]:
     """Returns the settings of a run that concern its model and evaluation."""
     settings = record.settings
     evaluation = settings.get("evaluation") or {}
-    prompts, functions = (settings.get("data") or {}).get("test"), given_functions(record)
+    data, functions = settings.get("data") or {}, given_functions(record)
+    share, seed = data.get("hold_out"), settings.get("seed")
+    prompts = data.get("train" if share else "test")
     rewards = {n: own for n, own in (settings.get("rewards") or {}).items() if n not in functions}
     if isinstance(prompts, Mapping) and prompts.get("source") == GIVEN:
         kept = record.path / TEST_PROMPTS_NAME
@@ -105,6 +109,8 @@ def run_settings(record: Record) -> dict[str, Any]:
         **{key: settings.get(key) for key in ("policy", "rollout", "seed", "num_threads")},
         "rewards": rewards,
         "prompts": prompts,
+        "held_out": share,
+        "held_out_seed": seed,
         "num_prompts": evaluation.get("num_test_prompts"),
         "num_samples": evaluation.get("num_samples"),
         "num_shown_samples": evaluation.get("num_shown_samples"),

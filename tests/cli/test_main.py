@@ -110,14 +110,14 @@ def test_the_words_of_a_group_print_its_commands(capsys):
 def test_a_command_whose_extra_is_not_installed_names_it_in_one_line():
     code = "import sys; sys.modules['nvflare'] = None; from firm.cli.main import main; main()"
     ended = subprocess.run(
-        [sys.executable, "-c", code, "network", "status", "--kit", "kit"],
+        [sys.executable, "-c", code, "network", "demo", "--config", "network", "--out", "kits"],
         capture_output=True,
         text=True,
         timeout=300,
     )
     assert ended.returncode == 2
     assert ended.stderr == (
-        "firm: error: firm network status needs the package nvflare, which is not installed: "
+        "firm: error: firm network demo needs the package nvflare, which is not installed: "
         f"{install_command('network')}.\n"
     )
 

@@ -71,6 +71,11 @@ def test_what_it_writes_runs_and_keeps_splits_apart(data, tmp_path, monkeypatch,
     assert {(row["split"], row["num_prompts"]) for row in rows} == {("validation", 5), ("test", 5)}
     assert set(rows[0]["rewards"]) == set(REWARDS)
     assert (cfg.data.train.split, cfg.data.hold_out) == ("[:]", 0.1)
+    # a comparison takes the prompts that the run held out, and none that it trained on
+    again = COMMANDS["evaluate"].parse(["--runs", "[run]", "--seed", "3"])
+    assert (again.prompts, again.held_out, again.held_out_seed) == (cfg.data.train, 0.1, 0)
+    other = COMMANDS["evaluate"].parse(["--runs", "[run]", "--prompts.source", "more.jsonl"])
+    assert other.held_out == 0
 
 
 @pytest.mark.parametrize(
