@@ -46,7 +46,7 @@ def parse_over_run(
         UserError: The run does not exist, or the command line is wrong.
     """
     arguments = list(sys.argv[1:] if argv is None else argv)
-    run = None
+    run, given = None, []
     with suppress(UserError):  # `parse` explains malformed command lines
         words = [word for word in arguments if word not in ("-h", "--help")]
         given = read_arguments(words, switches_of(config_class))[1]
