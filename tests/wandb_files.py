@@ -65,7 +65,8 @@ def merged(dicts: list[dict[str, Any]]) -> dict[str, Any]:
 
 def table(run_path: Path, reference: dict[str, Any]) -> list[dict[str, Any]]:
     """The lines of a table that a history record refers to."""
-    [file] = run_path.glob(f"wandb/offline-run-*/files/{reference['path']}")
+    # a resumed run has a folder more; a name with its digest stands for one content
+    file, *_ = run_path.glob(f"wandb/offline-run-*/files/{reference['path']}")
     content = json.loads(file.read_text())
     return [dict(zip(content["columns"], line, strict=True)) for line in content["data"]]
 
