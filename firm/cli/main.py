@@ -2,10 +2,11 @@
 
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, fields, replace
 from importlib import import_module
 from importlib.metadata import version
-from itertools import pairwise, takewhile
+from itertools import takewhile
 from pathlib import Path
 from shutil import get_terminal_size
 from textwrap import shorten
@@ -358,15 +359,18 @@ def _check_base(arguments: Sequence[str], config: type, below: type) -> None:
     Raises:
         UserError: A file has keys that only a run has.
     """
+    from firm.run.command_line import read_arguments, switches_of
+    from firm.run.config import read_config
     from firm.run.errors import UserError
-    from firm.run.shipped import find_config
-    from firm.run.yaml_text import read_yaml
 
     own, others = ({field.name for field in fields(kind)} for kind in (config, below))
-    for key, name in pairwise([*arguments, ""]):
-        tree = read_yaml(find_config(name).read_text("utf-8"), name) if key == "--config" else {}
+    trees = dict[str, Any]()
+    with suppress(UserError):  # `parse` explains malformed command lines and files
+        files, _ = read_arguments(arguments, switches_of(config))
+        trees = {file: read_config(file) for file in files}
+    for file, tree in trees.items():
         if isinstance(tree, Mapping) and not tree.keys() <= own and tree.keys() <= others:
-            raise UserError(f"{name} configures one run: pass it as --base {name}.")
+            raise UserError(f"{file} configures one run: pass it as --base {file}.")
 
 
 def _resumed_in(arguments: Sequence[str]) -> Command:

@@ -86,7 +86,7 @@ def lay_out(
     contents = list((base or {}).items())
     for file in map(str, files):
         with _named_in_errors(file):
-            contents.append((file, _read_file(file)))
+            contents.append((file, read_config(file)))
     plugins: Sequence[str] = ()
     if "plugins" in get_type_hints(config_class):
         mappings = [content for _, content in contents if isinstance(content, Mapping)]
@@ -414,7 +414,12 @@ def _form_named(forms: Sequence[type], name: Any, path: str) -> type:
 # --- Reading and messages -------------------------------------------------------------------------
 
 
-def _read_file(file: str) -> Any:
+def read_config(file: str) -> Any:
+    """Returns the content of a configuration file, found by its path or as one that ships.
+
+    Raises:
+        UserError: There is no such file, or it is no YAML text; the message does not name it.
+    """
     try:
         text = find_config(file).read_text(encoding="utf-8")
     except FileNotFoundError:

@@ -73,8 +73,10 @@ def test_keys_of_a_sweeps_runs_need_no_prefix(refusal):
 
 def test_a_run_s_configuration_is_the_base_of_a_sweep(refusal):
     for command in ("sweep", "study"):
-        line = refusal(main, [command, "--config", "smoke"])
-        assert line.endswith("smoke configures one run: pass it as --base smoke.")
+        for words in (["--config", "smoke"], ["--config=smoke"]):
+            line = refusal(main, [command, *words])
+            assert line.endswith("smoke configures one run: pass it as --base smoke.")
+        assert "/: cannot be read" in refusal(main, [command, "--config", "/"])
     COMMANDS["sweep"].parse(["--config", "front_sweep", "--out", "x"])
 
 
