@@ -30,10 +30,8 @@ def plugins_forgotten() -> Iterator[None]:
         yield
     finally:
         for registry, entries in before:
-            found = dict(registry)
             registry.clear()
-            for name, entry in entries.items():  # a path in its place was imported meanwhile
-                registry[name] = found[name] if isinstance(entry, str) else entry
+            registry.update(entries)
         for name in sys.modules.keys() - imported:
             if name.startswith("firm_plugin_"):
                 del sys.modules[name]

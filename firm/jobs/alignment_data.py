@@ -155,18 +155,10 @@ class PromptData(Data):
         if share := cfg.data.hold_out:
             parts = hold_out(prompts, USES, share, seed=cfg.seed, key="data.train")
             prompts = parts["train"]
-            own = PromptsConfig(split=None)
-            if measures and (cfg.data.validation, cfg.data.test) != (own, own):
-                on_note("data.hold_out takes the place of data.validation and data.test.")
-            for use in USES if measures else ():
-                if len(parts[use]) < FEW:
-                    on_note(
-                        f"data.hold_out: {len(parts[use])} prompts are held out for {use}, too few "
-                        "to measure most changes: add prompts, or hold out a larger share."
-                    )
             if measures:
                 validation = parts["validation"][: cfg.evaluation.num_validation_prompts]
                 test = parts["test"][: cfg.evaluation.num_test_prompts]
+                self._note_held_out(parts, cfg, on_note)
         elif measures:
             if num_validation := cfg.evaluation.num_validation_prompts:
                 validation = prompts_of("validation")[:num_validation]
@@ -174,6 +166,23 @@ class PromptData(Data):
             for note in overlap_notes(prompts, {"validation": validation, "test": test}):
                 on_note(note)
         return Splits(prompts, validation, test)
+
+    def _note_held_out(
+        self,
+        parts: Mapping[str, list[Prompt]],
+        cfg: AlignmentConfig,
+        on_note: Callable[[str], None],
+    ) -> None:
+        """Notes what is not read, and what is too little to measure."""
+        default = PromptsConfig(split=None)
+        if (cfg.data.validation, cfg.data.test) != (default, default):
+            on_note("data.hold_out takes the place of data.validation and data.test.")
+        for use in USES:
+            if len(parts[use]) < FEW:
+                on_note(
+                    f"data.hold_out: {len(parts[use])} prompts are held out for {use}, too few "
+                    "to measure most changes: add prompts, or hold out a larger share."
+                )
 
     def _divide(
         self,

@@ -16,11 +16,12 @@ from firm.alignment.inspection import Inspection, fast_dtype, inspect_policy
 from firm.alignment.policy import read_tokenizer
 from firm.alignment.policy_config import is_gguf
 from firm.alignment.prompt_data import read_prompts
+from firm.alignment.prompts import Prompt
 from firm.base.fields import field_docstrings
 from firm.base.inside import replace_text
 from firm.base.sanitize import legible, printable
 from firm.jobs.alignment_config import AlignmentConfig
-from firm.jobs.alignment_data import HELD_OUT
+from firm.jobs.alignment_data import HELD_OUT, USES, hold_out
 from firm.jobs.configs import InitConfig
 from firm.jobs.sources import check_data, check_policy, check_reward, is_file
 from firm.run.config import compose
@@ -83,16 +84,18 @@ def init(cfg: InitConfig, ask: Callable[[str], str] | None = None) -> Written:
     for name, reward in answers["rewards"].items():
         check_reward(f"rewards.{name}", **reward_settings(reward))
     splits = _splits(answers["prompts"], cfg.test_prompts)
-    num_rows = _num_rows("prompts", answers["prompts"], splits["train"])
-    if len(splits) == 1 and num_rows is not None:
-        num_rows -= 2 * max(2, num_rows // HELD_OUT)
-        if num_rows <= 0:
+    rows = _rows("prompts", answers["prompts"], splits["train"])
+    if len(splits) == 1 and rows is not None:
+        try:
+            rows = hold_out(rows, USES, 1 / HELD_OUT, seed=0, key="prompts")["train"]
+        except UserError as error:
             raise UserError(
                 f"prompts: {answers['prompts']} has too few rows to hold any out; add prompts to "
                 "it, or pass --test_prompts."
-            )
+            ) from error
+    num_rows = None if rows is None else len(rows)
     for name in list(splits)[1:]:
-        _num_rows("test_prompts", cfg.test_prompts or answers["prompts"], splits[name])
+        _rows("test_prompts", cfg.test_prompts or answers["prompts"], splits[name])
     check_policy("policy", answers["policy"])
     errors: list[ValueError] = []
     policy = with_shipped_paths(answers["policy"])
@@ -129,8 +132,8 @@ def _may_be_on_hub(path: str, error: ValueError) -> bool:
     return not is_missing or any(isinstance(each, GatedRepoError) for each in causes)
 
 
-def _num_rows(key: str, prompts: str, split: str) -> int | None:
-    """Returns the number of a file's rows in a split; None for other sources.
+def _rows(key: str, prompts: str, split: str) -> list[Prompt] | None:
+    """Returns a file's rows in a split; None for other sources.
 
     Raises:
         UserError: The file does not exist, a row of it is malformed, or the split is empty.
@@ -138,11 +141,11 @@ def _num_rows(key: str, prompts: str, split: str) -> int | None:
     check_data(key, prompts)
     if not is_file(prompts):
         return None
-    num_rows = len(read_prompts(prompts, split))
-    if num_rows == 0:
+    rows = read_prompts(prompts, split)
+    if not rows:
         part = "" if split == "[:]" else f" in its part {split}"
         raise UserError(f"{key}: {prompts} has no rows{part}; add prompts to it.")
-    return num_rows
+    return rows
 
 
 def _fit(text: str, inspection: Inspection | None, num_rows: int | None) -> str:

@@ -145,7 +145,8 @@ def _count_prompts(cfg: AlignmentConfig, *, has_tokenizer: bool) -> _Counts:
         return _Counts(None, *most)
     are_prompts = cfg.estimator.learns_from == "prompts"
     measures = are_prompts and _can_read(every, has_tokenizer=has_tokenizer)
-    tokenizer = read_tokenizer(cfg.policy.path) if has_tokenizer else None
+    is_limited = _are_limited(every if measures else own)
+    tokenizer = read_tokenizer(cfg.policy.path) if is_limited else None
     splits = data.load(cfg, tokenizer, {}, measures=measures, on_note=lambda _: None)
     sizes = [len(shard) for shard in data.shards(splits.train, cfg).values()]
     held_out = (len(splits.validation), len(splits.test)) if measures else most
@@ -159,8 +160,12 @@ def _can_read(configs: Collection[PromptsConfig], *, has_tokenizer: bool) -> boo
         Path(name).expanduser().exists() or Path(name.partition(":")[0]).expanduser().exists()
         for name in chain(*lists)
     )
-    is_limited = any(own.min_tokens or own.max_tokens is not None for own in configs)
-    return are_here and (has_tokenizer or not is_limited)
+    return are_here and (has_tokenizer or not _are_limited(configs))
+
+
+def _are_limited(configs: Collection[PromptsConfig]) -> bool:
+    """Returns whether prompts are chosen by their number of tokens."""
+    return any(own.min_tokens or own.max_tokens is not None for own in configs)
 
 
 def _architecture(path: str, key: str, notes: list[str]) -> PretrainedConfig | None:
