@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 
 import pytest
 import torch
@@ -177,13 +178,34 @@ def test_the_measured_product_is_as_large_as_the_device_is_fast(monkeypatch, sec
     assert speed == pytest.approx(2 * SMALLEST_SIDE**3 / seconds)
 
 
-def test_a_plan_shows_the_time_where_it_is_known(tmp_path):
-    cfg = random_run(Shape(256, options={"num_threads": 1}), tmp_path)
-    plan = plan_of(cfg)
+@pytest.mark.parametrize(
+    ("part", "options"),
+    [
+        ("sampling", {"rollout.max_new_tokens": 32, "estimator.num_epochs": 1}),
+        ("updates", {"rollout.max_new_tokens": 2, "estimator.num_epochs": 8}),
+        ("updates", {"rollout.max_new_tokens": 2, "estimator.num_epochs": 1}),
+        ("evaluation", {"evaluation.num_test_prompts": 64, "evaluation.num_samples": 4}),
+    ],
+)
+def test_a_plan_shows_the_time_and_what_shortens_it(part, options, tmp_path, monkeypatch):
+    monkeypatch.setattr(Speeds, "seconds", lambda _, own: float(len(own)))
+    options = {"num_threads": 1, "rounds": 4} | options
+    plan = plan_of(random_run(Shape(256, options=options), tmp_path))
     rows = dict(next(table.rows for table in plan_tables(plan) if table.title == "Work"))
     assert rows["time on this machine, about"].endswith("in all")
     assert plan.seconds.total > 2 * plan.seconds.round > 0
     assert any("excludes reward models" in note for note in plan.notes)
+    named, key, value, share = re.fullmatch(
+        r"(\w+), \d+ %; --(\S+) (\d+) leaves (\d+) % of it", rows["  largest part"]
+    ).groups()
+    assert named == part
+
+    def taken(plan):
+        own = plan.seconds
+        return own.evaluation if part == "evaluation" else own.rounds * getattr(own, part)
+
+    shorter = plan_of(random_run(Shape(256, options=options | {key: int(value)}), tmp_path))
+    assert taken(shorter) == pytest.approx(int(share) / 100 * taken(plan), rel=0.15)
 
 
 @pytest.mark.parametrize("options", [{"policy.device": "meta:7"}, {"rollout.engine.name": "vllm"}])

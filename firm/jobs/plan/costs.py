@@ -207,7 +207,7 @@ def _seconds(cfg: AlignmentConfig, rehearsal: Rehearsed, work: Work, speeds: Spe
         sampling = work.rollouts.count * (rollout_seconds(rehearsal.rollout) + advantages)
     num_evaluated = work.evaluation_rows / evaluated_rows(cfg)
     evaluated = num_evaluated * rollout_seconds(rehearsal.evaluation)
-    return Seconds(trained + sampling, work.rounds * (trained + sampling) + evaluated)
+    return Seconds(sampling, trained, evaluated, work.rounds)
 
 
 def _device_here(name: str) -> torch.device:

@@ -1,5 +1,6 @@
 """Makes a plan from a configuration, without reading weights or data from a hub."""
 
+import math
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -216,12 +217,11 @@ def _work(
     evaluation = cfg.evaluation
     clients_per_round = min(cfg.strategy.clients_per_round or num_clients, num_clients)
     # base and final model on both splits; after each round, the validation split
-    prompts = 2 * counts.test
-    prompts += (cfg.rounds + 1) * counts.validation
     num_fronts = sum(is_front_due(cfg, number) for number in range(1, cfg.rounds + 1))
     num_measured = len(measured_preferences(cfg))
-    prompts += num_measured * num_fronts * counts.validation
-    prompts += (num_measured + evaluation.num_refined) * counts.test
+    validation = (counts.validation, cfg.rounds + 1 + num_measured * num_fronts)
+    test = (counts.test, 2 + num_measured + evaluation.num_refined)
+    prompts = math.prod(validation) + math.prod(test)
     samples = cfg.estimator.learns_from == "prompts"  # otherwise passes over given replies
     # a client's trainings start from the same state, so they share their first batch
     batches = traffic.num_trainings * (cfg.strategy.num_local_steps - 1) + 1
@@ -242,6 +242,8 @@ def _work(
         evaluation_replies=evaluated,
         calibration_replies=samples * evaluation.num_calibration_prompts,
         evaluation_rows=evaluated + samples * evaluation.num_calibration_prompts + pairs,
+        validation=validation,
+        test=test,
         scored_replies=len(cfg.rewards) * training
         + judges * evaluation.num_calibration_prompts
         + (len(cfg.rewards) + len(evaluation.metrics)) * evaluated,

@@ -112,6 +112,10 @@ class Work:
     """Maximum number of replies sampled for calibration."""
     evaluation_rows: int
     """Maximum number of replies or pairs in evaluations and calibration."""
+    validation: tuple[int, int]
+    """Number of validation prompts, or pairs of an objective, and how often they are evaluated."""
+    test: tuple[int, int]
+    """The same of test prompts."""
     scored_replies: int
     """Maximum number of scores computed."""
     updates: Passes
@@ -124,10 +128,23 @@ class Work:
 class Seconds:
     """Estimated time on this machine, for rows of maximum length."""
 
-    round: float
-    """Sampling, log-probabilities and updates of a round."""
-    total: float
-    """All rounds, evaluations and calibration."""
+    sampling: float
+    """Replies of a round, their log-probabilities and their advantages."""
+    updates: float
+    """Gradients of a round."""
+    evaluation: float
+    """All evaluations, and calibration."""
+    rounds: int
+
+    @property
+    def round(self) -> float:
+        """Sampling and updates of a round."""
+        return self.sampling + self.updates
+
+    @property
+    def total(self) -> float:
+        """All rounds, evaluations and calibration."""
+        return self.rounds * self.round + self.evaluation
 
 
 @dataclass(frozen=True)

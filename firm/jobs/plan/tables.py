@@ -1,9 +1,11 @@
 """Formats plans as tables, and prints them."""
 
 import json
+import math
 import os
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
+from operator import itemgetter
 from typing import Any, NamedTuple
 
 from firm.alignment.hyperparameters import hyperparameters
@@ -12,7 +14,7 @@ from firm.federation.engines.processes import Processes
 from firm.jobs.alarms import alarms_at_start
 from firm.jobs.alignment_config import AlignmentConfig, client_names
 from firm.jobs.plan.planning import make_plan
-from firm.jobs.plan.record import Passes, RunPlan
+from firm.jobs.plan.record import Passes, RunPlan, Seconds, Work
 from firm.report import formats
 from firm.run.progress import print_table
 from firm.run.shipped import with_shipped_paths
@@ -140,6 +142,37 @@ def _work_rows(plan: RunPlan) -> Iterator[tuple[str, str]]:
     if plan.seconds:
         one, total = map(formats.duration, (plan.seconds.round, plan.seconds.total))
         yield "time on this machine, about", f"{one} a round, {total} in all"
+        yield "  largest part", _largest_part(plan.cfg, work, plan.seconds)
+
+
+def _largest_part(cfg: AlignmentConfig, work: Work, seconds: Seconds) -> str:
+    """Names what takes most of a run's time, and an option that shortens it."""
+    parts = {
+        "sampling": seconds.rounds * seconds.sampling,
+        "updates": seconds.rounds * seconds.updates,
+        "evaluation": seconds.evaluation,
+    }
+    part, taken = max(parts.items(), key=itemgetter(1))
+    share = f"{part}, {100 * taken / max(seconds.total, 1e-9):.0f} %"
+    if part == "evaluation" and not work.training_replies:
+        return f"{share}, which a smaller split of each pairs.NAME shortens"
+    if part == "sampling":
+        options = [("rollout.max_new_tokens", cfg.rollout.max_new_tokens)]
+    elif part == "updates":
+        options = [("estimator.num_epochs", cfg.estimator.num_epochs)]
+        if cfg.strategy.num_local_epochs is None:
+            options.append(("strategy.num_local_steps", cfg.strategy.num_local_steps))
+    else:
+        is_test = math.prod(work.test) >= math.prod(work.validation)
+        use, (number, _) = ("test", work.test) if is_test else ("validation", work.validation)
+        samples = ("evaluation.num_samples", cfg.evaluation.num_samples)
+        options = [samples, (f"evaluation.num_{use}_prompts", number)]
+    options.append(("rounds", cfg.rounds))
+    for key, value in options:
+        if value > 1:
+            less = value // 2
+            return f"{share}; --{key} {less} leaves {100 * less / value:.0f} % of it"
+    return share
 
 
 def _passes_text(passes: Passes) -> str:
