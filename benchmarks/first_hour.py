@@ -1,11 +1,13 @@
-"""Fourteen tasks of a newcomer, from a wheel in an empty folder: commands, times and output.
+"""Tasks of a newcomer, from a wheel in an empty folder: commands, times, exit codes and output.
 
     python benchmarks/first_hour.py                       # installs, in a new environment
     python benchmarks/first_hour.py --bin build/release/venv/bin    # in one that has FIRM
+    python benchmarks/first_hour.py --real                # with SmolLM2, which is fetched
 
 Runs are shortened by `--rounds`. The own model is a copy of the miniature world's policy, the own
-data are prompts and pairs in JSON lines. Prints seconds and, for busy machines, seconds of CPU
-time. The exit code is 1 if a command fails or does not print what it must.
+data are prompts and pairs in JSON lines. Mistakes must be told at once. Prints seconds and, for
+busy machines, seconds of CPU time. The exit code is 1 if a command ends with another exit code than
+it should, or does not print what it must.
 """
 
 import argparse
@@ -46,6 +48,8 @@ class Task:
     text: str
     commands: tuple[str, ...]
     prints: str
+    code: int = 0
+    """Exit code of the last command; 2 if the user made a mistake."""
 
 
 def install(wheel: Path) -> Task:
@@ -70,14 +74,30 @@ TASKS = (
             "firm init --policy model --prompts prompts.jsonl "
             "--rewards '{brief: brevity, positive: positivity}'",
         ),
-        r"wrote own\.yaml",
+        r"run +\d+ rounds.*",
+    ),
+    Task(
+        "its reward misspelt",
+        ("firm align --config own.yaml --rewards.brief.name brevty",),
+        r"did you mean brevity",
+        2,
+    ),
+    Task(
+        "its data misplaced",
+        ("firm align --config own.yaml --data.train.source promts.jsonl",),
+        r"there is no file promts\.jsonl",
+        2,
+    ),
+    Task(
+        "a key misspelt", ("firm align --config own.yaml --actor_lr 1",), r"actor_learning_rate", 2
     ),
     Task(
         "align it, 1 round",
         ("firm align --config own.yaml --rounds 1 --out own",),
         r"(?s)base +aligned +change.*adapter +own/adapter",
     ),
-    Task("plan it", ("firm plan --config own.yaml",), r"memory"),
+    Task("plan it", ("firm plan --config own.yaml",), r"time on this machine.*"),
+    Task("plan smoke", ("firm plan --config smoke",), r"time on this machine.*"),
     Task("evaluate it", ("firm evaluate own --out evaluated",), r"evaluated/\S+\.html"),
     Task("one reply", ("echo 'Can you help me paint a chair?' | firm chat own",), r"aligned"),
     Task(
@@ -102,6 +122,16 @@ TASKS = (
         ),
         r"preference|adapter",
     ),
+    Task("a run misplaced", ("firm pick nowhere --target brief=1",), r"nowhere", 2),
+    Task("a federation that is not there", ("firm network status nowhere",), r"nowhere", 2),
+    Task(
+        "ranked pairs, 2 rounds",
+        (
+            "firm init --policy model --pairs '{brief: pairs.jsonl}' --out ranked.yaml",
+            "firm align --config ranked.yaml --rounds 2 --out ranked",
+        ),
+        r"accuracy|brief .*±.*",
+    ),
     Task("export the front", ("firm export front --out exported",), r"exported"),
     Task(
         "a reward model from pairs",
@@ -120,6 +150,21 @@ TASKS = (
         "classic algorithms, 5 rounds", ("firm classic --rounds 5 --out classic",), r"classic/\S+"
     ),
 )
+
+REAL = (
+    Task(
+        "SmolLM2, own prompts",
+        (
+            "firm fetch smollm2",
+            "firm init --policy firm/models/smollm2 --prompts prompts.jsonl --out real.yaml "
+            "--rewards '{brief: brevity, plain: reading_ease}'",
+            "firm align --config real.yaml --out real",
+        ),
+        r"plain .*±.*",
+    ),
+    Task("plan SmolLM2", ("firm plan --config smollm2",), r"time on this machine.*"),
+)
+"""Tasks with a language model of 135 million parameters; the first takes about ten minutes."""
 
 
 def write_files(folder: Path) -> None:
@@ -157,7 +202,7 @@ def run(task: Task, folder: Path, binaries: Path) -> str:
             command, shell=True, cwd=folder, env=environment, capture_output=True, text=True
         )
         output = done.stdout + done.stderr
-        if done.returncode:
+        if done.returncode != (task.code if command == task.commands[-1] else 0):
             raise RuntimeError(f"{command} ended with {done.returncode}:\n{output}")
     found = re.search(task.prints, output)
     if found is None:
@@ -176,11 +221,12 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--bin", type=Path, help="programs of an environment that has FIRM")
     parser.add_argument("--only", default="", help="run the tasks whose text contains this")
+    parser.add_argument("--real", action="store_true", help="with SmolLM2, which is fetched")
     options = parser.parse_args(argv)
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
         write_files(folder)
-        tasks = list(TASKS)
+        tasks = [*TASKS, *(REAL if options.real else ())]
         if options.bin is None:
             build = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps"]
             subprocess.run([*build, "--wheel-dir", folder / "dist", ROOT], check=True)

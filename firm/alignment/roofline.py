@@ -19,8 +19,9 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from firm.base.devices import synchronize
 
-REPEATS = 3
-"""Measurements of a speed, the fastest of which counts."""
+REPEATS, MEASURED_S = 3, 0.05
+"""Fewest measurements of a speed, and the seconds that they fill; the fastest counts. On a busy
+machine most wait, for many times as long as they take, for a thread that has no processor."""
 SMALLEST_SIDE, LARGEST_SIDE = 256, 8_192
 """Rows and columns of the measured matrix products, which double until one takes `LONG_S`."""
 LONG_S = 5e-3
@@ -173,8 +174,8 @@ class Speeds:
     def _fastest(self, work: Callable[[], Any]) -> float:
         """Returns the least seconds of `work`, after a first time that is not measured."""
         work()
-        taken = []
-        for _ in range(REPEATS):
+        taken = list[float]()
+        while len(taken) < REPEATS or sum(taken) < MEASURED_S:
             synchronize(self._device)
             start = self._clock()
             work()

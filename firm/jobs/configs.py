@@ -44,6 +44,12 @@ class InitConfig:
     test_prompts: str = ""
     """Held-out prompts; default: a fifth of a file, drawn at random, or the split "test" of a data
     set."""
+    pairs: dict[str, str] = field(default_factory=dict)
+    """Ranked pairs by objective, in place of rewards and prompts, such as {helpful: helpful.jsonl,
+    brief: brief.jsonl}: files, or data sets, whose rows have `prompt`, `chosen` and `rejected`."""
+    full: bool = False
+    """Write a long run: PPO with a critic, eight clients and replies of 128 tokens, or all pairs.
+    By default lengths and rounds are chosen so that the run ends in about ten minutes here."""
     out: Path = Path("own.yaml")
     """File to write."""
 

@@ -1,10 +1,12 @@
 """Writes a configuration for the user's own model, data and reward models."""
 
 import json
+import math
+import random
 import re
 import shlex
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,44 +15,81 @@ import yaml
 from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError
 
 from firm.alignment.inspection import Inspection, fast_dtype, inspect_policy
+from firm.alignment.pairs import PairsConfig, load_pairs
 from firm.alignment.policy import read_tokenizer
 from firm.alignment.policy_config import is_gguf
-from firm.alignment.prompt_data import read_prompts
-from firm.alignment.prompts import Prompt
+from firm.alignment.prompt_data import loose_text, read_prompts
+from firm.alignment.prompts import Prompt, token_ids
 from firm.base.fields import field_docstrings
 from firm.base.inside import replace_text
 from firm.base.sanitize import legible, printable
-from firm.jobs.alignment_config import AlignmentConfig
-from firm.jobs.alignment_data import HELD_OUT, USES, hold_out
+from firm.federation import Processes
+from firm.jobs.alignment_config import AlignmentConfig, client_names
+from firm.jobs.alignment_data import FEW, HELD_OUT, USES, hold_out
 from firm.jobs.configs import InitConfig
+from firm.jobs.plan import make_plan
 from firm.jobs.sources import check_data, check_policy, check_reward, is_file
+from firm.report.formats import duration
 from firm.run.config import compose
 from firm.run.errors import UserError
 from firm.run.shipped import CONFIGS, with_shipped_paths
 from reward_models.registry import reward_settings
 
-TEMPLATE = CONFIGS / "own.yaml"
+TEMPLATES = {"quick": "own.yaml", "full": "own_full.yaml", "pairs": "own_pairs.yaml"}
 
 
 ASKED = ("policy", "prompts", "rewards")
-"""Required keys."""
+"""Required keys, unless there are pairs."""
 
 
-BATCH_SIZE, MAX_CLIENTS = 16, 8
-"""Values of the template; a client needs enough prompts for a batch."""
-MAX_NEW_TOKENS, MAX_TOKENS = 128, 512
-"""Values of the template: tokens of a reply, and of prompt and reply together."""
+MAX_CLIENTS = {"quick": 4, "full": 8, "pairs": 4}
+"""Clients of a template."""
+MIN_SHARD = {"quick": 8, "full": 16, "pairs": 16}
+"""Training prompts, or pairs of an objective, that a client needs: two batches, or one of PPO's."""
+MAX_PROMPT_TOKENS, MAX_NEW_TOKENS = 256, 128
+"""Longest prompts and replies that are written."""
+MAX_TOKENS = 512
+"""Tokens of prompt and reply together in a long run."""
+NEW_TOKENS = (128, 96, 64, 48, 32, 24, 16, 8)
+"""Lengths of replies to choose from."""
+SECONDS = 360.0
+"""Planned time of a short run. Ten minutes leave room for imports, rewards and a busy machine."""
+ROUNDS, MIN_ROUNDS, MAX_ROUNDS = 12, 4, 20
+"""Rounds of a short run. Replies are as long as `ROUNDS` allow."""
+NUM_PAIRS, NUM_SLICES = 1_000, 4
+"""Pairs of an objective in a short run, and the parts of a longer file that they come from."""
+NUM_MEASURED = 500
+"""Prompts, or pairs, whose lengths stand for all."""
 MIN_SMALL, MAX_SMALL = 50_000_000, 500_000_000
 """Numbers of parameters for which the settings of `SMALL` take the place of the template's."""
 SMALL = {
-    "num_epochs: 3": "num_epochs: 1 # more leave the base model at this learning rate",
-    "6.0e-5 # the paper's for 1B parameters; smaller models take more": (
-        "5.0e-4 # as configs/smollm2.yaml, measured with 135M parameters"
-    ),
-    "coefficient: 0.05 }": "coefficient: 0.02 }",
-    "num_local_steps: 4": "num_local_steps: 1",
+    "actor_learning_rate": "5.0e-4 # as configs/smollm2.yaml, measured with 135M parameters",
+    "kl": "{ controller: fixed, coefficient: 0.02 } # more holds the policy closer to its start",
 }
 """Settings of configs/smollm2.yaml, which moved a model of 135 million parameters in 12 rounds."""
+SMALL_FULL = {
+    **SMALL,
+    "num_epochs": "1 # more leave the base model at this learning rate",
+    "num_local_steps": "1",
+}
+TINY = {"actor_learning_rate": "3.0e-3 # as the miniature's, measured with 0.8M parameters"}
+"""The setting of configs/miniature_critic_free.yaml and miniature_pairs.yaml, for smaller ones."""
+
+
+@dataclass(frozen=True)
+class Source:
+    """The data of a new configuration, and the sections that name them."""
+
+    sections: dict[str, list[str]]
+    """Lines of YAML by top-level key."""
+    prompts: list[Prompt] | None
+    """Training prompts; None if they are not in a file."""
+    num_rows: int | None = None
+    """Fewest training rows of an objective, likewise."""
+    replies: tuple[str, ...] = ()
+    """Replies of pairs."""
+    num_test: int | None = None
+    """Prompts, or pairs of an objective, that are held out for testing."""
 
 
 @dataclass(frozen=True)
@@ -63,15 +102,16 @@ class Written:
     """Properties of the model; None if its files cannot be read."""
     notes: list[str]
     """Reasons why the model's files cannot be read."""
-    num_rows: int | None
-    """Training rows, if the data are a file."""
+    source: Source
+    seconds: float | None
+    """Planned time of a short run on this machine, without reward models."""
 
 
 def init(cfg: InitConfig, ask: Callable[[str], str] | None = None) -> Written:
     """Writes the configuration, and returns it as parsed from the file.
 
     Args:
-        cfg: The policy, reward models and prompts to configure.
+        cfg: The policy, reward models and prompts, or pairs, to configure.
         ask: Prompts the user for missing values; if None, missing values are an error.
 
     Raises:
@@ -80,41 +120,49 @@ def init(cfg: InitConfig, ask: Callable[[str], str] | None = None) -> Written:
     """
     if cfg.out.exists():
         raise UserError(f"{cfg.out} already exists; choose another --out, or remove it.")
-    answers = {key: getattr(cfg, key) or _ask(key, ask) for key in ASKED}
-    for name, reward in answers["rewards"].items():
-        check_reward(f"rewards.{name}", **reward_settings(reward))
-    splits = _splits(answers["prompts"], cfg.test_prompts)
-    rows = _rows("prompts", answers["prompts"], splits["train"])
-    if len(splits) == 1 and rows is not None:
-        try:
-            rows = hold_out(rows, USES, 1 / HELD_OUT, seed=0, key="prompts")["train"]
-        except UserError as error:
-            raise UserError(
-                f"prompts: {answers['prompts']} has too few rows to hold any out; add prompts to "
-                "it, or pass --test_prompts."
-            ) from error
-    num_rows = None if rows is None else len(rows)
-    for name in list(splits)[1:]:
-        _rows("test_prompts", cfg.test_prompts or answers["prompts"], splits[name])
+    if cfg.pairs and (cfg.prompts or cfg.rewards or cfg.test_prompts):
+        raise UserError(
+            "pairs take the place of prompts and rewards: pass --pairs alone, or --prompts and "
+            "--rewards."
+        )
+    kind = "pairs" if cfg.pairs else "full" if cfg.full else "quick"
+    asked = ("policy",) if cfg.pairs else ASKED
+    answers = {key: getattr(cfg, key) or _ask(key, ask) for key in asked}
+    if cfg.pairs:
+        source = _pairs(cfg.pairs, cfg.full)
+    else:
+        for name, reward in answers["rewards"].items():
+            check_reward(f"rewards.{name}", **reward_settings(reward))
+        source = _prompts(answers["prompts"], cfg.test_prompts)
+        source.sections["rewards"] = _rewards(answers["rewards"])
     check_policy("policy", answers["policy"])
     errors: list[ValueError] = []
     policy = with_shipped_paths(answers["policy"])
     inspection = inspect_policy(policy, on_error=errors.append)
     if errors and not _may_be_on_hub(policy, errors[0]):
         raise UserError(str(errors[0]).replace("policy.path", "policy", 1)) from errors[0]
-    text = TEMPLATE.read_text(encoding="utf-8")
+    text = (CONFIGS / TEMPLATES[kind]).read_text(encoding="utf-8")
     text = text.replace("path: POLICY", f"path: {_quote(answers['policy'])}")
-    text = _fit(text, inspection, num_rows)
-    text = _with_section(text, "rewards", _rewards(answers["rewards"]))
-    text = _with_section(text, "data", _data(answers["prompts"], cfg.test_prompts, splits))
+    for key, lines in source.sections.items():
+        text = _with_section(text, key, lines)
     text = "".join(f"{line}\n" for line in text.splitlines() if not line.startswith("#"))
+    text = _fit(text, kind, inspection, source)
+    lengths = [] if cfg.full or inspection is None else _fit_lengths(policy, inspection, source)
+    if lengths:
+        text = _with_prompt_tokens(text, lengths[0])
+        text = _set(text, "max_new_tokens", lengths[1])
     replace_text(cfg.out, text)
     try:
-        config = compose(AlignmentConfig, [cfg.out], [])
-        return Written(cfg.out, config, inspection, list(map(str, errors)), num_rows)
-    except UserError:
+        config, seconds = compose(AlignmentConfig, [cfg.out], []), None
+        if lengths and (fitted := _fit_time(cfg.out, lengths[1])):
+            num_new, rounds, seconds = fitted
+            text = _set(_set(text, "max_new_tokens", num_new), "rounds", rounds)
+            replace_text(cfg.out, text)
+            config = compose(AlignmentConfig, [cfg.out], [])
+    except ValueError as error:  # the run would be refused, too
         cfg.out.unlink()
-        raise
+        raise UserError(str(error)) from error
+    return Written(cfg.out, config, inspection, list(map(str, errors)), source, seconds)
 
 
 def _may_be_on_hub(path: str, error: ValueError) -> bool:
@@ -148,25 +196,98 @@ def _rows(key: str, prompts: str, split: str) -> list[Prompt] | None:
     return rows
 
 
-def _fit(text: str, inspection: Inspection | None, num_rows: int | None) -> str:
-    """Returns the template, adapted to the model, the data and this machine."""
-    changes = {"dtype: bfloat16 # of the frozen": f"dtype: {fast_dtype()} # of the frozen"}
-    if num_rows is not None:
-        num_clients = max(1, min(MAX_CLIENTS, num_rows // BATCH_SIZE))
-        changes["num_clients: 8"] = f"num_clients: {num_clients}"
-    if inspection and inspection.target_modules:
-        names = ", ".join(map(_quote, inspection.target_modules))
-        changes["[q_proj, k_proj, v_proj, o_proj]"] = f"[{names}]"
-    if inspection and (context := inspection.context or MAX_TOKENS) < MAX_TOKENS:
-        num_new = max(1, min(MAX_NEW_TOKENS, context // 4))
-        changes["max_prompt_tokens: 384"] = f"max_prompt_tokens: {context - num_new}"
-        changes["max_new_tokens: 128"] = f"max_new_tokens: {num_new}"
-    if inspection and MIN_SMALL <= inspection.num_parameters <= MAX_SMALL:
-        changes |= SMALL
-    for old, new in changes.items():
-        assert old in text, old  # the template contains each
-        text = text.replace(old, new)
+def _set(text: str, key: str, value: object) -> str:
+    """Returns a YAML text with the value of the first line with this key replaced.
+
+    The line's comment stays, unless the value brings one.
+    """
+    kept = "" if "#" in str(value) else r"\2"
+    pattern = rf"(?m)^( *{key}:) [^#\n]*?( *#.*)?$"
+    text, count = re.subn(pattern, lambda m: f"{m[1]} {value}{m.expand(kept)}", text, count=1)
+    assert count, key  # the template has each
     return text
+
+
+def _fit(text: str, kind: str, inspection: Inspection | None, source: Source) -> str:
+    """Returns the template, adapted to the model, the data and this machine."""
+    text = _set(text, "dtype", fast_dtype())
+    if source.num_rows is not None:
+        num_clients = max(1, min(MAX_CLIENTS[kind], source.num_rows // MIN_SHARD[kind]))
+        text = _set(text, "num_clients", num_clients)
+    if inspection is None:
+        return text
+    if inspection.target_modules:
+        names = ", ".join(map(_quote, inspection.target_modules))
+        text = text.replace("[q_proj, k_proj, v_proj, o_proj]", f"[{names}]")
+    context = inspection.context or MAX_TOKENS
+    if kind == "full" and context < MAX_TOKENS:
+        num_new = max(1, min(MAX_NEW_TOKENS, context // 4))
+        text = _set(text, "max_prompt_tokens", context - num_new)
+        text = _set(text, "max_new_tokens", num_new)
+    own = {}
+    if MIN_SMALL <= inspection.num_parameters <= MAX_SMALL:
+        own = SMALL_FULL if kind == "full" else SMALL
+    elif inspection.num_parameters < MIN_SMALL and kind != "full":
+        own = TINY
+    for key, value in own.items():
+        if key != "kl" or kind != "pairs":
+            text = _set(text, key, value)
+    return text
+
+
+def _fit_lengths(policy: str, inspection: Inspection, source: Source) -> list[int]:
+    """Returns the maximum tokens of a prompt, and of a reply, that suit nine in ten of the data."""
+    context = inspection.context or MAX_PROMPT_TOKENS + MAX_NEW_TOKENS
+    longest = [min(MAX_PROMPT_TOKENS, context - max(1, context // 4)), MAX_NEW_TOKENS]
+    if source.prompts:
+        tokenizer, draw = read_tokenizer(policy), random.Random(0)
+        prompts = draw.sample(source.prompts, min(NUM_MEASURED, len(source.prompts)))
+        longest[0] = min(longest[0], _most(token_ids(prompts, tokenizer)))
+        if source.replies:
+            replies = draw.sample(source.replies, min(NUM_MEASURED, len(source.replies)))
+            longest[1] = min(longest[1], _most(tokenizer(replies)["input_ids"]))
+    return [longest[0], min(longest[1], context - longest[0])]
+
+
+def _most(rows: Sequence[Sequence[int]]) -> int:
+    """Returns a multiple of 16 that is not exceeded by nine in ten rows."""
+    lengths = sorted(map(len, rows))
+    return 16 * math.ceil(lengths[int(0.9 * len(lengths))] / 16)
+
+
+def _with_prompt_tokens(text: str, num_tokens: int) -> str:
+    """Returns a YAML text whose prompts have at most so many tokens; longer ones are left out."""
+    text = _set(text, "max_prompt_tokens", num_tokens)
+    return re.sub(r"\bmax_tokens: \d+", f"max_tokens: {num_tokens}", text)
+
+
+def _fit_time(file: Path, max_new_tokens: int) -> tuple[int, int, float] | None:
+    """Returns lengths of replies, rounds and seconds of a run that ends in `SECONDS`, if possible.
+
+    The plan's time is linear in the length of replies between the longest and the shortest. None
+    if this machine's time is unknown.
+    """
+    lengths = [num for num in NEW_TOKENS if num <= max_new_tokens] or [max_new_tokens]
+    times = []
+    for num in (lengths[0], lengths[-1]):
+        cfg = with_shipped_paths(
+            compose(AlignmentConfig, [file], [("rollout.max_new_tokens", num), ("rounds", 1)])
+        )
+        times.append(make_plan(cfg, client_names(cfg), Processes()).seconds)
+    longest, shortest = times
+    if longest is None or shortest is None:
+        return None
+    num = rounds = 0
+    each = fixed = 0.0
+    for num in lengths:
+        share = (num - lengths[-1]) / max(1, lengths[0] - lengths[-1])
+        each = shortest.round + share * (longest.round - shortest.round)
+        fixed = shortest.evaluation + share * (longest.evaluation - shortest.evaluation)
+        rounds = int((SECONDS - fixed) / max(each, 1e-9))
+        if rounds >= ROUNDS:
+            break
+    rounds = max(MIN_ROUNDS, min(MAX_ROUNDS, rounds))
+    return num, rounds, fixed + rounds * each
 
 
 def _ask(key: str, ask: Callable[[str], str] | None) -> Any:
@@ -223,26 +344,81 @@ def _likely_format(path: str) -> str:
         return "chat_template"
 
 
-def _splits(prompts: str, test_prompts: str) -> dict[str, str]:
-    """Returns the split of each use of the prompts; of a file of its own, only for training."""
+def _prompts(prompts: str, test_prompts: str) -> Source:
+    """Returns prompts, and the section `data` that divides them among training and tests.
+
+    Raises:
+        UserError: A source does not exist, is malformed or has too few rows.
+    """
     if is_file(prompts) and not test_prompts:
-        return {"train": "[:]"}
-    test = "" if is_file(test_prompts) else "test"
-    return {
-        "train": "[:]" if is_file(prompts) else "train",
-        "validation": f"{test}[:50%]",
-        "test": f"{test}[50%:]",
-    }
+        rows = _rows("prompts", prompts, "[:]") or []
+        num_distinct = len({loose_text(row.transcript) for row in rows})
+        share = 1 / HELD_OUT if num_distinct >= FEW * HELD_OUT else 2 / HELD_OUT
+        try:
+            parts = hold_out(rows, USES, share, seed=0, key="prompts")
+        except UserError as error:
+            raise UserError(
+                f"prompts: {prompts} has too few rows to hold any out; add prompts to it, or pass "
+                "--test_prompts."
+            ) from error
+        lines = [
+            f"  train: {_data(prompts, '[:]')}",
+            f"  hold_out: {share} # of the prompts for validation, and for testing",
+        ]
+        train = parts["train"]
+        return Source({"data": lines}, train, len(train), num_test=len(parts["test"]))
+    name = "" if is_file(test_prompts) else "test"
+    train = _rows("prompts", prompts, split := "[:]" if is_file(prompts) else "train")
+    lines, held_out = [f"  train: {_data(prompts, split)}"], None
+    for use, split in (("validation", f"{name}[:50%]"), ("test", f"{name}[50%:]")):
+        held_out = _rows("test_prompts", test_prompts or prompts, split)
+        lines.append(f"  {use}: {_data(test_prompts or prompts, split)}")
+    num_test = None if held_out is None else len(held_out)
+    num_rows = None if train is None else len(train)
+    return Source({"data": lines}, train, num_rows, num_test=num_test)
 
 
-def _data(prompts: str, test_prompts: str, splits: Mapping[str, str]) -> list[str]:
-    lines = []
-    for name, split in splits.items():
-        source = _quote(prompts if name == "train" else test_prompts or prompts)
-        lines.append(f'  {name}: {{ source: {source}, split: "{split}", max_tokens: 256 }}')
-    if len(splits) == 1:
-        lines.append(f"  hold_out: {1 / HELD_OUT} # of the prompts for validation, and for testing")
-    return lines
+def _pairs(pairs: Mapping[str, str], is_full: bool) -> Source:
+    """Returns ranked pairs, and the section `pairs`.
+
+    Raises:
+        UserError: A source does not exist, or a row of it is malformed.
+    """
+    lines, sizes = [], []
+    prompts: list[Prompt] = []
+    replies: list[str] = []
+    for name, source in pairs.items():
+        check_data(f"pairs.{name}", source)
+        split = "train"
+        if is_file(source):
+            try:
+                own = load_pairs(PairsConfig(source=source, split=None), objective=name)
+            except ValueError as error:
+                raise UserError(f"pairs.{name}: {error}") from error
+            prompts += [pair.prompt for pair in own]
+            replies += [text for pair in own for text in pair.replies]
+            sizes.append(len(own) if is_full else min(NUM_PAIRS, len(own)))
+            split = _slices(len(own), sizes[-1])
+        lines.append(f"  {_quote(name)}: {_data(source, split)}")
+    if len(sizes) < len(pairs):
+        return Source({"pairs": lines}, None)
+    num_test = min(sizes) // HELD_OUT
+    return Source(
+        {"pairs": lines}, prompts, min(sizes) - num_test, tuple(replies), max(2, num_test)
+    )
+
+
+def _slices(num_rows: int, num_kept: int) -> str:
+    """Returns slices, evenly spread, of so many rows; files may be sorted by topic."""
+    if num_kept == num_rows:
+        return "[:]"
+    starts = [part * num_rows // NUM_SLICES for part in range(NUM_SLICES)]
+    return "+".join(f"[{start}:{start + num_kept // NUM_SLICES}]" for start in starts)
+
+
+def _data(source: str, split: str) -> str:
+    """Returns a source of prompts or pairs as a YAML mapping."""
+    return f'{{ source: {_quote(source)}, split: "{split}", max_tokens: {MAX_PROMPT_TOKENS} }}'
 
 
 def _quote(text: str) -> str:
@@ -276,6 +452,16 @@ def _in_words(written: Written) -> list[str]:
         ]
     lines.append(f"adapter  on {', '.join(config.policy.lora.target_modules or [])}")
     lines.append(f"dtype    {config.policy.dtype}, the faster one here")
-    if written.num_rows is not None:
-        lines.append(f"data     {written.num_rows:,} rows for {config.num_clients} clients")
+    source, noun = written.source, "pairs of an objective" if config.pairs else "prompts"
+    if source.num_rows is not None:
+        lines.append(f"data     {source.num_rows:,} {noun} for {config.num_clients} clients")
+        if source.num_test is not None:
+            few = f", too few to measure most changes: add {noun}" * (source.num_test < FEW)
+            lines[-1] += f", {source.num_test:,} held out for testing{few}"
+    length = f"{config.rounds} rounds, replies of up to {config.rollout.max_new_tokens} tokens"
+    if written.seconds is not None:
+        length += f", about {duration(written.seconds)} here"
+        if written.seconds > SECONDS:
+            length += ": a smaller policy, or an accelerator, takes less"
+    lines.append(f"run      {length}")
     return lines

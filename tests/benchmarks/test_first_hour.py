@@ -3,7 +3,7 @@ import json
 
 import pytest
 
-from benchmarks.first_hour import TASKS, Task, run, write_files
+from benchmarks.first_hour import REAL, TASKS, Task, run, write_files
 from firm.cli.main import COMMANDS
 
 
@@ -19,13 +19,15 @@ def test_the_files_of_a_newcomer_are_whole(tmp_path):
 
 
 def test_every_task_but_the_installation_is_a_command_of_firm():
-    words = [command.rpartition("| ")[2].split()[:2] for task in TASKS for command in task.commands]
-    assert all(program == "firm" and name in COMMANDS for program, name in words)
-    assert len(TASKS) == 13
+    commands = [command for task in (*TASKS, *REAL) for command in task.commands]
+    for program, *words in (command.rpartition("| ")[2].split() for command in commands):
+        assert program == "firm"
+        assert {words[0], " ".join(words[:2])} & {*COMMANDS}
 
 
 def test_a_task_returns_the_line_that_it_must_print_or_fails(tmp_path):
     assert run(Task("a", ("echo first", "echo the end"), "the"), tmp_path, tmp_path) == "the end"
+    assert run(Task("a", ("echo a mistake; exit 2",), "mis", 2), tmp_path, tmp_path) == "a mistake"
     with pytest.raises(RuntimeError, match="did not print other"):
         run(Task("b", ("echo the end",), "other"), tmp_path, tmp_path)
     with pytest.raises(RuntimeError, match="ended with 3"):

@@ -2,9 +2,11 @@
 
 import gzip
 import json
+import re
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import httpx
 import pytest
@@ -16,7 +18,9 @@ from firm.jobs.alarms import alarms_at_start
 from firm.jobs.alignment import main as align
 from firm.jobs.alignment_config import AlignmentConfig
 from firm.jobs.configs import InitConfig
-from firm.jobs.init import init, main
+from firm.jobs.init import MAX_ROUNDS, SECONDS, init, main
+from firm.jobs.plan.record import Seconds
+from firm.report.formats import duration
 from firm.run import UserError, compose, parse
 from tests.runs import read_rows
 from tests.smoke import ROOT, SMOKE
@@ -57,7 +61,13 @@ def test_what_it_writes_runs_and_keeps_splits_apart(data, tmp_path, monkeypatch,
     monkeypatch.chdir(tmp_path)
     (tmp_path / "my rewards.py").write_text(FILE)
     main(InitConfig(POLICY, REWARDS, str(data), out=tmp_path / "own.yaml"))
-    assert "firm align --config" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert "firm align --config" in said
+    assert "data     30 prompts for 3 clients, 10 held out for testing, too few to measure" in said
+    rounds, length = re.search(
+        r"run      (\d+) rounds, replies of up to (\d+) tokens, ab", said
+    ).groups()
+    assert (int(rounds), int(length)) == (MAX_ROUNDS, 128)  # a fast policy
     options = (
         "--policy.dtype", "float32", "--rounds", 1, "--num_clients", 2, "--num_threads", 1,
         "--strategy.num_local_steps", 1, "--estimator.num_epochs", 1, "--rollout.max_new_tokens", 4,
@@ -68,21 +78,30 @@ def test_what_it_writes_runs_and_keeps_splits_apart(data, tmp_path, monkeypatch,
     cfg = parse(AlignmentConfig, ["--config", "own.yaml", *map(str, options)])
     assert align(cfg)
     rows = read_rows(tmp_path / "run", "evaluation")
-    assert {(row["split"], row["num_prompts"]) for row in rows} == {("validation", 5), ("test", 5)}
+    assert {(row["split"], row["num_prompts"]) for row in rows} == {("test", 10)}
     assert set(rows[0]["rewards"]) == set(REWARDS)
-    assert (cfg.data.train.split, cfg.data.hold_out) == ("[:]", 0.1)
+    # fewer than 200 prompts: a fifth is held out for each use, in place of a tenth
+    assert (cfg.data.train.split, cfg.data.hold_out) == ("[:]", 0.2)
     # a comparison takes the prompts that the run held out, and none that it trained on
     again = COMMANDS["evaluate"].parse(["--runs", "[run]", "--seed", "3"])
-    assert (again.prompts, again.held_out, again.held_out_seed) == (cfg.data.train, 0.1, 0)
+    assert (again.prompts, again.held_out, again.held_out_seed) == (cfg.data.train, 0.2, 0)
     other = COMMANDS["evaluate"].parse(["--runs", "[run]", "--prompts.source", "more.jsonl"])
     assert other.held_out == 0
 
 
 @pytest.mark.parametrize(
-    ("num_parameters", "rate"), [(10**6, 6e-5), (135 * 10**6, 5e-4), (10**9, 6e-5)]
+    ("num_parameters", "full", "rate"),
+    [
+        (10**6, True, 6e-5),
+        (135 * 10**6, True, 5e-4),
+        (10**9, True, 6e-5),
+        (10**6, False, 3e-3),
+        (135 * 10**6, False, 5e-4),
+        (10**9, False, 1e-4),
+    ],
 )
 def test_models_of_a_size_that_was_measured_get_its_settings(
-    data, tmp_path, monkeypatch, num_parameters, rate
+    data, tmp_path, monkeypatch, num_parameters, full, rate
 ):
     found = inspect_policy(POLICY, on_error=print)
     assert found is not None
@@ -90,9 +109,68 @@ def test_models_of_a_size_that_was_measured_get_its_settings(
     resized = replace(found, num_parameters=num_parameters)
     monkeypatch.setattr("firm.jobs.init.inspect_policy", lambda *_, **__: resized)
     rewards = {"brief": "brevity", "positive": "positivity"}
-    own = init(InitConfig(POLICY, rewards, str(data), out=tmp_path / "own.yaml")).config
+    own = init(InitConfig(POLICY, rewards, str(data), full=full, out=tmp_path / "own.yaml")).config
     assert own.estimator.actor_learning_rate == rate
-    assert own.estimator.num_epochs == (1 if rate > 1e-4 else 3)
+    assert own.estimator.name == ("ppo" if full else "critic_free")
+    assert own.estimator.num_epochs == (3 if full and rate == 6e-5 else 1)
+
+
+@pytest.mark.parametrize(
+    ("token", "rounds", "length"), [(0.01, 20, 128), (0.4, 14, 48), (10.0, 4, 8), (None, 12, 128)]
+)
+def test_replies_are_as_long_as_ten_minutes_allow(
+    token, rounds, length, data, tmp_path, monkeypatch, capsys
+):
+    def plan(cfg, *_):
+        num = cfg.rollout.max_new_tokens
+        own = token and Seconds(token * num, updates=2.0, evaluation=60.0, rounds=cfg.rounds)
+        return SimpleNamespace(seconds=own)
+
+    monkeypatch.setattr("firm.jobs.init.make_plan", plan)
+    main(InitConfig(POLICY, {"brief": "brevity"}, str(data), out=tmp_path / "own.yaml"))
+    own = compose(AlignmentConfig, [tmp_path / "own.yaml"], [])
+    assert (own.rounds, own.rollout.max_new_tokens) == (rounds, length)
+    seconds = 60 + rounds * (2 + (token or 0) * length)
+    assert seconds <= SECONDS or length == 8
+    said = capsys.readouterr().out
+    assert f"run      {rounds} rounds, replies of up to {length} tokens" in said
+    assert (f"about {duration(seconds)} here" in said) is (token is not None)
+    assert ("a smaller policy, or an accelerator, takes less" in said) is (seconds > SECONDS)
+
+
+def test_pairs_take_the_place_of_prompts_and_rewards(tmp_path, monkeypatch, capsys, refusal):
+    monkeypatch.chdir(tmp_path)
+    pairs = {}
+    for name, num in (("helpful", 80), ("brief", 1_500)):
+        rows = [{"prompt": f"Q{i}", "chosen": f"yes {i}", "rejected": "no"} for i in range(num)]
+        pairs[name] = f"{name}.jsonl"
+        Path(pairs[name]).write_text("\n".join(map(json.dumps, rows)))
+    main(InitConfig(POLICY, pairs=pairs, out=Path("own.yaml")))
+    said = capsys.readouterr().out
+    assert "data     72 pairs of an objective for 4 clients, 8 held out for testing, too fe" in said
+    options = ("--rounds", "1", "--strategy.num_local_steps", "1", "--out", "run")
+    cfg = parse(AlignmentConfig, ["--config", "own.yaml", *options])
+    assert list(cfg.pairs) == ["helpful", "brief"]
+    assert cfg.estimator.name == "dpo"
+    splits = [own.split for own in cfg.pairs.values()]
+    # of a file that may be sorted, four parts
+    assert splits == ["[:]", "[0:250]+[375:625]+[750:1000]+[1125:1375]"]
+    assert (cfg.rollout.max_prompt_tokens, cfg.rollout.max_new_tokens) == (16, 16)
+    assert align(cfg)
+    main(InitConfig(POLICY, pairs=pairs, full=True, out=Path("full.yaml")))
+    cfg = parse(AlignmentConfig, ["--config", "full.yaml"])
+    assert [own.split for own in cfg.pairs.values()] == ["[:]", "[:]"]
+    both = ["--policy", POLICY, "--pairs", "{x: a.jsonl}", "--prompts", "b.jsonl"]
+    both += ["--out", "x.yaml"]
+    assert "pairs take the place of prompts and rewards" in refusal(cli, both)
+    missing = ["--policy", POLICY, "--pairs", "{x: helpfl.jsonl}", "--out", "x.yaml"]
+    assert "pairs.x: there is no file helpfl.jsonl (did you mean helpful.jsonl" in refusal(
+        cli, missing
+    )
+    Path("bad.jsonl").write_text('{"prompt": "Q", "chosen": "yes"}\n')
+    malformed = ["--policy", POLICY, "--pairs", "{x: bad.jsonl}", "--out", "x.yaml"]
+    assert "pairs.x: bad.jsonl" in refusal(cli, malformed)
+    assert not Path("x.yaml").exists()
 
 
 def test_held_out_prompts_of_their_own_and_data_sets(tmp_path, data, monkeypatch):

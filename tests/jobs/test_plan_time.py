@@ -160,6 +160,22 @@ def test_the_speeds_of_this_machine_are_measured_once(monkeypatch):
     assert next(times) == used + 1
 
 
+def test_other_work_on_this_machine_does_not_slow_the_measured_speed(monkeypatch):
+    now, calls = 0.0, 0
+
+    def clock():
+        nonlocal now, calls
+        calls += 1
+        if calls % 2 == 0:  # one product in four is not interrupted
+            now += 1e-3 if calls % 8 == 0 else 8e-3
+        return now
+
+    monkeypatch.setattr(torch, "mm", lambda *_: None)
+    monkeypatch.setattr("firm.alignment.roofline.LARGEST_SIDE", 512)
+    speed = Speeds(CPU, clock=clock).flops_per_second(torch.float32)
+    assert speed == pytest.approx(2 * 512**3 / 1e-3)
+
+
 @pytest.mark.parametrize(("seconds", "largest"), [(1e-6, LARGEST_SIDE), (1e-3, 512), (2.0, 256)])
 def test_the_measured_product_is_as_large_as_the_device_is_fast(monkeypatch, seconds, largest):
     sides = []
