@@ -24,16 +24,24 @@ LONG_ENOUGH = 0.1
 """Seconds with one thread from which a part of a step is not extended further."""
 
 
+def numbers(most: int) -> list[int]:
+    """Returns the numbers of threads to choose from: 1, half of `most`, and `most`.
+
+    >>> numbers(2), numbers(8)
+    ([1, 2], [1, 4, 8])
+    """
+    return sorted({1, most // 2, most} if most >= 4 else {1, most})
+
+
 def measure(work: Callable[[], Any], most: int, *, clock: Callable[[], float]) -> dict[int, float]:
-    """Returns the mean seconds of `work` by number of threads: 1, half of `most`, and `most`.
+    """Returns the mean seconds of `work` for each of `numbers(most)` threads.
 
     The mean includes the pauses in which a thread waits for its core, which the median would hide.
     Numbers take turns, so that all meet the same other work.
     """
-    numbers = sorted({1, most // 2, most} if most >= 4 else {1, most})
-    seconds: dict[int, list[float]] = {number: [] for number in numbers}
+    seconds: dict[int, list[float]] = {number: [] for number in numbers(most)}
     end = clock() + SECONDS
-    for number in cycle(numbers):
+    for number in cycle(seconds):
         if number == 1 and clock() >= end:
             break
         torch.set_num_threads(number)
@@ -51,7 +59,7 @@ def choose(seconds: Mapping[int, float]) -> int:
     >>> choose({1: 0.11, 2: 0.105, 4: 0.06})
     4
     """
-    chosen = 1
+    chosen = min(seconds)
     for number in sorted(seconds):
         if seconds[number] <= GAIN * seconds[chosen]:
             chosen = number

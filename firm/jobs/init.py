@@ -52,7 +52,7 @@ MAX_TOKENS = 512
 """Tokens of prompt and reply together in a long run."""
 NEW_TOKENS = (128, 96, 64, 48, 32, 24, 16, 8)
 """Lengths of replies to choose from."""
-SECONDS = 360.0
+SECONDS = 300.0
 """Planned time of a short run. Ten minutes leave room for imports, rewards and a busy machine."""
 ROUNDS, MIN_ROUNDS, MAX_ROUNDS = 12, 4, 20
 """Rounds of a short run. Replies are as long as `ROUNDS` allow."""

@@ -116,7 +116,7 @@ def test_models_of_a_size_that_was_measured_get_its_settings(
 
 
 @pytest.mark.parametrize(
-    ("token", "rounds", "length"), [(0.01, 20, 128), (0.4, 14, 48), (10.0, 4, 8), (None, 12, 128)]
+    ("token", "rounds", "length"), [(0.01, 20, 128), (0.4, 16, 32), (10.0, 4, 8), (None, 12, 128)]
 )
 def test_replies_are_as_long_as_ten_minutes_allow(
     token, rounds, length, data, tmp_path, monkeypatch, capsys

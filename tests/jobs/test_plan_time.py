@@ -244,3 +244,21 @@ def test_the_threads_of_the_run_are_those_that_are_measured(tmp_path, monkeypatc
     plan_of(random_run(Shape(256, options={"num_threads": before + 1}), tmp_path))
     assert set(seen) == {before + 1}
     assert torch.get_num_threads() == before
+
+
+def test_the_fastest_number_of_threads_counts_where_the_run_measures_them(tmp_path, monkeypatch):
+    speed = {1: 1.0, 2: 4.0, 4: 2.0}  # two of four cores are busy
+    monkeypatch.setattr(Speeds, "seconds", lambda _, own: len(own) / speed[torch.get_num_threads()])
+    totals = {}
+    before = torch.get_num_threads()
+    torch.set_num_threads(4)
+    try:
+        for number in ("auto", 1, 2, None):
+            options = {"num_threads": number}
+            totals[number] = plan_of(
+                random_run(Shape(256, options=options), tmp_path)
+            ).seconds.total
+        assert torch.get_num_threads() == 4
+    finally:
+        torch.set_num_threads(before)
+    assert totals["auto"] == totals[2] == totals[1] / 4 == totals[None] / 2

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from transformers import AutoModelForCausalLM, PretrainedConfig
 
+from firm.alignment import threads
 from firm.alignment.policy import PolicyConfig, adapter_parameters, add_adapter
 from firm.alignment.rehearsal import REHEARSALS, Sampled, Update
 from firm.alignment.rollout import logprobs_from
@@ -68,17 +69,27 @@ def estimate_costs(
         return memory, None
     if note := dtype_note(device, getattr(torch, cfg.policy.dtype), "--policy.dtype"):
         notes.append(note)
-    threads, speeds = torch.get_num_threads(), Speeds(device)
-    if isinstance(cfg.num_threads, int):
-        torch.set_num_threads(cfg.num_threads)
+    most, times = torch.get_num_threads(), dict[int, Seconds]()
     try:
-        seconds = [_seconds(cfg, each, work, speeds) for each in rehearsals]
-        return memory, _extrapolate(seconds, num_further)
+        for number in _numbers_of_threads(cfg, device, most):
+            torch.set_num_threads(number)
+            speeds = Speeds(device)
+            seconds = [_seconds(cfg, each, work, speeds) for each in rehearsals]
+            times[number] = _extrapolate(seconds, num_further)
+        return memory, times[threads.choose({number: own.total for number, own in times.items()})]
     except RuntimeError as error:  # the device is too full, or cannot multiply a dtype
         notes.append(f"{device}: no estimate of the time ({first_line(error)}).")
         return memory, None
     finally:
-        torch.set_num_threads(threads)
+        torch.set_num_threads(most)
+
+
+def _numbers_of_threads(cfg: AlignmentConfig, device: torch.device, most: int) -> list[int]:
+    """Returns the numbers of CPU threads from which the run would choose."""
+    if isinstance(cfg.num_threads, int):
+        return [cfg.num_threads]
+    is_measured = cfg.num_threads == "auto" and device.type == "cpu"
+    return threads.numbers(most) if is_measured else [most]
 
 
 def _models(architecture: Any, policy: PolicyFigures, cfg: AlignmentConfig) -> list[Any]:
