@@ -8,29 +8,34 @@ target point on a conditioned model's front, and `smoothing` smooths training cu
 plots such points; these measures are not in the paper.
 """
 
-from firm.base.preferences import grid, preference_folder
-from firm.fronts.collapse import collapse_reason
-from firm.fronts.correlation import (
-    Violation,
-    correlation_interval,
-    monotone_violations,
-    preference_correlations,
-)
-from firm.fronts.dominance import dominators, non_dominated
-from firm.fronts.front import (
-    Front,
-    Point,
-    by_preference,
-    check_comparable,
-    differing_figure,
-    mean_front,
-    seed_hypervolumes,
-)
-from firm.fronts.hypervolume import hypervolume
-from firm.fronts.nearest import Expectation, expected_rewards, nearest, neighbours
-from firm.fronts.reach import mean_preference, reaching, widest_gap
-from firm.fronts.smoothing import exponential_average, total_variation
-from firm.fronts.uncertainty import bootstrap_hypervolume
+from typing import TYPE_CHECKING
+
+from firm.base.lazy import lazy
+from firm.fronts.hypervolume import hypervolume  # as its module, which a later import would bind
+from firm.fronts.nearest import Expectation, expected_rewards, nearest, neighbours  # likewise
+
+if TYPE_CHECKING:
+    from firm.base.preferences import grid, preference_folder
+    from firm.fronts.collapse import collapse_reason
+    from firm.fronts.correlation import (
+        Violation,
+        correlation_interval,
+        monotone_violations,
+        preference_correlations,
+    )
+    from firm.fronts.dominance import dominators, non_dominated
+    from firm.fronts.front import (
+        Front,
+        Point,
+        by_preference,
+        check_comparable,
+        differing_figure,
+        mean_front,
+        seed_hypervolumes,
+    )
+    from firm.fronts.reach import mean_preference, reaching, widest_gap
+    from firm.fronts.smoothing import exponential_average, total_variation
+    from firm.fronts.uncertainty import bootstrap_hypervolume
 
 __all__ = [
     "Expectation",
@@ -61,3 +66,5 @@ __all__ = [
     "total_variation",
     "widest_gap",
 ]
+
+__getattr__, __dir__ = lazy(__name__)

@@ -2,9 +2,9 @@
 
 from dataclasses import dataclass
 from math import atanh, sqrt, tanh
+from statistics import NormalDist
 
 import numpy as np
-from scipy.stats import norm, rankdata
 
 from firm.fronts.front import Front, mean_front
 
@@ -30,6 +30,8 @@ def rank_correlation(first: np.ndarray, second: np.ndarray) -> float | None:
 
     None if either of them is constant.
     """
+    from scipy.stats import rankdata  # takes half a second to import
+
     if len(first) < 2 or np.ptp(first) == 0 or np.ptp(second) == 0:
         return None
     return float(np.corrcoef(rankdata(first), rankdata(second))[0, 1].clip(-1, 1))
@@ -52,7 +54,7 @@ def correlation_interval(
         return -1.0, 1.0
     largest = 1 - 12 / (num_points * (num_points**2 - 1))
     rho = min(max(correlation, -largest), largest)
-    half = norm.ppf((1 + level) / 2) * sqrt((1 + rho**2 / 2) / (num_points - 3))
+    half = NormalDist().inv_cdf((1 + level) / 2) * sqrt((1 + rho**2 / 2) / (num_points - 3))
     low, high = tanh(atanh(rho) - half), tanh(atanh(rho) + half)
     return (low if correlation > -1 else -1.0), (high if correlation < 1 else 1.0)
 
