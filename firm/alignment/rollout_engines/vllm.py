@@ -9,7 +9,6 @@ Versions are named by their content, and no name or id is used again: vLLM scale
 loads an adapter, caches prompts by the adapter's name, and ignores a new folder under an old id.
 """
 
-import hashlib
 import os
 import shutil
 import tempfile
@@ -22,12 +21,16 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from firm.alignment.adapter_files import lora_state, save_state
-from firm.alignment.adapters.conditioned import fold, is_conditioned
+from firm.alignment.adapter_files import save_state
 from firm.alignment.policy_config import is_gguf
 from firm.alignment.rollout_config import VLLMConfig
+from firm.alignment.rollout_engines.adapter_versions import (
+    Reply,
+    row_seeds,
+    row_versions,
+    to_samples,
+)
 from firm.alignment.rollout_engines.engine import SampledTokens, SampleRequest
-from firm.alignment.sequences import INVALID_LOGPROB
 
 if TYPE_CHECKING:  # it imports this package
     from firm.alignment.rollout_config import RolloutConfig
@@ -89,7 +92,7 @@ class VLLMEngine:
         """
         self._start()
         states: dict[str, Mapping[str, torch.Tensor]] = {}
-        versions = [self._versions(request, states) for request in requests]
+        versions = [row_versions(self._policy, request, states) for request in requests]
         rows: list[tuple[str, list[int], Any]] = []
         for request, own in zip(requests, versions, strict=True):
             prompts = request.queries.token_ids.tolist()
@@ -108,7 +111,7 @@ class VLLMEngine:
                 outputs[at] = output
         iterator = iter(outputs)
         return [
-            _samples(request, own, [next(iterator) for _ in own])
+            to_samples(request, own, [_reply(next(iterator)) for _ in own])
             for request, own in zip(requests, versions, strict=True)
         ]
 
@@ -149,24 +152,6 @@ class VLLMEngine:
         """Stops vLLM; a later `sample` starts it again."""
         self._stop()
         self._llm, self._ids = None, {}
-
-    def _versions(
-        self, request: SampleRequest, states: dict[str, Mapping[str, torch.Tensor]]
-    ) -> list[str]:
-        """Returns the version of each row's adapter, and adds its matrices to `states`."""
-        lora = {n: v.detach().cpu() for n, v in lora_state(self._policy, request.adapter).items()}
-        preferences = request.queries.preferences
-        asked: Sequence[Any] = [()] * request.queries.num_rows
-        if preferences is not None and any(map(is_conditioned, lora)):
-            asked = [tuple(row) for row in preferences.tolist()]
-        versions = {}
-        for preference in dict.fromkeys(asked):
-            state = {n: v for n, v in lora.items() if not is_conditioned(n)}
-            if preference:
-                state = fold(lora, preference)
-            versions[preference] = _digest(state)
-            states[versions[preference]] = state
-        return [versions[preference] for preference in asked]
 
     def _load(self, states: Mapping[str, Mapping[str, torch.Tensor]]) -> None:
         """Loads versions of adapters into vLLM, in place of those used least recently."""
@@ -258,13 +243,6 @@ def _visible(devices: Sequence[int] | None) -> Iterator[None]:
 def _sampling(request: SampleRequest) -> list[Any]:
     """Returns the sampling parameters of each row, with seeds from the request's generator."""
     vllm: Any = import_module("vllm")
-    generator = request.generator
-    seeds = torch.randint(
-        2**31,
-        (request.queries.num_rows,),
-        generator=generator,
-        device=generator.device if generator else "cpu",
-    )
     return [
         vllm.SamplingParams(
             temperature=request.config.temperature,
@@ -275,31 +253,14 @@ def _sampling(request: SampleRequest) -> list[Any]:
             logprobs=0,  # of the sampled token alone
             detokenize=False,
         )
-        for seed in seeds.tolist()
+        for seed in row_seeds(request)
     ]
 
 
-def _samples(request: SampleRequest, versions: list[str], outputs: Sequence[Any]) -> SampledTokens:
-    queries = request.queries
-    length = max(len(output.token_ids) for output in outputs)
-    tokens = torch.full((queries.num_rows, length), -1)  # [B, T]
-    logprobs = torch.full((queries.num_rows, length), INVALID_LOGPROB)
-    for row, output in enumerate(outputs):
-        ids = list(output.token_ids)
-        tokens[row, : len(ids)] = torch.tensor(ids)
-        own = [step[token].logprob for step, token in zip(output.logprobs, ids, strict=True)]
-        logprobs[row, : len(ids)] = torch.tensor(own)
-    tokens = torch.cat([queries.token_ids, tokens.to(queries.device)], dim=1)
-    return SampledTokens(tokens, logprobs.to(queries.device), versions)
-
-
-def _digest(state: Mapping[str, torch.Tensor]) -> str:
-    """Returns a name of an adapter's content."""
-    digest = hashlib.sha256()
-    for name, values in state.items():
-        digest.update(name.encode())
-        digest.update(values.contiguous().view(torch.uint8).numpy().tobytes())
-    return digest.hexdigest()[:32]
+def _reply(output: Any) -> Reply:
+    """Returns the tokens of vLLM's output, with their log-probabilities."""
+    ids = list(output.token_ids)
+    return ids, [step[token].logprob for step, token in zip(output.logprobs, ids, strict=True)]
 
 
 def _close(llm: Any, folder: Path) -> None:
