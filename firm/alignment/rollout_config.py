@@ -3,6 +3,7 @@
 They are read without torch, so that methods import what computes with it.
 """
 
+import shlex
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import field
@@ -36,6 +37,8 @@ class RolloutEngineConfig(ABC):
     samples_itself: ClassVar[bool] = False
     """True if the engine has its own copy of the policy, whose log-probabilities differ from the
     policy's. Training then takes those of the policy's own forward pass."""
+    serves_processes: ClassVar[bool] = True
+    """Whether the engine can be used by each of several processes."""
 
     name: str = ""
     """Rollout engine."""
@@ -164,6 +167,8 @@ class TransformersConfig(RolloutEngineConfig):
 class VLLMConfig(SeparateEngineConfig):
     """A copy of the base model in vLLM, which takes the adapters of many rows in one batch."""
 
+    serves_processes: ClassVar[bool] = False
+
     name: Literal["vllm"] = "vllm"
     """Rollout engine."""
     max_loras: Annotated[int, Interval(ge=1, le=1024)] = 16
@@ -209,6 +214,96 @@ class VLLMConfig(SeparateEngineConfig):
         from firm.alignment.rollout_engines.vllm import VLLMEngine
 
         return VLLMEngine(self, policy, config)
+
+
+@register_rollout_engine
+@configuration(source=NOT_IN_PAPER)
+class VLLMServerConfig(SeparateEngineConfig):
+    """Servers of vLLM, on any machines, which get adapters alone."""
+
+    name: Literal["vllm_server"] = "vllm_server"
+    """Rollout engine."""
+    urls: list[str] = field(default_factory=list)
+    """Address of each server, such as http://node7:8000. Replicas behind one address do not work:
+    adapters are loaded into every server."""
+    shared_folder: str = ""
+    """Folder for adapters, in storage that this machine and the servers see."""
+    folder_on_servers: str | None = None
+    """The same folder's path on the servers; null: the same path."""
+    max_loras: Annotated[int, Interval(ge=1, le=1024)] = 16
+    """Adapters that a server has at a time, as its `--max-loras`. An adapter at each of several
+    preferences counts as several."""
+    num_requests: Annotated[int, Interval(ge=1, le=4096)] = 64
+    """Replies that each server samples at a time."""
+    timeout_s: PositiveFloat = 600.0
+    """Longest wait for an answer; a server that gives none is left out until the next batch."""
+    num_retries: Annotated[int, Interval(ge=0, le=100)] = 2
+    """Further tries of a request, before a server is left out."""
+
+    def __post_init__(self) -> None:
+        is_url = [url.startswith(("http://", "https://")) for url in self.urls]
+        if not self.urls or not all(is_url) or len({*self.urls}) < len(self.urls):
+            raise ValueError(
+                "rollout.engine.urls must be one or several different addresses, such as "
+                f"[http://node7:8000], got {self.urls}."
+            )
+        if not self.shared_folder:
+            raise ValueError(
+                "rollout.engine.shared_folder must be a folder that the servers see, got none."
+            )
+
+    def command(self, path: str, dtype: str, rank: int, num_tokens: int, port: int = 8000) -> str:
+        """Returns the command that starts a server.
+
+        Args:
+            path: Base model.
+            dtype: Its dtype, such as "bfloat16".
+            rank: Rank of the adapters.
+            num_tokens: Maximum tokens of prompt and reply together.
+            port: Port of the server.
+        """
+        options = {
+            "dtype": dtype,
+            "max-model-len": num_tokens,
+            "max-loras": self.max_loras,
+            "max-cpu-loras": self.max_loras,
+            "max-lora-rank": max_lora_rank(rank),
+            "logprobs-mode": "processed_logprobs",  # of the tempered distribution
+            "generation-config": "vllm",  # not the sampling defaults of the checkpoint
+            "port": port,
+        }
+        words = ["vllm", "serve", path, "--enable-lora"]
+        words += [word for key, value in options.items() for word in (f"--{key}", str(value))]
+        return f"VLLM_ALLOW_RUNTIME_LORA_UPDATING=1 {shlex.join(words)}"
+
+    def engine(
+        self, policy: Any, tokenizer: "PreTrainedTokenizerBase", config: "RolloutConfig"
+    ) -> "RolloutEngine":
+        """Returns the engine, which asks the servers when it first samples.
+
+        Raises:
+            ValueError: The adapters' rank or the temperature is larger than vLLM supports.
+        """
+        from firm.alignment.rollout_engines.vllm_server import VLLMServerEngine
+
+        return VLLMServerEngine(self, policy, tokenizer, config)
+
+
+RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
+"""Maximum ranks that vLLM supports."""
+
+
+def max_lora_rank(rank: int) -> int:
+    """Returns the least maximum rank of vLLM for adapters of a rank.
+
+    Raises:
+        ValueError: The rank is larger than vLLM supports.
+    """
+    if rank > RANKS[-1]:
+        raise ValueError(
+            f"policy.lora.r must be at most {RANKS[-1]} with vLLM as rollout engine, got {rank}."
+        )
+    return next(own for own in RANKS if own >= rank)
 
 
 @configuration

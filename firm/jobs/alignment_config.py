@@ -591,8 +591,9 @@ def _check_rollout_engine(cfg: AlignmentConfig) -> None:
     engine = cfg.rollout.engine
     if not engine.samples_itself:
         return
+    shared = cfg.processes_per_client if not engine.serves_processes else 1
     for key, value, needed in (
-        ("processes_per_client", cfg.processes_per_client, 1),
+        ("processes_per_client", shared, 1),
         ("rollout.cache", cfg.rollout.cache, "dynamic"),
     ):
         if value != needed:

@@ -176,11 +176,15 @@ def load(
 def _check_division(cfg: AlignmentConfig, processes: Processes, given: Given) -> None:
     """Raises ``UserError`` if the policy cannot be divided or copied as configured."""
     engine = cfg.rollout.engine
-    if engine.samples_itself and (processes.size > 1 or given.model is not None):
+    if engine.samples_itself and given.model is not None:
         raise UserError(
-            f"rollout.engine.name must be transformers with several processes, and for a model "
-            f"that is passed to firm.align, got {engine.name}; start one process with the path of "
-            "the model's folder."
+            f"rollout.engine.name must be transformers for a model that is passed to firm.align, "
+            f"got {engine.name}; pass the path of its folder."
+        )
+    if not engine.serves_processes and processes.size > 1:
+        raise UserError(
+            f"rollout.engine.name must be transformers or vllm_server with several processes, got "
+            f"{engine.name}; start one process, or servers."
         )
     if cfg.policy.device_map and (processes.size > 1 or given.model is not None):
         raise UserError(

@@ -23,7 +23,7 @@ import torch
 
 from firm.alignment.adapter_files import save_state
 from firm.alignment.policy_config import is_gguf
-from firm.alignment.rollout_config import VLLMConfig
+from firm.alignment.rollout_config import VLLMConfig, max_lora_rank
 from firm.alignment.rollout_engines.adapter_versions import (
     Reply,
     row_seeds,
@@ -34,9 +34,6 @@ from firm.alignment.rollout_engines.engine import SampledTokens, SampleRequest
 
 if TYPE_CHECKING:  # it imports this package
     from firm.alignment.rollout_config import RolloutConfig
-
-RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
-"""Maximum ranks that vLLM supports."""
 
 SHARED_MEMORY = Path("/dev/shm")
 
@@ -71,12 +68,7 @@ class VLLMEngine:
                 "policy.path must be a folder or a name on the hub with rollout.engine.name vllm, "
                 f"got the GGUF file {self._path}."
             )
-        if settings.r > RANKS[-1]:
-            raise ValueError(
-                f"policy.lora.r must be at most {RANKS[-1]} with rollout.engine.name vllm, got "
-                f"{settings.r}."
-            )
-        self._max_rank = next(rank for rank in RANKS if rank >= settings.r)
+        self._max_rank = max_lora_rank(settings.r)
         self.config = config
         self._policy, self._rollout = policy, rollout
         self._llm: Any = None

@@ -1,0 +1,603 @@
+"""The rollout engine `vllm_server`: samples with servers of vLLM, on this machine or on others.
+
+Each version of an adapter is written to a folder that the servers see, loaded into every server by
+a name that no other contents have, and unloaded when it is no longer needed. Rows go to whichever
+server is free. A server that fails is left out, and its rows go to the others.
+
+The servers are compared with the policy when they are first used: tokens, log-probabilities of the
+base model, and those of sampled tokens. Each version that a server loads is compared with the base
+model and with the policy's own passes, because vLLM serves the base model, without an error, where
+no name of an adapter's matrices matches a layer.
+"""
+
+import json
+import logging
+import os
+import re
+import shutil
+import threading
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+from uuid import uuid4
+
+import httpx
+import torch
+from transformers import PreTrainedTokenizerBase
+
+from firm.alignment.adapter_files import save_state
+from firm.alignment.policy import adapter_parameters, copy_adapter, load_adapter_
+from firm.alignment.rollout_config import VLLMServerConfig
+from firm.alignment.rollout_engines.adapter_versions import (
+    Reply,
+    row_seeds,
+    row_versions,
+    to_samples,
+)
+from firm.alignment.rollout_engines.engine import SampledTokens, SampleRequest
+from firm.alignment.sequences import set_preferences
+from firm.base.sanitize import first_line, printable
+
+if TYPE_CHECKING:  # it imports this package
+    from firm.alignment.rollout_config import RolloutConfig
+
+logger = logging.getLogger(__name__)
+
+PROBE = "The quick brown fox jumps over the lazy dog, and 12 others ask: why does it do that?"
+"""Text whose tokens and log-probabilities are compared."""
+MAX_TEMPERATURE = 2.0
+"""Largest temperature that servers accept, at which log-probabilities before and after tempering
+differ most."""
+MAX_DIFFERENCE = {torch.float32: 0.01, torch.float64: 0.01}
+"""Largest root mean square difference of the base models' log-probabilities in nats, by dtype."""
+MAX_ROUNDING = 0.2
+"""The same in lower precision."""
+KEY = "VLLM_API_KEY"
+"""Environment variable with the servers' key, if they ask for one."""
+
+
+class ServerLost(Exception):
+    """A server does not answer, or has an error of its own."""
+
+
+@dataclass
+class Server:
+    """A server, and what it has."""
+
+    url: str
+    client: httpx.Client
+    model: str = ""
+    """Name of the base model; empty until the server has been checked."""
+    base: torch.Tensor | None = None
+    """Log-probabilities of the probe under the base model."""
+    versions: dict[str, None] = field(default_factory=dict)
+    """Loaded versions, the one used last at the end."""
+    lost: str = ""
+    """Reason why the server is left out of the current batch."""
+
+    def ask(self, path: str, content: Mapping[str, Any] | None = None) -> httpx.Response:
+        """Returns the answer to a GET request, or to a POST request with content.
+
+        Raises:
+            ServerLost: There is none, or the server failed.
+        """
+        try:
+            if content is None:
+                answer = self.client.get(path)
+            else:
+                answer = self.client.post(path, json=dict(content))
+        except httpx.HTTPError as error:
+            raise ServerLost(f"{type(error).__name__}: {first_line(error)}") from error
+        if answer.status_code >= 500:
+            raise ServerLost(f"status {answer.status_code}: {_message(answer)}")
+        return answer
+
+    def complete(self, **content: Any) -> Mapping[str, Any]:
+        """Returns the only choice of a completion of tokens.
+
+        Raises:
+            ServerLost: There is no answer.
+            RuntimeError: The server refuses the request, or answers with another model.
+        """
+        answer = self.ask("/v1/completions", {"add_special_tokens": False, **content})
+        if answer.status_code != 200:
+            hint = ""
+            if answer.status_code == 404:
+                hint = (
+                    "; it has forgotten the adapter, or several servers answer at this address: "
+                    "list each of them in rollout.engine.urls"
+                )
+            raise RuntimeError(f"{self.url} refuses a request: {_message(answer)}{hint}.")
+        try:
+            found = answer.json()
+            (choice,) = found["choices"]
+        except (KeyError, TypeError, ValueError) as error:
+            raise RuntimeError(f"{self.url} does not answer as vLLM does: {error!r}.") from error
+        if found.get("model") != content["model"]:
+            raise RuntimeError(
+                f"{self.url} answered with the model {found.get('model')}, but {content['model']} "
+                "was requested: use another release of vLLM, or another rollout engine."
+            )
+        return choice
+
+
+class VLLMServerEngine:
+    """Samples from a policy with servers of vLLM; implements `RolloutEngine`.
+
+    Args:
+        config: Addresses, and limits.
+        policy: A `PeftModel` with one adapter slot.
+        tokenizer: Its tokenizer.
+        rollout: Lengths of prompts and replies.
+        transport: Connects the servers' clients, for tests.
+
+    Raises:
+        ValueError: When the adapter's rank or the temperature is larger than vLLM supports.
+    """
+
+    def __init__(
+        self,
+        config: VLLMServerConfig,
+        policy: Any,
+        tokenizer: PreTrainedTokenizerBase,
+        rollout: "RolloutConfig",
+        *,
+        transport: httpx.BaseTransport | None = None,
+    ) -> None:
+        self.config = config
+        self._policy, self._tokenizer, self._rollout = policy, tokenizer, rollout
+        settings = policy.peft_config["default"]
+        if rollout.temperature > MAX_TEMPERATURE:
+            raise ValueError(
+                f"rollout.temperature must be at most {MAX_TEMPERATURE:g} with rollout.engine.name "
+                f"{config.name}, got {rollout.temperature:g}."
+            )
+        self._num_tokens = rollout.max_prompt_tokens + rollout.max_new_tokens
+        dtype = policy.get_input_embeddings().weight.dtype
+        self._max_difference = MAX_DIFFERENCE.get(dtype, MAX_ROUNDING)
+        self._command = config.command(
+            str(settings.base_model_name_or_path),
+            str(dtype).removeprefix("torch."),
+            settings.r,
+            self._num_tokens,
+        )
+        key = os.environ.get(KEY)
+        self._servers = [
+            Server(
+                url,
+                httpx.Client(
+                    base_url=url,
+                    timeout=config.timeout_s,
+                    headers={"Authorization": f"Bearer {key}"} if key else {},
+                    limits=httpx.Limits(max_connections=config.num_requests + 1),
+                    transport=transport,
+                ),
+            )
+            for url in config.urls
+        ]
+        # processes load and unload independently, so that names of one are not those of another
+        self._process = uuid4().hex[:8]
+        self._folder = Path(config.shared_folder).expanduser() / f"firm-{self._process}"
+        weakref.finalize(self, shutil.rmtree, self._folder, ignore_errors=True)
+        self._probe: list[int] = tokenizer(PROBE, add_special_tokens=False)["input_ids"]  # type: ignore[assignment]
+        self._probe = self._probe[: max(2, self._num_tokens - 1)]
+        self._base: torch.Tensor | None = None  # the policy's log-probabilities without adapter
+
+    def sample(self, requests: list[SampleRequest]) -> list[SampledTokens]:
+        """Returns the samples of each request; see `RolloutEngine`.
+
+        Rows of all requests are sampled at a time. Each process of a team asks for its share.
+
+        Raises:
+            RuntimeError: A server does not fit the policy, or none is left.
+        """
+        (team,) = {request.team for request in requests}
+        seeds = [row_seeds(request) for request in requests]
+        shares = [team.share(request.queries.num_rows) for request in requests]
+        own = [
+            replace(request, queries=request.queries.rows(share))
+            for request, share in zip(requests, shares, strict=True)
+        ]
+        own_seeds = [all_of[share] for all_of, share in zip(seeds, shares, strict=True)]
+        if team.size == 1:
+            return self._samples(own, own_seeds)
+        with team.unanimous():
+            parts = [(s.token_ids, s.logprobs, s.versions) for s in self._samples(own, own_seeds)]
+        return [
+            _joined(request, [part[at] for part in gathered])
+            for gathered in [team.gather(parts)]
+            for at, request in enumerate(requests)
+        ]
+
+    def close(self) -> None:
+        """Unloads all adapters and removes their folders; the servers stay."""
+        for server in self._servers:
+            for version in list(server.versions):
+                self._unload(server, version)
+            server.client.close()
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+    def _samples(
+        self, requests: Sequence[SampleRequest], seeds: Sequence[Sequence[int]]
+    ) -> list[SampledTokens]:
+        states: dict[str, Mapping[str, torch.Tensor]] = {}
+        probes: dict[str, Callable[[], torch.Tensor]] = {}
+        versions = []
+        for request in requests:
+            names = [self._name(v) for v in row_versions(self._policy, request, states)]
+            versions.append(names)
+            preferences = request.queries.preferences
+            for row, name in enumerate(names):
+                at = None if preferences is None else preferences[row : row + 1]
+                probes.setdefault(name, lambda r=request, at=at: self._own_probe(r.adapter, at))
+        self._prepare({self._name(version): state for version, state in states.items()}, probes)
+        rows = [
+            _Row(name, ids[len(ids) - length :], seed, request)
+            for request, own, names in zip(requests, seeds, versions, strict=True)
+            for name, ids, length, seed in zip(
+                names,
+                request.queries.token_ids.tolist(),
+                request.queries.lengths.tolist(),
+                own,
+                strict=True,
+            )
+        ]
+        replies = iter(self._spread(rows))
+        return [
+            to_samples(request, names, [next(replies) for _ in names])
+            for request, names in zip(requests, versions, strict=True)
+        ]
+
+    def _name(self, version: str) -> str:
+        return f"{version}-{self._process}"
+
+    # --- Servers and their adapters --------------------------------------------------------------
+
+    def _prepare(
+        self,
+        states: Mapping[str, Mapping[str, torch.Tensor]],
+        probes: Mapping[str, Callable[[], torch.Tensor]],
+    ) -> None:
+        """Checks new servers, and loads versions into all of them.
+
+        A server that was left out is tried again.
+        """
+        for name, state in states.items():
+            if not (self._folder / name).exists():
+                save_state(self._policy, self._folder / name, state)
+        own: dict[str, torch.Tensor] = {}
+        for server in self._servers:
+            server.lost = ""
+            try:
+                if is_new := not server.model:
+                    self._check(server)
+                for name in states:
+                    if name not in server.versions:
+                        self._load(server, name, states[name], own, probes[name])
+                    server.versions[name] = server.versions.pop(name, None)  # to the end: used last
+                if is_new:
+                    self._check_room(server)
+                num_needless = max(
+                    0, len(server.versions) - max(self.config.max_loras, len(states))
+                )
+                for name in list(server.versions)[:num_needless]:
+                    self._unload(server, name)
+            except ServerLost as error:
+                self._leave_out(server, error)
+        self._check_left()
+        for folder in self._folder.iterdir():
+            if not any(folder.name in server.versions for server in self._servers):
+                shutil.rmtree(folder, ignore_errors=True)
+
+    def _leave_out(self, server: Server, error: ServerLost) -> None:
+        """Leaves a server out of the current batch; when it answers again, it is checked again."""
+        server.lost, server.model, server.versions = str(error), "", {}
+        logger.warning("rollout server %s is left out of this batch: %s", server.url, error)
+
+    def _check_left(self) -> None:
+        """Raises ``RuntimeError`` if no server is left."""
+        if all(server.lost for server in self._servers):
+            reasons = "; ".join(f"{server.url}: {server.lost}" for server in self._servers)
+            raise RuntimeError(
+                f"no rollout server is left ({reasons}). Start one, then resume: {self._command}"
+            )
+
+    def _check(self, server: Server) -> None:
+        """Compares a server with the policy.
+
+        Raises:
+            ServerLost: It does not answer.
+            RuntimeError: It serves another model, or in another way than it must.
+        """
+        answer = server.ask("/v1/models")
+        try:
+            models = [model for model in answer.json()["data"] if not model.get("parent")]
+            name, length = models[0]["id"], models[0].get("max_model_len")
+        except (KeyError, IndexError, TypeError, ValueError) as error:
+            raise RuntimeError(
+                f"{server.url} does not list its models as vLLM does, but answers with status "
+                f"{answer.status_code}. Start a server: {self._command}"
+            ) from error
+        if length is not None and length < self._num_tokens:
+            raise self._unfit(server, f"takes {length} tokens, fewer than {self._num_tokens}")
+        content = {"model": name, "prompt": PROBE, "add_special_tokens": False}
+        answer = server.ask("/tokenize", content)
+        if answer.status_code == 200:
+            ids = answer.json().get("tokens", [])[: len(self._probe)]
+            if ids != self._probe:
+                raise self._unfit(server, "has another tokenizer than the policy")
+        server.base = self._probe_of(server, name)
+        if self._base is None:
+            self._base = self._own_probe(None, None, is_base=True)
+        difference = _rms(server.base - self._base)
+        if not difference <= self._max_difference:
+            raise self._unfit(
+                server,
+                "has another base model or dtype than the policy: log-probabilities differ by "
+                f"{difference:.2g} nats per token",
+            )
+        self._check_tempered(server, name)
+        server.model = name
+
+    def _check_tempered(self, server: Server, name: str) -> None:
+        """Checks that log-probabilities are those of the tempered distribution."""
+        choice = server.complete(
+            model=name, prompt=self._probe, max_tokens=1, temperature=MAX_TEMPERATURE, seed=0,
+            logprobs=0, return_token_ids=True, ignore_eos=True,
+        )  # fmt: skip
+        (token,), (logprob,) = _reply(server, choice, 1)
+        with self._policy.disable_adapter(), torch.no_grad():
+            logits = self._logits()[-1].float()
+        tempered, raw = (
+            (logits / temperature).log_softmax(-1)[token].item()
+            for temperature in (MAX_TEMPERATURE, 1.0)
+        )
+        if abs(logprob - tempered) > abs(logprob - raw):
+            raise self._unfit(server, "gives log-probabilities before tempering")
+
+    def _check_room(self, server: Server) -> None:
+        """Checks how many adapters a server takes, which it tells once it has one."""
+        found = re.search(r'lora_requests_info\{[^}]*max_lora="(\d+)"', server.ask("/metrics").text)
+        if found and int(found[1]) < self.config.max_loras:
+            raise self._unfit(
+                server,
+                f"has --max-loras {found[1]}, fewer than rollout.engine.max_loras, "
+                f"{self.config.max_loras}",
+            )
+
+    def _unfit(self, server: Server, reason: str) -> RuntimeError:
+        return RuntimeError(f"{server.url} {reason}. Start it as follows: {self._command}")
+
+    def _load(
+        self,
+        server: Server,
+        name: str,
+        state: Mapping[str, torch.Tensor],
+        own: dict[str, torch.Tensor],
+        probe: Callable[[], torch.Tensor],
+    ) -> None:
+        """Loads a version into a server, and compares it with the policy's own passes."""
+        folder = Path(self.config.folder_on_servers or self._folder.parent)
+        path = folder / self._folder.name / name
+        answer = server.ask("/v1/load_lora_adapter", {"lora_name": name, "lora_path": str(path)})
+        if answer.status_code == 404 and name not in answer.text:
+            raise self._unfit(server, "does not load adapters while it runs")
+        if answer.status_code != 200:
+            raise self._unfit(server, f"cannot load the adapter {path}: {_message(answer)}")
+        listed = server.ask("/v1/models").json()["data"]
+        if not any(model["id"] == name for model in listed):
+            raise RuntimeError(
+                f"{server.url} does not list the adapter that it loaded, so several servers answer "
+                "at this address: list each of them in rollout.engine.urls."
+            )
+        if name not in own:
+            own[name] = probe()
+        found = self._probe_of(server, name)
+        assert server.base is not None
+        assert self._base is not None
+        rounding = _rms(server.base - self._base)
+        effect, difference = _rms(own[name] - self._base), _rms(found - own[name])
+        if difference > self._max_difference + rounding or (
+            effect > 4 * rounding + 1e-4 and difference > effect / 2
+        ):
+            is_base = _rms(found - server.base) < effect / 4
+            raise RuntimeError(
+                f"{server.url} loaded the adapter {name}, but "
+                + ("serves the base model" if is_base else "serves another one")
+                + f": log-probabilities differ by {difference:.2g} nats per token from the "
+                f"policy's, of which the adapter changes {effect:.2g}. vLLM may not know the "
+                "layers in policy.lora.target_modules; use others, or another rollout engine."
+            )
+
+    def _unload(self, server: Server, name: str) -> None:
+        server.versions.pop(name, None)
+        try:
+            server.ask("/v1/unload_lora_adapter", {"lora_name": name})
+        except ServerLost as error:
+            logger.warning("rollout server %s did not unload %s: %s", server.url, name, error)
+
+    # --- Log-probabilities of the probe ----------------------------------------------------------
+
+    def _probe_of(self, server: Server, name: str) -> torch.Tensor:
+        """Returns a server's log-probabilities of the probe's tokens but the first."""
+        choice = server.complete(
+            model=name, prompt=self._probe, max_tokens=1, temperature=1.0, prompt_logprobs=0
+        )
+        try:
+            steps = choice["prompt_logprobs"][1:]
+            values = [
+                step[str(token)]["logprob"]
+                for step, token in zip(steps, self._probe[1:], strict=True)
+            ]
+        except (KeyError, TypeError, ValueError) as error:
+            raise RuntimeError(
+                f"{server.url} does not give log-probabilities of prompts as vLLM does: {error!r}."
+            ) from error
+        return torch.tensor(values)
+
+    @torch.no_grad()
+    def _own_probe(
+        self,
+        adapter: Mapping[str, torch.Tensor] | None,
+        preference: torch.Tensor | None,
+        *,
+        is_base: bool = False,
+    ) -> torch.Tensor:
+        """Returns the policy's log-probabilities of the same tokens."""
+        slot = adapter_parameters(self._policy)
+        kept = copy_adapter(slot)
+        try:
+            if adapter is not None:
+                load_adapter_(slot, dict(adapter))
+            set_preferences(self._policy, preference)
+            with self._policy.disable_adapter() if is_base else nullcontext():
+                logits = self._logits()[:-1].float()
+        finally:
+            load_adapter_(slot, kept)
+            set_preferences(self._policy, None)
+        ids = torch.tensor(self._probe[1:], device=logits.device)
+        return logits.log_softmax(-1).gather(1, ids[:, None])[:, 0].cpu()
+
+    def _logits(self) -> torch.Tensor:
+        """Returns the policy's logits for the probe, [N, V]."""
+        with _in_eval_mode(self._policy):
+            ids = torch.tensor([self._probe], device=self._policy.device)
+            return self._policy(input_ids=ids, use_cache=False).logits[0]
+
+    # --- Rows ------------------------------------------------------------------------------------
+
+    def _spread(self, rows: Sequence["_Row"]) -> list[Reply]:
+        """Returns the reply of each row; each server takes the next row when it is free."""
+        waiting = deque(enumerate(rows))
+        replies: dict[int, Reply] = {}
+        errors: list[BaseException] = []
+        changed = threading.Condition()
+
+        def work(server: Server) -> None:
+            while True:
+                with changed:
+                    changed.wait_for(
+                        lambda: waiting or errors or server.lost or len(replies) == len(rows)
+                    )
+                    if not waiting or errors or server.lost:
+                        return
+                    at, row = waiting.popleft()
+                try:
+                    reply = self._reply_to(server, row)
+                except BaseException as error:
+                    with changed:
+                        waiting.appendleft((at, row))
+                        if not isinstance(error, ServerLost):
+                            errors.append(error)
+                        elif not server.lost:
+                            self._leave_out(server, error)
+                        changed.notify_all()
+                    return
+                with changed:
+                    replies[at] = reply
+                    changed.notify_all()
+
+        left = [server for server in self._servers if not server.lost]
+        num_each = min(self.config.num_requests, len(rows))
+        with ThreadPoolExecutor(max(1, num_each * len(left)), "rollout") as pool:
+            futures = [pool.submit(work, server) for server in left for _ in range(num_each)]
+        for future in futures:
+            future.result()
+        if errors:
+            raise errors[0]
+        if len(replies) < len(rows):
+            self._check_left()
+        return [replies[at] for at in range(len(rows))]
+
+    def _reply_to(self, server: Server, row: "_Row") -> Reply:
+        """Returns the reply to a row, after as many tries as configured."""
+        for attempt in range(self.config.num_retries + 1):
+            try:
+                config = row.request.config
+                choice = server.complete(
+                    model=row.name,
+                    prompt=row.prompt,
+                    max_tokens=config.max_new_tokens,
+                    temperature=config.temperature,
+                    seed=row.seed,
+                    stop_token_ids=list(row.request.end_ids),
+                    ignore_eos=True,  # the end tokens include it
+                    logprobs=0,  # of the sampled token alone
+                    return_token_ids=True,
+                    skip_special_tokens=False,
+                )
+                return _reply(server, choice, config.max_new_tokens)
+            except ServerLost as error:
+                if attempt == self.config.num_retries:
+                    raise
+                logger.info("rollout server %s: %s; trying again", server.url, error)
+        raise AssertionError  # the last attempt returns or raises
+
+
+@dataclass(frozen=True)
+class _Row:
+    name: str
+    prompt: list[int]
+    seed: int
+    request: SampleRequest
+
+
+def _reply(server: Server, choice: Mapping[str, Any], max_tokens: int) -> Reply:
+    """Returns the tokens and log-probabilities of a choice, which may come from any program."""
+    ids: Any = choice.get("token_ids")
+    logprobs: Any = (choice.get("logprobs") or {}).get("token_logprobs")
+    is_whole = (
+        isinstance(ids, list)
+        and isinstance(logprobs, list)
+        and 0 < len(ids) == len(logprobs) <= max_tokens
+        and all(isinstance(each, int) and each >= 0 for each in ids)
+        and all(isinstance(each, int | float) and -1e9 < each <= 1e-3 for each in logprobs)
+    )
+    if not is_whole:
+        got = json.dumps({"token_ids": ids, "logprobs": logprobs})[:200]
+        raise RuntimeError(
+            f"{server.url} must answer with 1 to {max_tokens} tokens and a log-probability for "
+            f"each, got {got}: use vLLM 0.32 or newer."
+        )
+    return ids, logprobs
+
+
+def _joined(request: SampleRequest, parts: Sequence[tuple[Any, Any, list[str]]]) -> SampledTokens:
+    """Returns the shares of a team's processes as the samples of the whole request."""
+    start = request.queries.token_ids.size(1)
+    replies, versions = [], []
+    for ids, logprobs, names in parts:
+        versions += names
+        for row, own in zip(ids[:, start:].tolist(), logprobs.tolist(), strict=True):
+            num = sum(token >= 0 for token in row)
+            replies.append((row[:num], own[:num]))
+    return to_samples(request, versions, replies)
+
+
+def _rms(values: torch.Tensor) -> float:
+    return values.float().square().mean().sqrt().item()
+
+
+def _message(answer: httpx.Response) -> str:
+    """Returns what a server says about an error."""
+    try:
+        content = answer.json()
+        text = content.get("error", content).get("message") or answer.text
+    except (AttributeError, ValueError):
+        text = answer.text
+    return printable(text, max_length=300)
+
+
+@contextmanager
+def _in_eval_mode(model: Any) -> Iterator[None]:
+    is_training = model.training
+    model.eval()
+    try:
+        yield
+    finally:
+        model.train(is_training)
