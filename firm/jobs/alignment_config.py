@@ -595,10 +595,12 @@ def _check_rollout_engine(cfg: AlignmentConfig) -> None:
     for key, value, needed in (
         ("processes_per_client", shared, 1),
         ("rollout.cache", cfg.rollout.cache, "dynamic"),
+        ("policy.shard", cfg.policy.shard, False),
     ):
         if value != needed:
             raise ValueError(
-                f"{key} must be {needed} with rollout.engine.name {engine.name}, got {value}."
+                f"{key} must be {str(needed).lower()} with rollout.engine.name {engine.name}, got "
+                f"{str(value).lower()}."
             )
 
 

@@ -16,6 +16,7 @@ from firm.jobs.alignment_config import AlignmentConfig
 from firm.jobs.alignment_loading import Given, load
 from firm.run import parse, run_cli
 from firm.run.errors import UserError
+from tests.alignment.rollout_engines.small_server import SmallServer, served
 from tests.nursery import ROOT, two_processes
 from tests.plugins import plugins_forgotten
 from tests.runs import read_adapter, read_rows
@@ -137,6 +138,25 @@ def test_two_processes_with_stacked_clients_give_the_adapter_of_one(fork_two, ru
     ]
     fork_two("in_turn", "--num_clients", "4")
     assert distance(read_adapter(runs / "in_turn"), read_adapter(runs / "stacked")) < 1e-5
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("per_client", [1, 2])
+def test_two_processes_that_ask_servers_give_the_adapter_of_one(
+    fork_two, command_line, runs, per_client
+):
+    servers = [SmallServer(config().policy.path) for _ in range(2)]
+    with served(servers[0]) as first, served(servers[1]) as second:
+        options = (
+            "--rollout.engine.name", "vllm_server", "--rollout.engine.urls", f"[{first},{second}]",
+            "--rollout.engine.shared_folder", f"{runs}/shared", "--rounds", "1",
+        )  # fmt: skip
+        alone, two = f"alone{per_client}", f"served{per_client}"
+        with plugins_forgotten():
+            main(parse(AlignmentConfig, command_line(alone, *options)))
+        fork_two(two, "--processes_per_client", f"{per_client}", *options)
+    assert distance(read_adapter(runs / alone), read_adapter(runs / two)) <= 1e-5 * (per_client - 1)
+    assert not any(server.names for server in servers)
 
 
 GONE = "process 1 of the run's 2, which worked on client_1, is gone"

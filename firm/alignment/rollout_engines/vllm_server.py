@@ -70,7 +70,9 @@ class Server:
     """A server, and what it has."""
 
     url: str
-    client: httpx.Client
+    config: VLLMServerConfig
+    client: httpx.Client | None = None
+    """Connections, opened when they are first needed."""
     model: str = ""
     """Name of the base model; empty until the server has been checked."""
     base: torch.Tensor | None = None
@@ -84,18 +86,30 @@ class Server:
         """Returns the answer to a GET request, or to a POST request with content.
 
         Raises:
-            ServerLost: There is none, or the server failed.
+            ServerLost: There is none, or the server failed, in all tries.
         """
-        try:
-            if content is None:
-                answer = self.client.get(path)
-            else:
-                answer = self.client.post(path, json=dict(content))
-        except httpx.HTTPError as error:
-            raise ServerLost(f"{type(error).__name__}: {first_line(error)}") from error
-        if answer.status_code >= 500:
-            raise ServerLost(f"status {answer.status_code}: {_message(answer)}")
-        return answer
+        reason, client = "", self._connected()
+        for _ in range(self.config.num_retries + 1):
+            try:
+                answer = client.get(path) if content is None else client.post(path, json=content)
+            except httpx.HTTPError as error:
+                reason = f"{type(error).__name__}: {first_line(error)}"
+                continue
+            if answer.status_code < 500:
+                return answer
+            reason = f"status {answer.status_code}: {_message(answer)}"
+        raise ServerLost(reason)
+
+    def _connected(self) -> httpx.Client:
+        if self.client is None:
+            key = os.environ.get(KEY)
+            self.client = httpx.Client(
+                base_url=self.url,
+                timeout=self.config.timeout_s,
+                headers={"Authorization": f"Bearer {key}"} if key else {},
+                limits=httpx.Limits(max_connections=self.config.num_requests),
+            )
+        return self.client
 
     def complete(self, **content: Any) -> Mapping[str, Any]:
         """Returns the only choice of a completion of tokens.
@@ -134,7 +148,6 @@ class VLLMServerEngine:
         policy: A `PeftModel` with one adapter slot.
         tokenizer: Its tokenizer.
         rollout: Lengths of prompts and replies.
-        transport: Connects the servers' clients, for tests.
 
     Raises:
         ValueError: When the adapter's rank or the temperature is larger than vLLM supports.
@@ -146,8 +159,6 @@ class VLLMServerEngine:
         policy: Any,
         tokenizer: PreTrainedTokenizerBase,
         rollout: "RolloutConfig",
-        *,
-        transport: httpx.BaseTransport | None = None,
     ) -> None:
         self.config = config
         self._policy, self._tokenizer, self._rollout = policy, tokenizer, rollout
@@ -166,24 +177,12 @@ class VLLMServerEngine:
             settings.r,
             self._num_tokens,
         )
-        key = os.environ.get(KEY)
-        self._servers = [
-            Server(
-                url,
-                httpx.Client(
-                    base_url=url,
-                    timeout=config.timeout_s,
-                    headers={"Authorization": f"Bearer {key}"} if key else {},
-                    limits=httpx.Limits(max_connections=config.num_requests + 1),
-                    transport=transport,
-                ),
-            )
-            for url in config.urls
-        ]
+        self._servers = [Server(url, config) for url in config.urls]
         # processes load and unload independently, so that names of one are not those of another
         self._process = uuid4().hex[:8]
         self._folder = Path(config.shared_folder).expanduser() / f"firm-{self._process}"
-        weakref.finalize(self, shutil.rmtree, self._folder, ignore_errors=True)
+        # also at the end of a process whose run did not close its engines
+        weakref.finalize(self, _close, self._servers, self._folder)
         self._probe: list[int] = tokenizer(PROBE, add_special_tokens=False)["input_ids"]  # type: ignore[assignment]
         self._probe = self._probe[: max(2, self._num_tokens - 1)]
         self._base: torch.Tensor | None = None  # the policy's log-probabilities without adapter
@@ -216,11 +215,7 @@ class VLLMServerEngine:
 
     def close(self) -> None:
         """Unloads all adapters and removes their folders; the servers stay."""
-        for server in self._servers:
-            for version in list(server.versions):
-                self._unload(server, version)
-            server.client.close()
-        shutil.rmtree(self._folder, ignore_errors=True)
+        _close(self._servers, self._folder)
 
     def _samples(
         self, requests: Sequence[SampleRequest], seeds: Sequence[Sequence[int]]
@@ -286,7 +281,7 @@ class VLLMServerEngine:
                     0, len(server.versions) - max(self.config.max_loras, len(states))
                 )
                 for name in list(server.versions)[:num_needless]:
-                    self._unload(server, name)
+                    _unload(server, name)
             except ServerLost as error:
                 self._leave_out(server, error)
         self._check_left()
@@ -387,7 +382,9 @@ class VLLMServerEngine:
         answer = server.ask("/v1/load_lora_adapter", {"lora_name": name, "lora_path": str(path)})
         if answer.status_code == 404 and name not in answer.text:
             raise self._unfit(server, "does not load adapters while it runs")
-        if answer.status_code != 200:
+        # by an earlier try, whose answer was lost
+        is_loaded = answer.status_code == 400 and "already" in _message(answer)
+        if answer.status_code != 200 and not is_loaded:
             raise self._unfit(server, f"cannot load the adapter {path}: {_message(answer)}")
         listed = server.ask("/v1/models").json()["data"]
         if not any(model["id"] == name for model in listed):
@@ -413,13 +410,6 @@ class VLLMServerEngine:
                 f"policy's, of which the adapter changes {effect:.2g}. vLLM may not know the "
                 "layers in policy.lora.target_modules; use others, or another rollout engine."
             )
-
-    def _unload(self, server: Server, name: str) -> None:
-        server.versions.pop(name, None)
-        try:
-            server.ask("/v1/unload_lora_adapter", {"lora_name": name})
-        except ServerLost as error:
-            logger.warning("rollout server %s did not unload %s: %s", server.url, name, error)
 
     # --- Log-probabilities of the probe ----------------------------------------------------------
 
@@ -514,29 +504,22 @@ class VLLMServerEngine:
             self._check_left()
         return [replies[at] for at in range(len(rows))]
 
-    def _reply_to(self, server: Server, row: "_Row") -> Reply:
-        """Returns the reply to a row, after as many tries as configured."""
-        for attempt in range(self.config.num_retries + 1):
-            try:
-                config = row.request.config
-                choice = server.complete(
-                    model=row.name,
-                    prompt=row.prompt,
-                    max_tokens=config.max_new_tokens,
-                    temperature=config.temperature,
-                    seed=row.seed,
-                    stop_token_ids=list(row.request.end_ids),
-                    ignore_eos=True,  # the end tokens include it
-                    logprobs=0,  # of the sampled token alone
-                    return_token_ids=True,
-                    skip_special_tokens=False,
-                )
-                return _reply(server, choice, config.max_new_tokens)
-            except ServerLost as error:
-                if attempt == self.config.num_retries:
-                    raise
-                logger.info("rollout server %s: %s; trying again", server.url, error)
-        raise AssertionError  # the last attempt returns or raises
+    @staticmethod
+    def _reply_to(server: Server, row: "_Row") -> Reply:
+        config = row.request.config
+        choice = server.complete(
+            model=row.name,
+            prompt=row.prompt,
+            max_tokens=config.max_new_tokens,
+            temperature=config.temperature,
+            seed=row.seed,
+            stop_token_ids=list(row.request.end_ids),
+            ignore_eos=True,  # the end tokens include it
+            logprobs=0,  # of the sampled token alone
+            return_token_ids=True,
+            skip_special_tokens=False,
+        )
+        return _reply(server, choice, config.max_new_tokens)
 
 
 @dataclass(frozen=True)
@@ -545,6 +528,25 @@ class _Row:
     prompt: list[int]
     seed: int
     request: SampleRequest
+
+
+def _unload(server: Server, name: str) -> None:
+    server.versions.pop(name, None)
+    try:
+        server.ask("/v1/unload_lora_adapter", {"lora_name": name})
+    except ServerLost as error:
+        logger.warning("rollout server %s did not unload %s: %s", server.url, name, error)
+
+
+def _close(servers: Sequence[Server], folder: Path) -> None:
+    """Unloads all adapters, closes connections and removes the adapters' folders."""
+    for server in servers:
+        for name in [*server.versions]:
+            _unload(server, name)
+        if server.client is not None:
+            server.client.close()
+        server.client, server.model = None, ""
+    shutil.rmtree(folder, ignore_errors=True)
 
 
 def _reply(server: Server, choice: Mapping[str, Any], max_tokens: int) -> Reply:

@@ -2,6 +2,7 @@
 
 import json
 import threading
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -87,10 +88,11 @@ class SmallServer:
         if rank > self.max_lora_rank:
             text = f"LoRA rank {rank} is greater than max_lora_rank {self.max_lora_rank}."
             return 400, _error(text)
-        if self._model is None:
-            self._model = PeftModel.from_pretrained(self._base, path, adapter_name=name)
-        else:
-            self._model.load_adapter(path, adapter_name=name)
+        with warnings.catch_warnings(action="ignore", category=FutureWarning):  # PEFT's own
+            if self._model is None:
+                self._model = PeftModel.from_pretrained(self._base, path, adapter_name=name)
+            else:
+                self._model.load_adapter(path, adapter_name=name)
         if not self.forgets:
             self.names[name] = path
         return 200, f"Success: LoRA adapter '{name}' added successfully."

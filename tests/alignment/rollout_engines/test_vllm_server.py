@@ -28,8 +28,6 @@ from tests.alignment.rollout_engines.small_server import SmallServer, served
 from tests.runs import read_rows
 from tests.smoke import ROOT, SMOKE
 
-pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated")
-
 PATH = str(ROOT / "firm/miniature/checkpoints/policy")
 TEXTS = ("Can you paint a chair?", "How do I bake bread?", "Why is the sky blue?")
 
