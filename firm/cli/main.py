@@ -134,6 +134,11 @@ COMMANDS = {
     "plan": replace(
         _ALIGN, text="Prints the sizes, bytes, memory and steps of a run.", more=("--plan",)
     ),
+    "rollout-server": replace(
+        _ALIGN,
+        text="Prints the commands that start a run's rollout servers.",
+        job="rollout_server:main",
+    ),
     "fetch smollm2": Command(
         "Fetches a language model of 135 million parameters, once.",
         "fetch:main_smollm2",

@@ -36,6 +36,7 @@ from firm.federation.server import ServerState
 from firm.fronts.reach import widest_gap
 from firm.jobs.alarms import alarms_at_start, alarms_of_rounds
 from firm.jobs.alignment_config import (
+    SERVER_KEYS,
     AlignmentConfig,
     client_names,
     is_front_due,
@@ -83,6 +84,7 @@ SCORES_NAME = "test_scores.safetensors"
 FREE_KEYS = (
     *("client_timeout", "engine", "hub", "max_rows", "name"),
     *("out", "paper", "plan", "plugins", "resume", "tracking"),
+    *SERVER_KEYS,
 )
 """Keys that may differ from the run's saved configuration on resume."""
 RENEWED_KEYS = ("rounds", "guard")

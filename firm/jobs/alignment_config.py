@@ -321,6 +321,13 @@ def every_source(cfg: AlignmentConfig) -> dict[str, PromptsConfig]:
     return {f"data.{use}": getattr(cfg.data, use) for use in DEFAULT_SPLITS if use not in unused}
 
 
+SERVER_KEYS = (
+    *("rollout.engine.urls", "rollout.engine.shared_folder", "rollout.engine.folder_on_servers"),
+    *("rollout.engine.num_requests", "rollout.engine.timeout_s", "rollout.engine.num_retries"),
+)
+"""Keys that say where rollout servers are, and not what they sample."""
+
+
 def client_names(cfg: AlignmentConfig) -> list[str]:
     """Returns the names of all clients, in the order in which their updates are summed."""
     return [f"client_{index}" for index in range(cfg.num_clients)]

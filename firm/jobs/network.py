@@ -23,7 +23,12 @@ from firm.federation.engines.local import LocalEngine
 from firm.federation.engines.processes import Processes, ProcessesEngine
 from firm.federation.options.secure.engine import SecureEngine
 from firm.jobs.alignment import FREE_KEYS, notes_at_start, progress_of, run_rounds
-from firm.jobs.alignment_config import AlignmentConfig, PromptPartitionConfig, client_names
+from firm.jobs.alignment_config import (
+    SERVER_KEYS,
+    AlignmentConfig,
+    PromptPartitionConfig,
+    client_names,
+)
 from firm.jobs.alignment_data import data_of
 from firm.jobs.alignment_loading import (
     LoadedRun,
@@ -90,6 +95,7 @@ OWN_KEYS = (
     "processes_per_client",
     "resume",
     "tracking",
+    *SERVER_KEYS,
 )
 """Keys of a run that each party sets for itself; all other keys must be equal everywhere."""
 OWN_REWARD_KEYS = ("batch_size", "device", "dtype", "path")

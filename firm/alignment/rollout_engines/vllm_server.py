@@ -50,9 +50,9 @@ logger = logging.getLogger(__name__)
 
 PROBE = "The quick brown fox jumps over the lazy dog, and 12 others ask: why does it do that?"
 """Text whose tokens and log-probabilities are compared."""
-MAX_TEMPERATURE = 2.0
-"""Largest temperature that servers accept, at which log-probabilities before and after tempering
-differ most."""
+MIN_TEMPERATURE, MAX_TEMPERATURE = 0.01, 2.0
+"""Temperatures at which servers sample; at the largest, log-probabilities before and after
+tempering differ most."""
 MAX_DIFFERENCE = {torch.float32: 0.01, torch.float64: 0.01}
 """Largest root mean square difference of the base models' log-probabilities in nats, by dtype."""
 MAX_ROUNDING = 0.2
@@ -511,7 +511,8 @@ class VLLMServerEngine:
             model=row.name,
             prompt=row.prompt,
             max_tokens=config.max_new_tokens,
-            temperature=config.temperature,
+            # vLLM would raise lower ones, at which replies are the most likely ones anyhow
+            temperature=config.temperature if config.temperature >= MIN_TEMPERATURE else 0.0,
             seed=row.seed,
             stop_token_ids=list(row.request.end_ids),
             ignore_eos=True,  # the end tokens include it

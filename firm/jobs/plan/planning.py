@@ -31,6 +31,7 @@ from firm.jobs.alignment_data import data_of
 from firm.jobs.plan.costs import estimate_costs, policy_without_storage
 from firm.jobs.plan.passes import num_passes, rollouts, updates
 from firm.jobs.plan.record import Placement, PolicyFigures, RewardFigures, RunPlan, Work
+from firm.jobs.rollout_server import server_commands
 from reward_models.config import RewardModelConfig
 from reward_models.registry import owners
 from reward_models.sequence_classifier import adapter_base, adapter_sizes
@@ -86,6 +87,9 @@ def make_plan(cfg: AlignmentConfig, clients: Sequence[str], processes: Processes
             cfg.policy.prompt,
             on_error=lambda reason: notes.append(unknown(reason)),
         )
+    if cfg.rollout.engine.name == "vllm_server":
+        commands = "; ".join(dict.fromkeys(server_commands(cfg)))
+        notes.append(f"Replies are sampled by servers, whose memory is not counted: {commands}")
     rewards = _rewards(cfg, notes)
     if cfg.strategy.num_local_epochs is not None:
         notes.append(

@@ -129,7 +129,7 @@ class SmallServer:
         tokens, logprobs = [], []
         while len(tokens) < content["max_tokens"]:
             logits = self._logits(name, ids + tokens)[-1]
-            tempered = (logits / temperature).log_softmax(-1)
+            tempered = (logits / (temperature or 1e-6)).log_softmax(-1)
             token = int(torch.multinomial(tempered.exp(), 1, generator=generator))
             tokens.append(token)
             told = tempered if self.is_tempered else logits.log_softmax(-1)
@@ -171,8 +171,11 @@ def served(server: SmallServer) -> Iterator[str]:
         def log_message(self, format: str, *arguments: object) -> None:
             """Prints nothing."""
 
-    http = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    http.daemon_threads = True
+    class Http(ThreadingHTTPServer):
+        daemon_threads = True
+        request_queue_size = 1024  # connections that wait
+
+    http = Http(("127.0.0.1", 0), Handler)
     thread = threading.Thread(target=http.serve_forever, daemon=True)
     thread.start()
     try:

@@ -270,3 +270,6 @@ def test_a_run_goes_on_when_a_server_dies(settings, tmp_path, caplog):
     assert dying.num_replies >= 120
     assert not other.names  # all are unloaded at the end
     assert not list((tmp_path / "shared").iterdir())
+    with served(SmallServer(PATH)) as url:  # a resumed run may have other servers
+        align(run_of(tmp_path, [url], settings | {"rounds": 3, "resume": True}))
+    assert read_rows(tmp_path / "run", "round")[-1]["round"] == 3

@@ -1,0 +1,35 @@
+"""Prints the commands that start the rollout servers of a run."""
+
+from urllib.parse import urlsplit
+
+from firm.jobs.alignment_config import AlignmentConfig
+from firm.run.errors import UserError
+from firm.run.shipped import with_shipped_paths
+
+
+def server_commands(cfg: AlignmentConfig) -> list[str]:
+    """Returns the command for each server in `rollout.engine.urls`, in order.
+
+    Raises:
+        UserError: The run's engine is another one.
+    """
+    engine = cfg.rollout.engine
+    if engine.name != "vllm_server":
+        raise UserError(
+            f"rollout.engine.name must be vllm_server, got {engine.name}; pass "
+            "--rollout.engine.name vllm_server, with urls and a shared_folder."
+        )
+    policy = with_shipped_paths(cfg).policy
+    num_tokens = cfg.rollout.max_prompt_tokens + cfg.rollout.max_new_tokens
+    return [
+        engine.command(
+            policy.path, policy.dtype, policy.lora.r, num_tokens, urlsplit(url).port or 8000
+        )
+        for url in engine.urls
+    ]
+
+
+def main(cfg: AlignmentConfig) -> None:
+    """Prints a command per line, each for the machine of its address."""
+    for command in server_commands(cfg):
+        print(command)

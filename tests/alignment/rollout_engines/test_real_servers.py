@@ -1,0 +1,195 @@
+"""The engine `vllm_server` on a real model and two servers of vLLM: `make test-vllm`.
+
+The model is SmolLM2-135M-Instruct as fetched by `firm fetch smollm2`, or that of FIRM_MODEL.
+"""
+
+import os
+import re
+import shlex
+import socket
+import subprocess
+import sys
+import time
+from contextlib import ExitStack
+from dataclasses import replace
+from importlib.util import find_spec
+
+import httpx
+import pytest
+import torch
+
+from firm.alignment.adapters.conditioned import ConditioningConfig
+from firm.alignment.policy import adapter_parameters, copy_adapter, load_adapter_, load_policy
+from firm.alignment.policy_config import PolicyConfig
+from firm.alignment.prompts import Prompt
+from firm.alignment.rollout import encode_prompts
+from firm.alignment.rollout_config import RolloutConfig, VLLMServerConfig
+from firm.alignment.rollout_engines import SampleRequest, TransformersEngine
+from firm.federation import RandomStream
+from tests.alignment.rollout_engines.test_vllm import TEXTS, changed
+from tests.alignment.rollout_engines.test_vllm_server import own_logprobs
+from tests.real_model import real_model
+
+pytestmark = pytest.mark.filterwarnings("default")
+
+NUM_CLIENTS = 8
+PREFERENCES = torch.tensor([[0.9, 0.1], [0.7, 0.3], [0.5, 0.5], [0.3, 0.7], [0.1, 0.9]])
+ENVIRONMENT = {
+    **os.environ,
+    "VLLM_CPU_KVCACHE_SPACE": "1",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "VLLM_NO_USAGE_STATS": "1",
+    "OMP_NUM_THREADS": "1",
+}
+
+
+@pytest.fixture(scope="module")
+def path() -> str:
+    if find_spec("vllm") is None:
+        pytest.skip("vLLM is not installed here: run `make test-vllm`")
+    return real_model()
+
+
+@pytest.fixture(scope="module")
+def policy(path):
+    conditioning = ConditioningConfig("preference")
+    config = PolicyConfig(path, conditioning=conditioning, device="cpu")
+    return load_policy(config, stream=RandomStream(0, "adapter"), num_objectives=2)
+
+
+@pytest.fixture(scope="module")
+def config(tmp_path_factory) -> RolloutConfig:
+    ports = []
+    for _ in range(2):
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            ports.append(free.getsockname()[1])
+    engine = VLLMServerConfig(
+        urls=[f"http://127.0.0.1:{port}" for port in ports],
+        shared_folder=str(tmp_path_factory.mktemp("shared")),
+        max_loras=NUM_CLIENTS * len(PREFERENCES),
+        num_retries=1,
+    )
+    return RolloutConfig(max_new_tokens=12, max_prompt_tokens=64, temperature=1e-6, engine=engine)
+
+
+@pytest.fixture(scope="module")
+def servers(path, policy, config, tmp_path_factory):
+    """Two servers, started by the command that FIRM prints."""
+    logs = tmp_path_factory.mktemp("logs")
+    started = []
+    with ExitStack() as stack:
+        for number, url in enumerate(config.engine.urls):
+            port = int(url.rpartition(":")[2])
+            rank = policy.peft_config["default"].r
+            command = config.engine.command(path, "float32", rank, 76, port)
+            variable, *words = shlex.split(command)
+            # the package for CPUs, vllm-cpu, has no command of its own
+            words = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", *words[2:]]
+            words[3:4] = ["--model", path]
+            name, _, value = variable.partition("=")
+            log = stack.enter_context((logs / f"{number}.txt").open("w"))
+            process = subprocess.Popen(
+                [*words, "--enforce-eager"],
+                env={**ENVIRONMENT, name: value},
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+            stack.callback(process.wait)
+            stack.callback(process.kill)
+            started.append(process)
+        for number, url in enumerate(config.engine.urls):
+            end = time.monotonic() + 300
+            while not _answers(url):
+                assert started[number].poll() is None, (logs / f"{number}.txt").read_text()[-3000:]
+                assert time.monotonic() < end
+                time.sleep(1)
+        yield started
+
+
+def _answers(url: str) -> bool:
+    try:
+        return httpx.get(f"{url}/health").status_code == 200
+    except httpx.HTTPError:
+        return False
+
+
+@pytest.fixture(scope="module")
+def tokenizer(path):
+    from firm.alignment.policy import load_tokenizer
+
+    return load_tokenizer(PolicyConfig(path))
+
+
+def asked(policy, tokenizer, config, temperature):
+    """Returns a request of each client, with a prompt at each preference."""
+    texts = (TEXTS * 2)[: len(PREFERENCES)]
+    queries = encode_prompts(
+        [Prompt(text) for text in texts],
+        tokenizer,
+        prompt_format=PolicyConfig("").prompt,
+        max_prompt_tokens=config.max_prompt_tokens,
+    )
+    queries = replace(queries, preferences=PREFERENCES)
+    return [
+        SampleRequest(
+            queries,
+            replace(config, temperature=temperature),
+            [2],
+            adapter=changed(policy, client),
+            generator=torch.Generator().manual_seed(client),
+        )
+        for client in range(NUM_CLIENTS)
+    ]
+
+
+@pytest.mark.usefixtures("servers")
+def test_greedy_tokens_of_eight_clients_and_five_preferences_are_the_policys(
+    policy, tokenizer, config
+):
+    engine = config.engine.engine(policy, tokenizer, config)
+    requests = asked(policy, tokenizer, config, 1e-6)
+    samples = engine.sample(requests)
+    engine.close()
+    assert len({version for own in samples for version in own.versions}) == 40
+    fresh = copy_adapter(adapter_parameters(policy))
+    num_equal = 0
+    for request, own in zip(requests, samples, strict=True):
+        load_adapter_(adapter_parameters(policy), request.adapter)
+        local = replace(request, adapter=None, generator=None)
+        (expected,) = TransformersEngine(policy, tokenizer).sample([local])
+        start = request.queries.token_ids.size(1)
+        real = own.token_ids[:, start:] >= 0
+        theirs = expected.token_ids[:, start : start + real.size(1)]
+        num_equal += int(((own.token_ids[:, start:] == theirs) | ~real).all(1).sum())
+    load_adapter_(adapter_parameters(policy), fresh)
+    print(f"{num_equal} of 40 greedy replies are equal")  # noqa: T201
+    assert num_equal >= 39  # a near tie may be decided by rounding
+
+
+def test_a_server_that_is_killed_in_a_batch_loses_nothing(
+    policy, tokenizer, config, servers, caplog
+):
+    requests = asked(policy, tokenizer, config, 1.0)
+    config = replace(config, temperature=1.0)
+    engine = config.engine.engine(policy, tokenizer, config)
+    engine.sample(requests[:1])
+    dying, num_calls = engine._servers[0], 0
+    complete = dying.complete
+
+    def counted(**content):
+        nonlocal num_calls
+        num_calls += 1
+        if num_calls == 90:  # two probes of each of 35 further versions, and twenty replies
+            servers[0].kill()
+        return complete(**content)
+
+    dying.complete = counted
+    samples = engine.sample(requests)
+    assert num_calls >= 90
+    assert re.search(r"rollout server \S+ is left out of this batch", caplog.text)
+    for request, own in zip(requests, samples, strict=True):
+        expected, mask = own_logprobs(policy, request.queries, own, request.adapter)
+        assert (expected - own.logprobs)[mask].abs().max() < 2e-3
+    engine.close()
