@@ -6,11 +6,12 @@ The model is SmolLM2-135M-Instruct as fetched by `firm fetch smollm2`, or that o
 import os
 import re
 import shlex
+import signal
 import socket
 import subprocess
 import sys
 import time
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import replace
 from importlib.util import find_spec
 
@@ -67,7 +68,7 @@ def config(tmp_path_factory) -> RolloutConfig:
     engine = VLLMServerConfig(
         urls=[f"http://127.0.0.1:{port}" for port in ports],
         shared_folder=str(tmp_path_factory.mktemp("shared")),
-        max_loras=NUM_CLIENTS * len(PREFERENCES),
+        max_loras=8,  # the others wait, and are read again
         num_retries=1,
     )
     return RolloutConfig(max_new_tokens=12, max_prompt_tokens=64, temperature=1e-6, engine=engine)
@@ -97,7 +98,7 @@ def servers(path, policy, config, tmp_path_factory):
                 start_new_session=True,
             )
             stack.callback(process.wait)
-            stack.callback(process.kill)
+            stack.callback(_kill, process)
             started.append(process)
         for number, url in enumerate(config.engine.urls):
             end = time.monotonic() + 300
@@ -106,6 +107,12 @@ def servers(path, policy, config, tmp_path_factory):
                 assert time.monotonic() < end
                 time.sleep(1)
         yield started
+
+
+def _kill(process: subprocess.Popen) -> None:
+    """Kills a server with its engine and workers."""
+    with suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
 
 
 def _answers(url: str) -> bool:
@@ -182,7 +189,7 @@ def test_a_server_that_is_killed_in_a_batch_loses_nothing(
         nonlocal num_calls
         num_calls += 1
         if num_calls == 90:  # two probes of each of 35 further versions, and twenty replies
-            servers[0].kill()
+            _kill(servers[0])
         return complete(**content)
 
     dying.complete = counted
