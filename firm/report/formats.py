@@ -86,16 +86,6 @@ def duration(seconds: float) -> str:
     return f"{minutes // 60} h {minutes % 60} min"
 
 
-def commit(name: str | None) -> str:
-    """Returns a commit's short hash, and whether the tree had uncommitted changes.
-
-    >>> commit("1f0c2d9e7ab41f0c2d9e7ab41f0c2d9e7ab41f0c-dirty")
-    '1f0c2d9e7a, changed since'
-    """
-    name, dirty, _ = (name or MISSING).partition("-dirty")
-    return f"{name[:10]}, changed since" if dirty else name[:10]
-
-
 def moment(text: str) -> str:
     """Returns an ISO 8601 time to the minute.
 

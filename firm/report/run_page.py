@@ -42,6 +42,9 @@ from firm.run.comparison import score_notes
 from firm.run.guard import drawing
 from firm.run.sweep import sweep_folder
 
+NOTABLE_MISMATCH = 1e-3
+"""Nats per token; float32 leaves 1e-6, another precision or engine leaves 1e-2."""
+
 
 def write_report(run_path: Path, *, final: bool, shared: Path | None = None) -> Path:
     """Writes the report of a run, finished or not, and returns the page's path.
@@ -118,32 +121,37 @@ def run_page(record: Record) -> Page:
 
 def _facts(record: Record) -> dict[str, str]:
     """Returns the facts on a run, text by label; unknown facts are omitted."""
-    policy = record.settings.get("policy") or {}
+    policy, strategy = (record.settings.get(key) or {} for key in ("policy", "strategy"))
     num_trainable = record.header.get("num_trainable")
     facts = {
         "Model": policy.get("path"),
         "Objectives": ", ".join(record.objectives),
+        "Strategy": strategy.get("name"),
+        "Estimator": (record.settings.get("estimator") or {}).get("name"),
         "Clients": len(record.clients),
         "Rounds": f"{record.last_round} of {record.num_rounds}",
         "Trained parameters": None if num_trainable is None else f"{num_trainable:,}",
         "Seed": record.settings.get("seed"),
-        "Commit": formats.commit(record.run["commit"]),
         "Started": formats.moment(record.run["started"]),
         "Log-probability mismatch": _mismatch(record),
         "Privacy": _guarantee(record),
-        "Secure aggregation": (record.settings.get("strategy") or {}).get("secure"),
+        "Secure aggregation": "yes" if strategy.get("secure") else None,
     }
     return {label: str(value) for label, value in facts.items() if value not in (None, "")}
 
 
 def _mismatch(record: Record) -> str | None:
-    """Returns the difference of log-probabilities in generation and forward pass, in round 1."""
+    """Returns the difference of log-probabilities in generation and forward pass, in round 1.
+
+    None where it is rounding alone.
+    """
     rows = [row for rows in record.trainings.values() for row in rows if row["round"] == 1]
     means = []
     for key in ("logprob_mismatch", "logprob_mismatch_per_reply"):
         known = [row[key] for row in rows if row.get(key) is not None]
         means += [fmean(known)] if known else []
-    return "{:.2g} nats per token, {:.2g} per reply".format(*means) if len(means) == 2 else None
+    is_notable = len(means) == 2 and means[0] >= NOTABLE_MISMATCH
+    return "{:.2g} nats per token, {:.2g} per reply".format(*means) if is_notable else None
 
 
 def _guarantee(record: Record) -> str | None:

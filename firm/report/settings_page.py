@@ -377,6 +377,5 @@ def _facts(settings: Sequence[Setting]) -> dict[str, str]:
         "Runs": f"{len(records)}, {sum(record.is_finished for record in records)} finished",
         "Clients": span_text([len(record.clients) for record in records]),
         "Rounds": span_text([record.num_rounds or record.last_round for record in records]),
-        "Commit": "; ".join(dict.fromkeys(formats.commit(r.run.get("commit")) for r in records)),
     }
     return {label: str(value) for label, value in facts.items() if value not in ("", "0")}

@@ -57,9 +57,3 @@ def test_bytes_are_written_in_decimal_units(num_bytes, text):
 )
 def test_a_duration_has_two_units(seconds, text):
     assert formats.duration(seconds) == text
-
-
-def test_a_commit_is_short_and_tells_of_changes():
-    assert formats.commit("1f0c2d9e7ab4" * 3) == "1f0c2d9e7a"
-    assert formats.commit("1f0c2d9e7ab4" * 3 + "-dirty") == "1f0c2d9e7a, changed since"
-    assert formats.commit(None) == "–"

@@ -134,6 +134,19 @@ def test_the_headline_is_the_paired_change_on_the_test_split(make_run):
     assert "on 256 test prompts" in text
 
 
+def test_the_head_has_the_mismatch_of_log_probabilities_only_beyond_rounding(make_run):
+    run_path, facts = make_run(num_done=1), []
+    for mismatch in (6e-7, 0.02):
+        both = {"logprob_mismatch": mismatch, "logprob_mismatch_per_reply": 9 * mismatch}
+        edit_rows(run_path, lambda row, own=both: row | (own if row["kind"] == "client" else {}))
+        facts.append(run_page(read_record(run_path)).facts)
+    expected = ["Model", "Objectives", "Strategy", "Clients", "Rounds", "Trained parameters"]
+    assert list(facts[0]) == [*expected, "Seed", "Started"]
+    assert facts[1] == facts[0] | {
+        "Log-probability mismatch": "0.02 nats per token, 0.18 per reply"
+    }
+
+
 @pytest.mark.parametrize(
     ("mean", "verdict"),
     [(0.5, "rose"), (-0.5, "fell"), (0.15, "did not change measurably"), (0.0, "did not change")],
