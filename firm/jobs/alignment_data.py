@@ -27,6 +27,7 @@ from firm.jobs.alignment_config import (
     client_names,
     held_objectives,
 )
+from firm.run.comparison import FEW_PROMPTS
 from firm.run.errors import UserError
 
 HELD_OUT = 10
@@ -34,8 +35,6 @@ HELD_OUT = 10
 have no splits for these uses."""
 USES = ("validation", "test")
 """Uses of held-out prompts."""
-FEW = 20
-"""Fewer held-out prompts trigger a note."""
 
 
 @dataclass(frozen=True)
@@ -178,7 +177,7 @@ class PromptData(Data):
         if (cfg.data.validation, cfg.data.test) != (default, default):
             on_note("data.hold_out takes the place of data.validation and data.test.")
         for use in USES:
-            if len(parts[use]) < FEW:
+            if len(parts[use]) < FEW_PROMPTS:
                 on_note(
                     f"data.hold_out: {len(parts[use])} prompts are held out for {use}, too few "
                     "to measure most changes: add prompts, or hold out a larger share."

@@ -38,7 +38,7 @@ from firm.report.record import Record, read_record, score
 from firm.report.run_front import front_of_run, front_rows, volume_section
 from firm.report.samples import sample_preferences, samples_of
 from firm.report.tables import Setting
-from firm.run.comparison import score_notes
+from firm.run.comparison import FEW_PROMPTS, score_notes
 from firm.run.guard import drawing
 from firm.run.sweep import sweep_folder
 
@@ -92,6 +92,7 @@ def run_page(record: Record) -> Page:
     facts = part("The list of facts", lambda: _facts(record), {})
     outcomes = part("The constraints", lambda: record.constraint_outcomes, [])
     signs = "; ".join(record.hacking_signs)
+    notes += part("The number of prompts", lambda: _few_prompts(record), [])
     notes += left_out_notes([record]) + _dropped_fields(record)
     if num_failed := len(failures.rows):
         link = Markup('<a href="#failures">{}</a> left out of the average.')
@@ -267,6 +268,23 @@ def _dropped_fields(record: Record) -> list[str]:
     clients = ", ".join(f"{name} ({count})" for name, count in (+counts).items())
     text = f"Fields that the server does not know were dropped from the metrics of {clients}."
     return [text] if clients else []
+
+
+def _few_prompts(record: Record) -> list[str]:
+    """Returns a sentence on the splits on which an objective has few held-out prompts."""
+    said = " ".join(record.header.get("alarms") or ())
+    few = []
+    for split in ("test", "validation"):
+        row = next(iter(record.evaluations.get(split, ())), {})
+        counts = [own.get("num_prompts") for own in (row.get("rewards") or {}).values()]
+        count = min(filter(None, [row.get("num_prompts"), *counts]), default=FEW_PROMPTS)
+        if count < FEW_PROMPTS and f"held out for {split}" not in said:
+            few.append(f"{count} {split} prompts")
+    text = (
+        f"With {' and '.join(few)} most changes cannot be told from chance: hold out "
+        f"{FEW_PROMPTS} or more for each objective."
+    )
+    return [text] if few else []
 
 
 # --- The sections ---------------------------------------------------------------------------------

@@ -11,6 +11,9 @@ CLEAR_Z = 2.0
 CLEAR_ALIKE = 6
 """Number of prompts from which equal changes count as clear: 2 · 0.5⁶ < 0.05 (sign test)."""
 
+FEW_PROMPTS = 20
+"""Fewer held-out prompts are too few to tell most changes from chance."""
+
 
 @dataclass(frozen=True)
 class Measure:

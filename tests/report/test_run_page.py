@@ -356,6 +356,30 @@ def test_what_the_run_warned_of_at_its_start_stands_first(make_run):
     assert first < head.index("<b>Round 3:</b> β does nothing</p>")
 
 
+def test_the_page_warns_of_few_held_out_prompts_unless_the_run_did(make_run):
+    def notices(counts, own):
+        def change(row):
+            if row["kind"] != "evaluation":
+                return row
+            rewards = {
+                name: {**entry, "num_prompts": own} for name, entry in row["rewards"].items()
+            }
+            return {**row, "num_prompts": counts[row["split"]], "rewards": rewards}
+
+        edit_rows(run_path, change)
+        return run_page(read_record(run_path)).notices
+
+    run_path = make_run(num_done=1)
+    assert notices({"test": 20, "validation": 20}, own=20) == []
+    (notice,) = notices({"test": 19, "validation": 20}, own=20)
+    assert notice.startswith("With 19 test prompts most changes cannot be told from chance")
+    (notice,) = notices({"test": 30, "validation": 30}, own=6)
+    assert notice.startswith("With 6 test prompts and 6 validation prompts most")
+    alarm = {"alarms": ["data.hold_out: 6 prompts are held out for test, too few"]}
+    edit_rows(run_path, lambda row: row | (alarm if row["kind"] == "run" else {}))
+    assert "With 6 validation prompts most" in run_page(read_record(run_path)).notices[0]
+
+
 def test_all_alarms_of_all_rounds_stand_above_the_figures_and_equal_ones_together(make_run):
     run_path = make_run(num_done=4)
     rows = read_rows(run_path)
