@@ -247,7 +247,8 @@ def _plane_section(
     if not criterion.is_higher_better:
         better = "Down and to the left"
     start = tables.initial_name(settings, criterion)
-    title, text = prose("settings-plane", better=better, start=start)
+    single = ", over the prompts if there is one seed" if has_kl else ""  # classic runs have none
+    title, text = prose("settings-plane", better=better, start=start, single=single)
     if len(objectives) == 1:
         title = f"{criterion.quantity.title} against KL"
     unit, base = criterion.quantity.unit, base_place(settings)

@@ -15,12 +15,15 @@ from firm.report.page import Table, prose
 from firm.report.seeds import mean_difference
 from firm.report.tables import Frame, Setting, measure_of, span_text
 from firm.run.comparison import CLEAR_Z, score_notes
+from firm.run.differences import leaves
 from firm.run.guard import drawn
 
 NUM_COLUMNS = 10
 """Maximum number of quantities shown as columns of the table; more become its rows."""
 NUM_TABLE_USERS = 10
 """Maximum number of users shown in the table; for more, it shows their spread."""
+RATES = ("local.lr", "strategy.server_learning_rate")
+"""Learning rates of classic algorithms."""
 
 Texts = Mapping[str, Mapping[str, str]]
 """Further columns: heading to setting to cell."""
@@ -269,11 +272,19 @@ def _rival_size(setting: Setting, name: str) -> str:
 
 
 def headlines(settings: Sequence[Setting], criterion: Criterion) -> list[str]:
-    """Returns sentences on the best settings: on average, in the worst and in each objective."""
+    """Returns sentences on the best settings: on average, in the worst and in each objective.
+
+    Classic algorithms at one untuned rate each are listed, but not ranked.
+    """
     finals = {s.name: own for s in settings if len(own := criterion.finals(s))}
     names, word = criterion.objectives, criterion.quantity.title
     if not finals:
         return []
+    if len(finals) > 1 and _is_untuned(settings):
+        whose = f", mean over {len(names)} objectives" if len(names) > 1 else ""
+        means = {name: values.mean(axis=1) for name, values in finals.items()}
+        ends = ", ".join(f"{name} {_text(own, criterion)}" for name, own in means.items())
+        return [f"Final {word}{whose}: {ends}.", _untuned_text(settings)]
     if len(names) == 1:
         return [_ranking(f"{names[0]}: the {word}", finals, criterion)]
     means = {name: values.mean(axis=1) for name, values in finals.items()}
@@ -288,6 +299,34 @@ def headlines(settings: Sequence[Setting], criterion: Criterion) -> list[str]:
             f"of {len(finals)} settings, these values are slightly too good by chance."
         )
     return sentences
+
+
+def _is_untuned(settings: Sequence[Setting]) -> bool:
+    """Returns whether several classic algorithms ran, one of them with a single learning rate."""
+    rates: dict[str, set[str]] = {}
+    for setting in settings:
+        method = dict(leaves(setting.method))
+        own = {key: method.pop(key, None) for key in RATES}
+        if own["local.lr"] is None:
+            return False
+        rates.setdefault(repr(method), set()).add(repr(own))
+    return len(rates) > 1 and any(len(own) == 1 for own in rates.values())
+
+
+def _untuned_text(settings: Sequence[Setting]) -> str:
+    text = (
+        f"Learning rates are untuned here, one per setting ({' and '.join(RATES)}): other rates "
+        "can reverse the order, so these values do not rank the algorithms."
+    )
+    strategies = {s.name: s.method.get("strategy") or {} for s in settings}
+    normalised = [name for name, own in strategies.items() if own.get("normalize_updates")]
+    if normalised:
+        does = "normalises" if len(normalised) == 1 else "normalise"
+        text += (
+            f" {' and '.join(normalised)} {does} the clients' updates: the length of a step "
+            "follows from the server's rate alone, so equal rates are not equal steps."
+        )
+    return text
 
 
 def _best_by_objective(finals: Mapping[str, np.ndarray], criterion: Criterion) -> list[str]:

@@ -126,6 +126,23 @@ def test_the_summary_names_the_best_by_mean_and_by_worst_objective():
     )
 
 
+def test_classic_algorithms_at_one_untuned_rate_are_not_ranked(tmp_path):
+    def setting(label, rate, end, **strategy):
+        algorithm = {"strategy": strategy, "local": {"lr": rate}}
+        rows = [{"kind": "evaluation", "split": "test"} | row for row in run([0.1], [end])]
+        path = write_classic_run(tmp_path / label, rows, algorithms={label: algorithm})
+        return Setting.of(label, 0, [read_record(path)])
+
+    first = setting("FSMGDA", 0.1, 0.5, name="fsmgda")
+    second = setting("FedMGDA+", 0.1, 0.6, name="fedmgda", normalize_updates=True)
+    ends, untuned, _ = (text.replace("\xa0", " ") for text in study(first, second).summary)
+    assert ends == "Final accuracy: FSMGDA 50.0 %, FedMGDA+ 60.0 %."
+    assert "Learning rates are untuned here" in untuned
+    assert "FedMGDA+ normalises the clients' updates" in untuned
+    third = setting("FSMGDA, lr 0.2", 0.2, 0.7, name="fsmgda")  # the rate is what is compared
+    assert "ends highest with FSMGDA, lr 0.2" in study(first, third).summary[0]
+
+
 @pytest.mark.parametrize(("gap", "is_clear"), [(0.02, False), (0.2, True)])
 def test_a_difference_within_the_noise_of_the_seeds_is_said_to_be_none(gap, is_clear):
     first = runs("A", [0.5], [0.52])
