@@ -44,7 +44,7 @@ class LegendEntry:
     label: str
     color: str
     mark: str = "solid"
-    """A dash, "path" for the coloured path of the rounds, or "diamond"."""
+    """A dash, or "path" for the coloured path of the rounds."""
     is_thin: bool = False
 
 

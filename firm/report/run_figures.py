@@ -203,34 +203,32 @@ def evaluation_line(run: Setting, field: str, name: str, color: str) -> Trace:
 # --- The trade-off --------------------------------------------------------------------------------
 
 
-def final_test(record: Record) -> list[Row]:
-    """Returns the evaluations on the test split once the aligned model has one."""
+def trade_off_rows(record: Record) -> list[Row]:
+    """Returns the evaluations on the validation prompts, by round.
+
+    Without these, the base and the aligned model on the test prompts once both are measured; the
+    two splits have different prompts, so that they share no plane.
+    """
+    if rows := record.evaluations.get("validation"):
+        return rows
     rows = record.evaluations.get("test", [])
     return rows if rows and rows[-1]["round"] > 0 else []
 
 
 def trade_off_planes(record: Record) -> list[Panel]:
     """Returns the path of the global model over the rounds, one plane per pair of objectives."""
-    validation, test = record.evaluations.get("validation", []), final_test(record)
-    models = {
-        LegendEntry("validation, after each round", MUTED): _spots(record, validation, test),
-        LegendEntry("test, base and aligned", INK, "dot"): _spots(record, test),
-    }
-    clouds = [
-        Cloud(key, 2 * place, [], spots, range(len(spots)))
-        for place, (key, spots) in enumerate(models.items())
-        if spots
-    ]
-    if not clouds:
+    spots = _spots(record, trade_off_rows(record))
+    if not spots:
         return []
-    return nonempty(planes("plane", clouds, record.objectives, unit="mean raw score"))
+    cloud = Cloud(LegendEntry("global model", MUTED), 0, [], spots, range(len(spots)))
+    return nonempty(planes("plane", [cloud], record.objectives, unit="mean raw score"))
 
 
-def _spots(record: Record, rows: Sequence[Row], others: Sequence[Row] = ()) -> list[Spot]:
+def _spots(record: Record, rows: Sequence[Row]) -> list[Spot]:
     """Returns the models of evaluations that have all scores.
 
-    Both ends of the path over the rounds are labelled. Error bars at every point would hide the
-    path: only the ends have them, until the test split is scored and its points have them instead.
+    Both ends of the path over the rounds have labels and error bars; bars at every point would hide
+    the path.
     """
     places = []
     for row in rows:
@@ -242,13 +240,12 @@ def _spots(record: Record, rows: Sequence[Row], others: Sequence[Row] = ()) -> l
             places.append((row, known))
     spots = []
     for index, (row, place) in enumerate(places):
-        is_test, is_last = row.get("split") == "test", index == len(places) - 1
-        has_bars = is_test or (not others and (index == 0 or is_last))
+        is_last = index == len(places) - 1
+        has_bars = index == 0 or is_last
         errors = {n: score(row, "scores", n, "se") if has_bars else None for n in record.objectives}
         label = "base" if row["round"] == 0 else f"round {row['round']}" if is_last else ""
         shade = min(row["round"] / max(record.num_rounds, 1), 1.0)
-        facts = _facts(record, row)
-        spots.append(Spot(place, errors, facts, label="" if is_test else label, shade=shade))
+        spots.append(Spot(place, errors, _facts(record, row), label=label, shade=shade))
     return spots
 
 

@@ -293,21 +293,15 @@ def _few_prompts(record: Record) -> list[str]:
 def _trade_off(run: Setting) -> Section:
     record = run.records[0]
     has_several, color = len(record.objectives) > 1, "var(--round-last)"
-    texts, legend = [f"{'Up and to the right' if has_several else 'Up'} is better."], []
-    if record.evaluations.get("validation"):
+    by_round, legend = bool(record.evaluations.get("validation")), []
+    if by_round:
         legend.append(LegendEntry("validation, by round", color, "path"))
-        texts.insert(
-            0,
-            "Each point is the global model after a round, scored on the validation prompts; the "
-            "colour deepens with the rounds.",
-        )
-    if figures.final_test(record):
-        legend.append(LegendEntry("test, base and aligned", color, "diamond"))
-        texts.append("Diamonds are the base and aligned model on the test prompts.")
-    title = "The trade-off" if has_several else "Score against KL"
+    title, text = prose(
+        f"run-plane-{'validation' if by_round else 'test'}",
+        better="Up and to the right" if has_several else "Up",
+    )
     panels = figures.trade_off_planes(record) if record.objectives else []
-    text = " ".join([*texts, "Bars: one standard error."])
-    return Section("trade-off", title, text, panels, legend)
+    return Section("trade-off", title if has_several else "Score against KL", text, panels, legend)
 
 
 def _front(record: Record) -> dict[str, Callable[[], Block]]:

@@ -74,28 +74,25 @@ def test_reward_curves_carry_the_standard_error_of_their_own_round(make_run):
     assert curve["error_y"]["array"] == [row["scores"]["helpful"]["se"] for row in rows]
 
 
-def test_the_plane_holds_base_model_rounds_and_test(make_run):
+def test_the_plane_has_one_split_the_validation_prompts_if_there_are_any(make_run):
     run_path = make_run()
-    (panel,) = trade_off_planes(read_record(run_path))
-    path, test = panel.figure["data"]
-    for trace, split in ((path, "validation"), (test, "test")):
+    for split in ("validation", "test"):
         rows = read_rows(run_path, "evaluation", split=split)
-        assert trace["x"] == [row["scores"]["helpful"]["mean"] for row in rows]
-        assert trace["y"] == [row["scores"]["harmless"]["mean"] for row in rows]
-        assert [text.split("<br>")[:2] for text in trace["customdata"]] == [
+        (panel,) = trade_off_planes(read_record(run_path))
+        (path,) = panel.figure["data"]
+        for axis, name in (("x", "helpful"), ("y", "harmless")):
+            assert path[axis] == [row["scores"][name]["mean"] for row in rows]
+            errors = path[f"error_{axis}"]["array"]
+            assert [errors[0], errors[-1]] == [rows[i]["scores"][name]["se"] for i in (0, -1)]
+            assert set(errors[1:-1]) <= {None}
+        assert [text.split("<br>")[:2] for text in path["customdata"]] == [
             [f"split: {split}", f"round: {row['round']}"] for row in rows
         ]
-    assert test["error_x"]["array"] == [row["scores"]["helpful"]["se"] for row in rows]
-    assert test["error_y"]["array"] == [row["scores"]["harmless"]["se"] for row in rows]
-    assert path["text"] == ["base", *[""] * 7, "round 8"]
-
-
-def test_the_plane_shows_no_test_before_the_aligned_model_was_tested(make_run):
-    (panel,) = trade_off_planes(read_record(make_run(num_done=2, is_over=False)))
-    (path,) = panel.figure["data"]
-    ends = [path["error_x"]["array"][0], path["error_x"]["array"][-1]]
-    assert None not in ends
-    assert path["error_x"]["array"][1:-1] == [None]
+        assert path["text"] == ["base", *[""] * (len(rows) - 2), "round 8"]
+        edit_rows(run_path, lambda row: None if row.get("split") == "validation" else row)
+    unfinished = make_run("unfinished", num_done=2, is_over=False)
+    edit_rows(unfinished, lambda row: None if row.get("split") == "validation" else row)
+    assert trade_off_planes(read_record(unfinished)) == []
 
 
 def test_with_one_objective_the_plane_is_reward_against_kl(make_run):
@@ -378,10 +375,11 @@ def test_the_ledger_shows_what_others_would_have_sent(make_run):
 def test_the_plane_tells_preference_seed_adapter_and_kl(make_run):
     run_path = make_run(num_done=2, seed=7)
     (panel,) = trade_off_planes(read_record(run_path))
-    path, test = panel.figure["data"]
+    (path,) = panel.figure["data"]
     assert all("preference: none<br>seed: 7" in text for text in path["customdata"])
-    rows = read_rows(run_path, "evaluation", split="test")
-    assert [text.split("<br>")[-2:] for text in test["customdata"]] == [
+    rows = read_rows(run_path, "evaluation", split="validation")
+    adapters = ["none, the base model", "of this round not kept", "demo/adapter"]
+    assert [text.split("<br>")[-2:] for text in path["customdata"]] == [
         [f"KL: {number(row['kl'])}", f"adapter: {adapter}"]
-        for row, adapter in zip(rows, ["none, the base model", "demo/adapter"], strict=True)
+        for row, adapter in zip(rows, adapters, strict=True)
     ]

@@ -114,8 +114,8 @@ def test_without_validation_prompts_the_models_are_compared_at_the_end(make_run)
     assert "3 training rounds completed. The aligned model has not been compared" in running
     over = page_without_validation(make_run("over", num_done=3))
     assert "After 3 rounds on 4 clients: helpful rose" in over
-    assert "Diamonds are the base and aligned model" in over
-    assert "scored on the validation prompts" not in over
+    assert "The base and the aligned model on the test prompts. Up" in over
+    assert "on the validation prompts; the colour" not in over
 
 
 def test_the_page_carries_the_figures_as_they_were_drawn(make_run):
