@@ -32,7 +32,14 @@ KL = "KL from the base model (nats per reply)"
 REWARD = "mean reward in [0, 1]"
 MARGIN = 0.08
 """Margin around the points, as a share of their span."""
+SIDES = ("top right", "bottom left", "top left", "bottom right")
+"""Sides of a marker on which its label may stand, the preferred ones first."""
+WIDTHS, HEIGHT = (250.0, 980.0), 380.0
+"""Size of the axes in CSS pixels, on a telephone and on a wide screen."""
+LETTER, LINE, RADIUS = 6.8, 16.0, 6.0
+"""Width and height of a letter of a label, and radius of a marker, in CSS pixels."""
 
+Box = tuple[float, float, float, float]
 PlanePoint = Mapping[str, float]
 """Rewards by objective, and the KL under `KL`."""
 
@@ -147,8 +154,8 @@ def planes(
         spots = [*means, *bare, Spot(base or {}, {}, {})]
         spots = [spot for spot in spots if _has(spot.place, x, y)]
         axes = _axis(x, spots, unit), _axis(y, spots, unit)
-        middle = fmean(axes[0]["range"])
-        traces = [t for cloud in clouds for t in _traces(cloud, x, y, middle) if t["x"]]
+        area = _Area(x, y, axes[0]["range"], axes[1]["range"], [spot.place for spot in spots])
+        traces = [t for cloud in clouds for t in _traces(cloud, area) if t["x"]]
         if base and _has(base, x, y):
             traces.append(_mark(base, x, y, LegendEntry(base_name, INK), "asterisk-open"))
         notes = {}
@@ -164,13 +171,33 @@ def planes(
     return panels
 
 
-def _traces(cloud: Cloud, x: str, y: str, middle: float) -> list[Trace]:
-    """Returns the traces of a cloud: path, models behind means, and means.
+@dataclass(frozen=True)
+class _Area:
+    """The axes of a plane, and the markers in it."""
 
-    Labels are placed towards `middle`, the centre of the x-axis.
-    """
+    x: str
+    y: str
+    x_range: Sequence[float]
+    y_range: Sequence[float]
+    markers: Sequence[PlanePoint]
+
+    def box(self, place: PlanePoint, width: float, text: str = "", side: str = "") -> Box:
+        """Returns left, bottom, right and top of a marker, or of its label, in CSS pixels."""
+        left = width * (place[self.x] - self.x_range[0]) / (self.x_range[1] - self.x_range[0])
+        up = HEIGHT * (place[self.y] - self.y_range[0]) / (self.y_range[1] - self.y_range[0])
+        if not text:
+            return left - RADIUS, up - RADIUS, left + RADIUS, up + RADIUS
+        length = LETTER * len(text)
+        left += RADIUS if side.endswith("right") else -RADIUS - length
+        up += RADIUS if side.startswith("top") else -RADIUS - LINE
+        return left, up, left + length, up + LINE
+
+
+def _traces(cloud: Cloud, area: _Area) -> list[Trace]:
+    """Returns the traces of a cloud: path, models behind means, and means."""
+    x, y = area.x, area.y
     width = 1 if any(spot.shade is not None for spot in cloud.means) else 1.5
-    models, means = (_markers(cloud, spots, x, y, middle) for spots in (cloud.models, cloud.means))
+    models, means = (_markers(cloud, spots, area) for spots in (cloud.models, cloud.means))
     # the path joins all means in order, so that one trace can draw line and markers
     if cloud.path and list(cloud.path) == list(range(len(cloud.means))):
         line = {"color": cloud.key.color, "width": width, "dash": cloud.key.mark}
@@ -188,7 +215,8 @@ def _traces(cloud: Cloud, x: str, y: str, middle: float) -> list[Trace]:
     return [path, models, means]
 
 
-def _markers(cloud: Cloud, spots: Sequence[Spot], x: str, y: str, middle: float) -> Trace:
+def _markers(cloud: Cloud, spots: Sequence[Spot], area: _Area) -> Trace:
+    x, y = area.x, area.y
     shown = [spot for spot in spots if _has(spot.place, x, y)]
     key, is_mean = cloud.key, spots is cloud.means
     marker = {
@@ -209,14 +237,13 @@ def _markers(cloud: Cloud, spots: Sequence[Spot], x: str, y: str, middle: float)
     attributes = {}
     if any(spot.label for spot in shown):
         marker["line"] = {"width": 1, "color": SURFACE} if is_shaded else marker["line"]
+        sides = _label_sides(shown, area)
         attributes = {
             "mode": "markers+text",
-            "text": [escape(spot.label) for spot in shown],
-            "textposition": _label_places(
-                [(spot.place[x], spot.place[y]) for spot in shown],
-                middle,
-                num_labels=sum(bool(spot.label) for spot in shown),
-            ),
+            "text": [
+                escape(spot.label) if side else "" for spot, side in zip(shown, sides, strict=True)
+            ],
+            "textposition": [side or SIDES[0] for side in sides],
             "textfont": {"color": INK},
         }
     if is_mean:
@@ -238,22 +265,42 @@ def _markers(cloud: Cloud, spots: Sequence[Spot], x: str, y: str, middle: float)
     )
 
 
-def _label_places(
-    points: Sequence[tuple[float, float]], middle: float, *, num_labels: int
-) -> list[str]:
-    """Returns the side of each point of a path on which to place its label.
+def _label_sides(spots: Sequence[Spot], area: _Area) -> list[str]:
+    """Returns the side of each marker on which its label has room, "" if it has none.
 
-    Labels avoid error bars and point towards the middle of the axis. Of two labels, at the first
-    and the last point, the higher one is above and the lower one below, so that the two do not
-    meet. Those of a front are above it on the left and below it on the right, off its line.
+    No label leaves the axes or overlaps another one, in a narrow and in a wide figure. Of the free
+    sides, a label takes the one with the fewest markers below it. The ends of a path are first,
+    then those between, the most distant ones first.
     """
-    if num_labels > 2:
-        return ["top right" if x <= middle else "bottom left" for x, _ in points]
-    heights = ("top", "bottom") if points[-1][1] < points[0][1] else ("bottom", "top")
-    return [
-        f"{heights[place > 0]} {'right' if x <= middle else 'left'}"
-        for place, (x, _) in enumerate(points)
-    ]
+    sides, last = [""] * len(spots), len(spots) - 1
+    taken: list[tuple[Box, ...]] = []
+    for index in sorted(range(len(spots)), key=lambda i: (i not in (0, last), -(i & -i))):
+        place, text = spots[index].place, spots[index].label
+        free = {}
+        for side in SIDES if text else ():
+            boxes = tuple(area.box(place, width, text, side) for width in WIDTHS)
+            others = [own for label in taken for own in zip(boxes, label, strict=True)]
+            is_inside = all(
+                box[0] >= 0 and box[2] <= width and box[1] >= 0 and box[3] <= HEIGHT
+                for box, width in zip(boxes, WIDTHS, strict=True)
+            )
+            if is_inside and not any(_meet(*pair) for pair in others):
+                free[side] = (
+                    boxes,
+                    sum(
+                        _meet(box, area.box(marker, width))
+                        for box, width in zip(boxes, WIDTHS, strict=True)
+                        for marker in area.markers
+                    ),
+                )
+        if free:
+            sides[index] = min(free, key=lambda side: free[side][1])
+            taken.append(free[sides[index]][0])
+    return sides
+
+
+def _meet(a: Box, b: Box) -> bool:
+    return a[0] < b[2] and b[0] < a[2] and a[1] < b[3] and b[1] < a[3]
 
 
 def _mark(place: PlanePoint, x: str, y: str, key: LegendEntry, symbol: str) -> Trace:

@@ -7,6 +7,9 @@ from statistics import fmean
 import pytest
 
 from firm.report import read_record, update_report, write_report
+from firm.report.drawing import LegendEntry
+from firm.report.page import Page, Section, write_page
+from firm.report.plane import Cloud, Spot, planes
 from firm.report.settings_page import write_settings_page
 from tests.runs import edit_rows, read_rows
 
@@ -73,6 +76,34 @@ def test_words_in_figures_neither_overlap_nor_leave_them(page, make_run, width: 
     edit_rows(run_path, stand_still)
     page.open(write_report(run_path, final=False), width=width)
     assert page(WORDS_IN_FIGURES) == []
+
+
+@pytest.mark.parametrize("width", [390, 1440])
+def test_labels_of_a_crowded_front_do_not_overlap(page, tmp_path: Path, width: int) -> None:
+    shares = [place / 10 for place in range(11)]
+    fronts = {  # a line, a knot at its end, one point
+        "line": [(share, 1 - share) for share in shares],
+        "knot": [(share**0.05, 1 - share**8) for share in shares],
+        "point": [(0.5, 0.5) for _ in shares],
+    }
+    panels = []
+    for name, places in fronts.items():
+        spots = [
+            Spot(
+                dict(zip("ab", place, strict=True)), {}, {}, label=f"0.{round(333 * share)}, 0.333"
+            )
+            for place, share in zip(places, shares, strict=True)
+        ]
+        cloud = Cloud(LegendEntry(name, "var(--ink)"), 0, [], spots, range(len(spots)))
+        base = {"a": 0.5, "b": 0.4}
+        panels += planes(name, [cloud], ("a", "b"), base=base, reference={"a": -9, "b": -9})
+    made = Page("FIRM", "Fronts", [Section("fronts", "Fronts", "", panels)])
+    page.open(write_page(tmp_path / "fronts.html", made, final=False), width=width)
+    assert page(WORDS_IN_FIGURES) == []
+    labels = [len([t for t in p.figure["data"][0]["text"] if t]) for p in panels]
+    assert labels[0] == 11
+    assert labels[1] >= 3
+    assert labels[2] == 4  # one on each side
 
 
 @pytest.mark.parametrize("width", [390, 1280])
