@@ -166,10 +166,6 @@ class RowMetrics:
         """Returns comparisons of the rewards in [0, 1] with the base model's, by objective."""
         return compare_by_name(base.rewards, self.rewards, self.prompt_of_row)
 
-    def sample_rows(self, *, round: int, limit: int | None = None) -> list[dict[str, Any]]:
-        """Returns rows of `samples.jsonl`; none where the policy sampled no replies."""
-        return []
-
     def _row(self, round: int, split: str, **figures: Any) -> dict[str, Any]:
         """Returns the part of a row of `metrics.jsonl` that does not depend on the data's kind."""
         groups = self.prompt_of_row
@@ -283,10 +279,6 @@ class Evaluation(RowMetrics):
     def by_row(self) -> dict[str, torch.Tensor]:
         """Returns metrics by row as `RowMetrics.by_row`, and "kl"."""
         return {**super().by_row(), "kl": self.kl}
-
-    def sample_rows(self, *, round: int, limit: int | None = None) -> list[dict[str, Any]]:
-        """Returns rows of `samples.jsonl`: the first reply to each of the first `limit` rows."""
-        return [{"round": round, **sample} for sample in self.samples[:limit]]
 
 
 def evaluate(

@@ -405,6 +405,8 @@ class _LanguageTask(Task):
     evaluation: type[AnyEvaluation] = Evaluation
     shown = "scores"
     """Field of evaluations that the terminal shows after a round."""
+    mean = "mean reward"
+    """Name of the mean of the evaluated rewards over the objectives."""
 
     def __init__(
         self,
@@ -604,7 +606,7 @@ class _LanguageTask(Task):
             is_out: Whether its adapter is outside the guard's trust region, and no choice.
         """
         best, guard = self._best, self._guard
-        what = "expected utility" if self._measures_front else "mean reward"
+        what = "expected utility" if self._measures_front else self.mean
         base = self._base.get("validation")
         groups = None if base is None else base.prompt_of_row
         earlier, why = best.earlier(state.round, what, groups=groups, is_out=is_out)
@@ -713,10 +715,19 @@ class _LanguageTask(Task):
         preference: Sequence[float] | None = None,
     ) -> None:
         limit = self._cfg.evaluation.num_shown_samples
-        rows = evaluation.sample_rows(round=state.round, limit=limit)
-        if preference is not None:
-            rows = [{**row, "preference": list(preference)} for row in rows]
-        self.book.log_samples(rows)
+        rows = self._samples(evaluation, limit, state.adapter, preference)
+        own = {} if preference is None else {"preference": list(preference)}
+        self.book.log_samples([{"round": state.round, **row, **own} for row in rows])
+
+    def _samples(
+        self,
+        evaluation: Any,
+        limit: int,
+        adapter: Adapter,
+        preference: Sequence[float] | None,
+    ) -> list[dict[str, Any]]:
+        """Returns prompts with the policy's replies and their scores, at most `limit`."""
+        return evaluation.samples[:limit]
 
 
 class _PairsTask(_LanguageTask):
@@ -724,6 +735,7 @@ class _PairsTask(_LanguageTask):
 
     evaluation = PairEvaluation
     shown = "rewards"
+    mean = "mean accuracy"
 
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
@@ -757,6 +769,26 @@ class _PairsTask(_LanguageTask):
             cfg.objectives,
             beta=cfg.estimator.beta,  # type: ignore[attr-defined]  # of estimators on pairs
         )
+
+    def _samples(
+        self,
+        evaluation: PairEvaluation,
+        limit: int,
+        adapter: Adapter,
+        preference: Sequence[float] | None,
+    ) -> list[dict[str, Any]]:
+        """Returns replies sampled to show them: rankings need none, and nothing scores them."""
+        trainer, test = self._loaded.trainer, self._loaded.data.test
+        prompts = list({each.prompt.transcript: each.prompt for each in test}.values())[:limit]
+        if not prompts:
+            return []
+        load_adapter_(trainer.adapter_parameters, adapter)
+        with RandomStream(self._cfg.seed, "evaluation", "samples"):
+            replies = trainer.replies(prompts, preference=preference)
+        return [
+            {"prompt": own.transcript, "messages": own.turns, "completion": text, "scores": {}}
+            for own, text in zip(prompts, replies.completions, strict=True)
+        ]
 
 
 LANGUAGE_TASKS = {"prompts": _LanguageTask, "pairs": _PairsTask}

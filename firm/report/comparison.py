@@ -17,7 +17,7 @@ class Comparison:
     split: str
     round: int
     prompts: str
-    """Number of prompts and rows of the split, in words."""
+    """Number of prompts and rows, or of pairs, of the split, in words."""
     lines: tuple[Line, ...]
 
     def line(self, name: str) -> Line | None:
@@ -36,7 +36,10 @@ def comparison_of(record: Record, split: str) -> Comparison | None:
         compare(base, aligned),
         key=lambda line: order.index(line.name) if line.name in order else len(order),
     )
-    prompts = prompts_text(aligned.get("num_prompts") or 0, aligned.get("num_rows"), split)
+    counts = aligned.get("num_prompts") or 0, aligned.get("num_rows")
+    prompts = prompts_text(*counts, split)
+    if record.learns_from_pairs:
+        prompts = f"{counts[1]} {split} pairs of replies to {prompts_text(counts[0], None)}"
     return Comparison(split, aligned["round"], prompts, tuple(lines))
 
 

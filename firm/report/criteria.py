@@ -10,6 +10,7 @@ import numpy as np
 
 from firm.base.quantities import QUANTITIES, Quantity
 from firm.report.outcome_figures import LOG_TICKS
+from firm.report.plane import ACCURACY
 from firm.report.tables import Frame, How, Setting
 from firm.run.comparison import score_label
 from firm.run.errors import UserError
@@ -92,6 +93,8 @@ def criteria_of(settings: Sequence[Setting]) -> list[Criterion]:
     """
     criteria = []
     is_log = any(record.settings.get("target_loss") for s in settings for record in s.records)
+    records = [record for setting in settings for record in setting.records]
+    learns_from_pairs = bool(records) and all(record.learns_from_pairs for record in records)
     for quantity in (quantity for quantity in QUANTITIES.values() if quantity.better):
         names = [*(f"{split}/{quantity.name}" for split in SPLITS), quantity.name]
         final = next((n for n in names if any(s.objectives_with(n) for s in settings)), None)
@@ -104,6 +107,8 @@ def criteria_of(settings: Sequence[Setting]) -> list[Criterion]:
         own = quantity
         if is_log and quantity.better == "lower":
             own = replace(quantity, axis=LOG_TICKS)  # losses that approach a target
+        if quantity.name == "rewards" and learns_from_pairs:
+            own = replace(quantity, title="accuracy on pairs", unit=ACCURACY, help="")
         criteria.append(Criterion(own, final, curve, runs.most_common(1)[0][0]))
     return criteria
 

@@ -42,7 +42,7 @@ from firm.report.page import (
     prose,
     write_page,
 )
-from firm.report.plane import KL, REWARD, Cloud, Spot, clouds_of, planes
+from firm.report.plane import KL, Cloud, Spot, clouds_of, planes
 from firm.report.record import Record
 from firm.report.settings_tables import ledger_table
 from firm.report.static import PaperFigure, plane_figure
@@ -258,6 +258,7 @@ def plane_section(fronts: Mapping[str, Front]) -> Section:
         "front",
         front_clouds(fronts),
         first.objectives,
+        unit=tables.unit(fronts),
         base={KL: 0.0, **first.base},
         reference=dict(zip(first.objectives, first.reference, strict=True)),
     )
@@ -304,7 +305,7 @@ def preference_section(fronts: Mapping[str, Front]) -> Section:
             ]
             traces += _share_traces(method.key, pd.DataFrame(rows, columns=["x", "y", "se"]))
         x_axis = axis(f"share of the preference for {objective}")
-        made = figure(traces, x_axis, axis(REWARD), height=300)
+        made = figure(traces, x_axis, axis(tables.unit(fronts)), height=300)
         panels.append(Panel(f"share-{objective}", objective, made))
     return Section(
         "preference",

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from math import isfinite
 
 import numpy as np
 from numpy.typing import ArrayLike
@@ -14,6 +15,7 @@ from firm.fronts.uncertainty import bootstrap_hypervolume
 from firm.report import formats
 from firm.report.ledger import total_bytes
 from firm.report.page import Table, prose
+from firm.report.plane import ACCURACY, REWARD
 from firm.report.record import Record, rewards_of
 from firm.run.comparison import Measure, score_label, score_notes
 
@@ -92,6 +94,12 @@ def _interval(front: Front, rewards: ArrayLike, groups: ArrayLike | None) -> str
     return f"{low:.4f} to {high:.4f}"
 
 
+def unit(fronts: Mapping[str, Front]) -> str:
+    """Returns the unit of the objectives: rewards, or accuracies on pairs."""
+    maps = next(iter(fronts.values())).calibrations.values()
+    return ACCURACY if all(own.get("method", "pairs") == "pairs" for own in maps) else REWARD
+
+
 def num_collapsed(front: Front) -> int:
     """Counts the models of a front that collapsed."""
     return sum(point.collapse is not None for point in front.points)
@@ -142,18 +150,27 @@ def models(fronts: Mapping[str, Front]) -> Table:
     extras = list(dict.fromkeys(name for point in everyone for name in point.scores))
     for name in extras:
         columns[score_label(name)] = [formats.number(p.scores.get(name)) for p in everyone]
-    columns["KL"] = [formats.number(point.kl) for point in everyone]
+    if any(isfinite(point.kl) for point in everyone):  # held-out pairs measure none
+        columns["KL"] = [formats.number(point.kl) for point in everyone]
     if any(point.collapse for point in everyone):
         columns["collapsed"] = [point.collapse or "no" for point in everyone]
     columns["dominated by"] = [_names(beaten[method, point.name]) for method, point in points]
     words = (place for place, name in enumerate(columns) if name in ("method", "dominated by"))
     return Table.of(
         "Models",
-        "On the test prompts: rewards in [0, 1] ± standard error over the prompts, further raw "
-        "scores, and KL from the base model in nats per reply. The dominating models may belong to "
-        f"any method. {score_notes(extras)}".strip(),
+        f"{_model_text(fronts)} The dominating models may belong to any method. "
+        f"{score_notes(extras)}".strip(),
         columns,
         words=frozenset(words),
+    )
+
+
+def _model_text(fronts: Mapping[str, Front]) -> str:
+    if unit(fronts) == ACCURACY:
+        return f"On the test pairs: {ACCURACY}, ± standard error over their prompts."
+    return (
+        "On the test prompts: rewards in [0, 1] ± standard error over the prompts, further raw "
+        "scores, and KL from the base model in nats per reply."
     )
 
 

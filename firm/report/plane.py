@@ -30,6 +30,7 @@ SYMBOLS = ("circle", "square", "diamond", "triangle-up", "cross", "x", "star", "
 """One symbol per colour, for readers who cannot distinguish the colours."""
 KL = "KL from the base model (nats per reply)"
 REWARD = "mean reward in [0, 1]"
+ACCURACY = "share of pairs ranked as by people"
 MARGIN = 0.08
 """Margin around the points, as a share of their span."""
 SIDES = ("top right", "bottom left", "top left", "bottom right")

@@ -66,6 +66,16 @@ class Record:
         return tuple(shares) if isinstance(shares, list) else None
 
     @property
+    def learns_from_pairs(self) -> bool:
+        """True if ranked pairs take the place of rewards: what is measured is their ranking."""
+        return bool(self.settings.get("pairs"))
+
+    @property
+    def main_field(self) -> str:
+        """Field of evaluations with the objectives: raw scores, or accuracies on pairs."""
+        return "rewards" if self.learns_from_pairs else "scores"
+
+    @property
     def is_finished(self) -> bool:
         """True if the run has ended and written its adapter."""
         return self.run.get("status") == "finished"

@@ -22,7 +22,7 @@ from firm.report.drawing import (
     rounds_figure,
 )
 from firm.report.ledger import uploads_so_far
-from firm.report.plane import KL, Cloud, Spot, planes
+from firm.report.plane import ACCURACY, KL, Cloud, Spot, planes
 from firm.report.record import Record, score
 from firm.report.tables import DASHES, Setting, drawn_objectives, reference_of
 from firm.run.comparison import score_label
@@ -34,6 +34,8 @@ STAGES = (
 )
 """Stages of a local step in the order in which they are stacked; others follow."""
 
+FIELDS = ("scores", "rewards")
+"""Evaluated fields of objectives: scores and rewards of replies, or margins and accuracies."""
 NEED_TWO = ("weights", "gradients")
 """Sections without meaning for a single objective."""
 
@@ -110,6 +112,10 @@ def quantity_panels(run: Setting, section: str) -> tuple[list[Panel], list[Legen
     if is_old or (needs_two and len(run.objectives) < 2):
         return [], []  # the spread of the rewards, all that old runs measured, says little alone
     for quantity in shown(section):
+        # evaluations of pairs and of replies have fields of equal names
+        is_main, is_of_pairs = quantity.evaluated in FIELDS, quantity.name.startswith("pair_")
+        if is_main and is_of_pairs != run.records[0].learns_from_pairs:
+            continue
         for panel, own in _panels(run, quantity):
             if panel.figure["data"]:
                 panels.append(panel)
@@ -221,7 +227,8 @@ def trade_off_planes(record: Record) -> list[Panel]:
     if not spots:
         return []
     cloud = Cloud(LegendEntry("global model", MUTED), 0, [], spots, range(len(spots)))
-    return nonempty(planes("plane", [cloud], record.objectives, unit="mean raw score"))
+    unit = ACCURACY if record.learns_from_pairs else "mean raw score"
+    return nonempty(planes("plane", [cloud], record.objectives, unit=unit))
 
 
 def _spots(record: Record, rows: Sequence[Row]) -> list[Spot]:
@@ -230,9 +237,9 @@ def _spots(record: Record, rows: Sequence[Row]) -> list[Spot]:
     Both ends of the path over the rounds have labels and error bars; bars at every point would hide
     the path.
     """
-    places = []
+    places, field = [], record.main_field
     for row in rows:
-        place = {name: score(row, "scores", name, "mean") for name in record.objectives}
+        place = {name: score(row, field, name, "mean") for name in record.objectives}
         if len(place) == 1:
             place[KL] = row.get("kl")
         known = {name: value for name, value in place.items() if value is not None}
@@ -242,7 +249,7 @@ def _spots(record: Record, rows: Sequence[Row]) -> list[Spot]:
     for index, (row, place) in enumerate(places):
         is_last = index == len(places) - 1
         has_bars = index == 0 or is_last
-        errors = {n: score(row, "scores", n, "se") if has_bars else None for n in record.objectives}
+        errors = {n: score(row, field, n, "se") if has_bars else None for n in record.objectives}
         label = "base" if row["round"] == 0 else f"round {row['round']}" if is_last else ""
         shade = min(row["round"] / max(record.num_rounds, 1), 1.0)
         spots.append(Spot(place, errors, _facts(record, row), label=label, shade=shade))

@@ -34,6 +34,7 @@ from firm.report.page import (
     prose,
     write_page,
 )
+from firm.report.plane import ACCURACY
 from firm.report.record import Record, read_record, score
 from firm.report.run_front import front_of_run, front_rows, volume_section
 from firm.report.samples import sample_preferences, samples_of
@@ -184,8 +185,8 @@ def _summary(record: Record, comparison: Comparison | None) -> str:
         return (
             f"After {formats.count(comparison.round, 'round')} on "
             f"{formats.count(len(record.clients), 'client')} one adapter serves every preference. "
-            "As an objective's share grows from the least to the largest measured one, its mean "
-            f"score goes: {'; '.join(by_objective)}. On {comparison.prompts}."
+            "As an objective's share grows from the least to the largest measured one, its "
+            f"{_measured(record)} goes: {'; '.join(by_objective)}. On {comparison.prompts}."
         )
     changes = []
     for objective in record.objectives:
@@ -199,9 +200,13 @@ def _summary(record: Record, comparison: Comparison | None) -> str:
             changes.append(f"{objective} did not change measurably ({amount})")
     return (
         f"After {formats.count(comparison.round, 'round')} on "
-        f"{formats.count(len(record.clients), 'client')}: {'; '.join(changes)}. Change of the mean "
-        f"score against the base model, ± standard error, on {comparison.prompts}."
+        f"{formats.count(len(record.clients), 'client')}: {'; '.join(changes)}. Change of the "
+        f"{_measured(record)} against the base model, ± standard error, on {comparison.prompts}."
     )
+
+
+def _measured(record: Record) -> str:
+    return ACCURACY if record.learns_from_pairs else "mean score"
 
 
 def _front_ends(record: Record) -> dict[str, tuple[float, float]]:
@@ -209,7 +214,8 @@ def _front_ends(record: Record) -> dict[str, tuple[float, float]]:
     rows, ends = front_rows(record), {}
     for j, name in enumerate(record.objectives if len(rows) > 1 else ()):
         by_share = sorted(rows, key=lambda row: row["preference"][j])
-        means = [score(row, "scores", name, "mean") for row in (by_share[0], by_share[-1])]
+        ends_of_shares = by_share[0], by_share[-1]
+        means = [score(row, record.main_field, name, "mean") for row in ends_of_shares]
         if None not in means:
             ends[name] = (means[0], means[1])
     return ends
@@ -299,6 +305,7 @@ def _trade_off(run: Setting) -> Section:
     title, text = prose(
         f"run-plane-{'validation' if by_round else 'test'}",
         better="Up and to the right" if has_several else "Up",
+        data="pairs" if record.learns_from_pairs else "prompts",
     )
     panels = figures.trade_off_planes(record) if record.objectives else []
     return Section("trade-off", title if has_several else "Score against KL", text, panels, legend)
@@ -310,8 +317,9 @@ def _front(record: Record) -> dict[str, Callable[[], Block]]:
     if front is None:
         return {}
     fronts = {record.name: front}
-    title, plane = prose("run-front", objectives=", ".join(record.objectives))
-    steering = prose("run-front-preference")[1]
+    data = "pairs" if record.learns_from_pairs else "prompts"
+    title, plane = prose("run-front", objectives=", ".join(record.objectives), data=data)
+    steering = prose("run-front-preference", data=data)[1]
     return {
         "front": lambda: replace(plane_section(fronts), title=title, text=plane),
         "front-preference": lambda: replace(preference_section(fronts), text=steering),
@@ -342,7 +350,8 @@ def _truth(run: Setting) -> Section:
 
 def _quantities(run: Setting, name: str) -> Section:
     """Returns all registered quantities of a section; constants are named, not drawn."""
-    title, text = TEXTS[name]
+    is_of_pairs = name == "scores" and run.records[0].learns_from_pairs
+    title, text = prose("quantities-pairs") if is_of_pairs else TEXTS[name]
     panels, keys = figures.quantity_panels(run, name)
     drawn = {panel.name for panel in panels}
     helps = [q.help for q in shown(name) if any(panel.startswith(q.name) for panel in drawn)]
@@ -426,12 +435,13 @@ def _samples(record: Record) -> Samples:
             samples,
             ["Base", *map(formats.shares, preferences)],
         )
-    text = (
-        " and by the aligned one; small numbers are the changes of each score."
-        if samples and len(samples[0].replies) > 1
-        else "; the aligned model's replies are added at the end of the run."
-    )
-    text = f"The same prompts answered by the base model{text}"
+    text = "The same prompts answered by the base model"
+    if not samples or len(samples[0].replies) < 2:
+        text += "; the aligned model's replies are added at the end of the run."
+    elif record.learns_from_pairs:
+        text += " and by the aligned one. The replies are sampled; nothing scores them."
+    else:
+        text += " and by the aligned one; small numbers are the changes of each score."
     return Samples(text, samples, ["Base", "Aligned"], has_changes=True)
 
 
@@ -466,9 +476,10 @@ def _origin(record: Record) -> Provenance:
     table = Table("", "", ["Reward", "Map to [0, 1]"], rows, words=frozenset({1}), chips=colors)
     run = json.dumps(record.run, indent=2, ensure_ascii=False)
     files = {formats.CONFIG: record.config, "Program and versions (run.json)": run}
+    calibration = "the frozen calibration of rewards to [0, 1], " if rows else ""
     return Provenance(
-        "Everything needed to repeat the run: the frozen calibration of rewards to [0, 1], the "
-        "resolved configuration, and the versions.",
+        f"Everything needed to repeat the run: {calibration}the resolved configuration, and the "
+        "versions.",
         {heading: text for heading, text in files.items() if text.strip("{} \n")},
         table if rows else None,
     )

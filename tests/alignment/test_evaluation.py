@@ -226,7 +226,7 @@ def test_figures_are_of_the_replies_that_have_a_score():
     assert row["rewards"] == {"few": {"mean": pytest.approx(0.2), "se": 0.0, "num_prompts": 3}}
     assert row["kl"] == pytest.approx(30 / 8 / 2)
     assert row["num_prompts"] == 4
-    json.dumps([row, *evaluation.sample_rows(round=0)], allow_nan=False)
+    json.dumps([row, *evaluation.samples], allow_nan=False)
 
 
 def test_the_change_is_that_of_prompts_on_which_both_have_a_score():
@@ -312,10 +312,10 @@ def test_standard_errors_of_dependent_rows_cover_as_often_as_they_say():
 
 def test_rows_can_be_written_to_disk():
     base = run(policy())
-    rows = [base.row(base, round=1, split="test"), *base.sample_rows(round=0, limit=2)]
+    rows = [base.row(base, round=1, split="test"), *base.samples[:2]]
     assert json.loads(json.dumps(rows, allow_nan=False)) == rows
     assert [row["prompt"] for row in rows[1:]] == [prompt.text for prompt in PROMPTS[:2]]
-    assert rows[1].keys() == {"round", "prompt", "messages", "completion", "scores"}
+    assert rows[1].keys() == {"prompt", "messages", "completion", "scores"}
     assert rows[1]["messages"] == [{"role": "user", "content": "Question 0"}]
     assert rows[1]["scores"].keys() == {"words", "match"}
 

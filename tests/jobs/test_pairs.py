@@ -119,8 +119,15 @@ def test_a_run_learns_to_rank_held_out_pairs(pairs, tmp_path):
     assert last["pair_accuracy"]["harmless"] is None
     assert last["pair_accuracy"]["helpful"] > 0.5
     assert "helpful, accuracy" in [row.name for row in result.comparison]
-    assert result.page.exists()
     assert "pair_margin" in json.dumps(rows)
+    samples = list(Run(result.path).samples())
+    (prompts, same) = ([row["prompt"] for row in samples if row["round"] == r] for r in (0, 2))
+    assert len(prompts) == len(set(prompts)) > 1
+    assert prompts == same
+    text = result.page.read_text().partition("plotly.js v")[0]
+    assert "The replies are sampled; nothing scores them." in text
+    for words in ("mean raw score", "mean score", "calibration of rewards"):
+        assert words not in text
 
 
 def test_a_resumed_run_equals_one_that_was_not_stopped(pairs, tmp_path):

@@ -29,7 +29,7 @@ register(
         "Pairs whose preferred reply has the larger implicit reward, β log(π / π_ref): those of "
         "the clients' minibatches, and held-out ones.",
         type=ByObjective[Share | None],
-        section="training",
+        section="scores",
         evaluated="rewards",
         axis=PERCENT,
         reference=0.5,
@@ -40,7 +40,7 @@ register(
         "β nats",
         "Implicit reward of the preferred reply minus that of the other one.",
         type=ByObjective[Finite | None],
-        section="training",
+        section="scores",
         evaluated="scores",
         axis={},
     ),
