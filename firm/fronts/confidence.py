@@ -57,6 +57,44 @@ def upper_bound(values: np.ndarray, confidence: float, *, is_bounded: bool) -> f
     return -lower_bound(-values, confidence, is_bounded=False)
 
 
+def share_interval(share: float, num: int, confidence: float = 0.95) -> tuple[float, float]:
+    """Returns Clopper and Pearson's two-sided interval of a share of independent cases.
+
+    It is exact also where no case or every case holds, and a standard error would be 0.
+
+    Args:
+        share: Share of the cases that hold, in [0, 1]; a case may count in part, as a tie does.
+        num: Number of cases, at least 1.
+        confidence: Minimum probability that the interval covers the share.
+    """
+    delta = (1 - check_confidence(confidence)) / 2
+    successes = min(max(round(share * num, 6), 0.0), num)
+    low, off = (_of_proportion(own, num, delta) for own in (successes, num - successes))
+    return low, 1 - off
+
+
+def paired_interval(change: float, error: float, num: int) -> tuple[float, float]:
+    """Returns the 95 % interval of the change of a share, by the exact sign test.
+
+    Every case changes by -1, 0 or 1, so that mean and standard error tell how many rose and fell.
+    Given the number of changes, rises are a share of them (McNemar, 1947): the interval excludes 0
+    if the two-sided test rejects it at 5 %. Without changes it covers the rises or falls that so
+    few cases may have missed.
+
+    Args:
+        change: Mean change.
+        error: Its standard error.
+        num: Number of cases.
+    """
+    num_changed = min(round(error**2 * num * (num - 1) + num * change**2), num)
+    if not num_changed:
+        missed = share_interval(0.0, num)[1]
+        return -missed, missed
+    ends = share_interval((1 + change * num / num_changed) / 2, num_changed)
+    low, high = ((2 * end - 1) * num_changed / num for end in ends)
+    return low, high
+
+
 def half_width(error: float, num: int, confidence: float) -> float:
     """Returns the distance of Student's bound from a mean with a standard error.
 
@@ -73,7 +111,7 @@ def half_width(error: float, num: int, confidence: float) -> float:
     return float(t.ppf(check_confidence(confidence), num - 1)) * error
 
 
-def _of_proportion(successes: int, num: int, delta: float) -> float:
+def _of_proportion(successes: float, num: int, delta: float) -> float:
     """Returns the bound of Clopper and Pearson (1934), at which so many successes have odds δ."""
     return float(beta.ppf(delta, successes, num - successes + 1)) if successes else 0.0
 

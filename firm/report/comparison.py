@@ -130,6 +130,7 @@ def _cell(line: Line) -> Cell:
     change = None if line.name == "kl" else line.change  # the KL already is a difference
     if change is None:
         return Cell(formats.measure(line.aligned))
-    z = "" if change.z is None else f", z{formats.NBSP}{formats.number(change.z, is_signed=True)}"
+    has_z = change.z is not None and not change.interval
+    z = f", z{formats.NBSP}{formats.number(change.z, is_signed=True)}" if has_z else ""
     text = f"{formats.measure(change, is_signed=True)}{z}"
     return Cell(formats.measure(line.aligned), text, change.is_clear)

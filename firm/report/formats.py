@@ -32,11 +32,19 @@ def number(value: float | None, *, is_signed: bool = False) -> str:
 def measure(value: Measure | None, *, is_signed: bool = False) -> str:
     r"""Returns a mean with its standard error, to the digits that the error leaves significant.
 
+    Shares have their interval instead.
+
     >>> measure(Measure(0.81234, 0.0213), is_signed=True).replace("\N{NO-BREAK SPACE}", " ")
     '+0.812 ± 0.021'
+    >>> measure(Measure(1.0, 0.0, 6, interval=(0.54074, 1.0))).replace("\N{NO-BREAK SPACE}", " ")
+    '1.000 [0.541, 1.000]'
     """
     if value is None:
         return MISSING
+    if value.interval:
+        numbers = value.mean, *value.interval
+        mean, low, high = (_with_sign(own, f"{abs(own):.3f}", is_signed) for own in numbers)
+        return f"{mean} [{low},{NBSP}{high}]"
     if not value.se or not math.isfinite(value.se):
         return number(value.mean, is_signed=is_signed)
     decimals = min(max(1 - math.floor(math.log10(value.se)), 0), 6)

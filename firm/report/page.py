@@ -392,7 +392,7 @@ def _environment() -> jinja2.Environment:
     environment.filters |= {
         "number": formats.number,
         "measure": formats.measure,
-        "reach": lambda change: abs(change.mean) + (change.se or 0.0),
+        "reach": lambda change: max(map(abs, change.ends)),
         "group": lambda name: html.escape(legible(name)),  # as figures write names
         "columns": lambda facts: -(-len(facts) // -(-len(facts) // NUM_COLUMNS)) if facts else 1,
     }

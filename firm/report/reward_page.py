@@ -3,11 +3,12 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from itertools import combinations, pairwise
-from math import nan, sqrt
+from math import nan
 from typing import Any
 
 import numpy as np
 
+from firm.fronts.confidence import share_interval
 from firm.report import formats
 from firm.report.drawing import DASHED, INK, LegendEntry, Panel, axis, figure, scatter
 from firm.report.page import Headline, Page, Section, Table, prose
@@ -15,13 +16,11 @@ from firm.report.tables import COLORS
 
 EDGES = (0.5, 0.6, 0.7, 0.8, 0.9, 1.0)
 """Limits of the bins of the calibration curve."""
-Z95 = 1.959964
-"""97.5 % quantile of the normal distribution."""
 
 
 @dataclass(frozen=True)
 class Share:
-    """A share of n cases, with its 95 % interval (Wilson, 1927)."""
+    """A share of n cases, with its exact 95 % interval (Clopper and Pearson, 1934)."""
 
     value: float
     num: int
@@ -34,10 +33,8 @@ class Share:
         n = int(holds.size)
         if not n:
             return cls(nan, 0, nan, nan)
-        p, shrink = float(holds.mean()), 1 + Z95**2 / n
-        middle = (p + Z95**2 / (2 * n)) / shrink
-        half = Z95 * sqrt(p * (1 - p) / n + Z95**2 / (4 * n**2)) / shrink
-        return cls(p, n, middle - half, middle + half)
+        p = float(holds.mean())
+        return cls(p, n, *share_interval(p, n))
 
     def __str__(self) -> str:
         if not self.num:

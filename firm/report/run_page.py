@@ -201,12 +201,21 @@ def _summary(record: Record, comparison: Comparison | None) -> str:
     return (
         f"After {formats.count(comparison.round, 'round')} on "
         f"{formats.count(len(record.clients), 'client')}: {'; '.join(changes)}. Change of the "
-        f"{_measured(record)} against the base model, ± standard error, on {comparison.prompts}."
+        f"{_measured(record)} against the base model, {_spread(comparison, record)}, on {comparison.prompts}."
     )
 
 
 def _measured(record: Record) -> str:
     return ACCURACY if record.learns_from_pairs else "mean score"
+
+
+def _spread(comparison: Comparison, record: Record) -> str:
+    """Returns a name for what follows the changes of the objectives."""
+    lines = [line for line in map(comparison.line, record.objectives) if line and line.change]
+    exact = {bool(line.change.interval) for line in lines if line.change}
+    if exact == {True}:
+        return "with its exact 95 % interval"
+    return f"± standard error{', or with the exact 95 % interval of a share' if any(exact) else ''}"
 
 
 def _front_ends(record: Record) -> dict[str, tuple[float, float]]:
@@ -257,6 +266,8 @@ def _stats(record: Record, comparison: Comparison | None) -> list[tuple[str, str
             base = f"base {formats.number(line.base.mean)}" if line.base and name != "kl" else ""
             values = [row[name] for row in front if row.get(name) is not None]
             value = formats.number(line.aligned and line.aligned.mean)
+            if line.aligned and line.aligned.interval:
+                value = formats.measure(line.aligned)
             if values and not line.is_score:
                 value = " – ".join(formats.number(end) for end in (min(values), max(values)))
                 base = ", ".join(filter(None, ["by preference", base]))

@@ -1,7 +1,8 @@
 """Comparison of aligned and base model: all scores and side metrics of two evaluations."""
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from math import isclose
 from typing import Any
 
 from firm.base.quantities import QUANTITIES, drawn
@@ -10,7 +11,10 @@ CLEAR_Z = 2.0
 """Number of standard errors from which a change counts as clear."""
 CLEAR_ALIKE = 6
 """Number of prompts from which equal changes count as clear: 2 · 0.5⁶ < 0.05 (sign test)."""
-
+SHARES = ("parse", "end_share")
+"""Scores and side metrics that are shares of replies, however many replies a prompt has."""
+CHANCE = 0.5
+"""Accuracy of the base model on pairs: it is its own reference, so that every margin is 0."""
 FEW_PROMPTS = 20
 """Fewer held-out prompts are too few to tell most changes from chance."""
 
@@ -25,6 +29,13 @@ class Measure:
     """Number of prompts in the mean; None if a log lacks it."""
     is_partial: bool = False
     """True if other prompts of the evaluation have no score."""
+    interval: tuple[float, float] | None = None
+    """Exact 95 % interval of a share or of its change, counted by prompts; None: of other means."""
+
+    @property
+    def ends(self) -> tuple[float, float]:
+        """Ends of the interval, or the mean ± one standard error."""
+        return self.interval or (self.mean - (self.se or 0.0), self.mean + (self.se or 0.0))
 
     @property
     def z(self) -> float | None:
@@ -35,8 +46,11 @@ class Measure:
     def is_clear(self) -> bool:
         """True if the mean differs clearly from zero, by at least ``CLEAR_Z`` standard errors.
 
-        Without a standard error because all prompts changed alike, the sign test decides.
+        The interval of a share's change must exclude zero. Without a standard error because all
+        prompts changed alike, the sign test decides.
         """
+        if self.interval:
+            return self.interval[0] > 0 or self.interval[1] < 0
         if self.se == 0 and self.mean != 0:
             return (self.num_prompts or 0) >= CLEAR_ALIKE
         return self.z is not None and abs(self.z) >= CLEAR_Z
@@ -114,23 +128,26 @@ def compare(base: Mapping[str, Any], aligned: Mapping[str, Any]) -> list[Line]:
     The change of a score is paired by row, so its standard error is smaller than that of two
     independent means.
     """
-    parts = [("{}", "scores", "change", "")]
-    if "accuracy_change" in aligned:  # held-out pairs
-        parts = [
-            ("{}", "rewards", "accuracy_change", "accuracy"),
-            ("{}, margin", "scores", "change", ""),
-        ]
-    lines = [
-        Line(
-            title.format(name),
-            _measure(base, figures, name),
-            _measure(aligned, figures, name),
-            _measure(aligned, change, name),
-            measure=measure,
-        )
-        for title, figures, change, measure in parts
-        for name in aligned.get(figures) or {}
-    ]
+    lines, of_pairs = [], "accuracy_change" in aligned
+    if of_pairs:
+        for name in aligned.get("rewards") or {}:
+            after = share_measure(_measure(aligned, "rewards", name))
+            change = _measure(aligned, "accuracy_change", name)
+            if after and change and after.interval:
+                low, high = (end - CHANCE for end in after.interval)
+                change = replace(change, interval=(low, high))
+            before = _measure(base, "rewards", name)
+            lines.append(
+                Line(name, before and Measure(before.mean), after, change, measure="accuracy")
+            )
+    title = "{}, margin" if of_pairs else "{}"
+    for name in aligned.get("scores") or {}:
+        before, after = (_measure(row, "scores", name) for row in (base, aligned))
+        change = _measure(aligned, "change", name)
+        if not of_pairs and _is_share(name, before, after):
+            before, after = share_measure(before), share_measure(after)
+            change = _paired(change, aligned)
+        lines.append(Line(title.format(name), before, after, change))
     for name in (each.name for each in drawn() if each.kind == "evaluation"):
         if isinstance(aligned.get(name), int | float):
             before, after = (
@@ -138,8 +155,50 @@ def compare(base: Mapping[str, Any], aligned: Mapping[str, Any]) -> list[Line]:
                 for row in (base, aligned)
             )
             change = Measure(after.mean - before.mean) if before and after else None
+            if name in SHARES:
+                count = aligned.get("num_prompts")
+                before, after = (
+                    share_measure(own and replace(own, num_prompts=count))
+                    for own in (before, after)
+                )
             lines.append(Line(name, before, after, change, is_score=False))
     return lines
+
+
+def _is_share(name: str, *ends: Measure | None) -> bool:
+    """Returns whether a score of base and aligned model is a share of the replies.
+
+    With one reply per prompt, scores that are 0 or 1 have the variance p (1 - p), and no others
+    in [0, 1] have it.
+    """
+    sizes = [(own.mean, own.se, own.num_prompts) for own in ends if own]
+    is_binary = all(
+        se is not None and num and isclose(se**2 * (num - 1), p * (1 - p), abs_tol=1e-9)
+        for p, se, num in sizes
+    )
+    return name in SHARES or (len(sizes) == 2 and is_binary and any(se for _, se, _ in sizes))
+
+
+def share_measure(measure: Measure | None) -> Measure | None:
+    """Returns a share with its exact interval, counted by prompts: their replies are dependent."""
+    # imports scipy.stats, which takes half a second
+    from firm.fronts.confidence import share_interval
+
+    if measure is None or not measure.num_prompts or not 0 <= measure.mean <= 1:
+        return measure
+    return replace(measure, interval=share_interval(measure.mean, measure.num_prompts))
+
+
+def _paired(change: Measure | None, row: Mapping[str, Any]) -> Measure | None:
+    """Returns the change of a share with its exact interval, if each prompt has one reply."""
+    from firm.fronts.confidence import paired_interval
+
+    num_rows, count = row.get("num_rows"), row.get("num_prompts")
+    if change is None or change.se is None or change.is_partial or row.get("num_samples") != 1:
+        return change
+    if not count or num_rows not in (None, count):
+        return change
+    return replace(change, interval=paired_interval(change.mean, change.se, count))
 
 
 def _measure(row: Mapping[str, Any], figures: str, name: str) -> Measure | None:

@@ -6,10 +6,16 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from scipy.stats import t
+from scipy.stats import binomtest, t
 
 from benchmarks.certificates import SETTINGS, wrong_choices, wrong_passes
-from firm.fronts.confidence import half_width, lower_bound, upper_bound
+from firm.fronts.confidence import (
+    half_width,
+    lower_bound,
+    paired_interval,
+    share_interval,
+    upper_bound,
+)
 
 shares = st.lists(st.floats(0, 1), min_size=1, max_size=40).map(np.array)
 
@@ -32,6 +38,20 @@ def test_a_proportion_has_the_exact_bound():
     assert lower_bound(np.zeros(5), 0.95, is_bounded=True) == 0
     assert upper_bound(np.zeros(5), 0.95, is_bounded=True) == pytest.approx(1 - 0.05**0.2)
     assert upper_bound(np.zeros(5), 0.95, is_bounded=False) == pytest.approx(1 - 0.05**0.2)
+    for num in (0, 1, 7, 20):
+        own = binomtest(num, 20).proportion_ci(0.95, method="exact")
+        assert share_interval(num / 20, 20) == pytest.approx((own.low, own.high))
+
+
+@given(st.lists(st.sampled_from([-1, 0, 1]), min_size=2, max_size=40).map(np.array))
+def test_a_paired_interval_excludes_no_change_where_the_sign_test_does(changes):
+    num, mean, error = len(changes), changes.mean(), changes.std(ddof=1) / len(changes) ** 0.5
+    low, high = paired_interval(mean, error, num)
+    rises, num_changed = int((changes > 0).sum()), int((changes != 0).sum())
+    p = binomtest(rises, num_changed).pvalue if num_changed else 1.0
+    assert (low > 0 or high < 0) == (p < 0.05)
+    assert low - 1e-9 <= mean <= high + 1e-9
+    assert low < high
 
 
 @given(shares)

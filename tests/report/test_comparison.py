@@ -1,5 +1,6 @@
 import pytest
 
+from firm.fronts.confidence import share_interval
 from firm.report import read_record
 from firm.report.comparison import best_comparison, comparison_of
 from firm.run.comparison import Measure
@@ -34,7 +35,13 @@ def test_the_change_is_the_paired_one_of_the_evaluation(make_run):
         line = comparison.line(name)
         assert line is not None
         assert line.change == Measure(**row["change"][name], num_prompts=256)
-        assert line.aligned == Measure(**row["scores"][name], num_prompts=256)
+        mean = row["scores"][name]["mean"]
+        interval = share_interval(mean, 256) if name == "parse" else None  # a share
+        expected = Measure(**row["scores"][name], num_prompts=256, interval=interval)
+        assert line.aligned == expected
+    line = comparison.line("end_share")
+    assert line is not None
+    assert line.aligned == Measure(0.93, None, 256, interval=share_interval(0.93, 256))
 
 
 def test_a_side_figure_changes_by_the_difference_and_has_no_standard_error(make_run):
