@@ -20,6 +20,8 @@ NUM_BANDS = 6
 """With more lines, bands would hide one another."""
 
 Trace = dict[str, Any]
+Error = float | tuple[float, float]
+"""Standard error, or the distances from a value to both ends of its interval."""
 Axis = dict[str, Any]
 """Attributes of one of plotly's axes."""
 Over = Literal["rounds", "megabytes"]
@@ -98,9 +100,9 @@ def curve(
     *,
     width: float = 2,
     size: float = 5,
-    ses: Sequence[float | None] | None = None,
+    ses: Sequence[Error | None] | None = None,
 ) -> Trace:
-    """Returns a line over the rounds, with the standard error of each point.
+    """Returns a line over the rounds, with the error bar of each point.
 
     Rounds without a finite value are omitted. A size of 0 draws no markers.
     """
@@ -133,11 +135,18 @@ def bars(
     }
 
 
-def error_bars(ses: Sequence[float | None], color: str) -> dict[str, Any]:
-    """Returns bars of ± one standard error for each point that has one."""
-    if not any(ses):
+def error_bars(errors: Sequence[Error | None], color: str) -> dict[str, Any]:
+    """Returns an error bar for each point that has one."""
+    if not any(errors):
         return {"visible": False}
-    return {"array": list(ses), "color": color, "thickness": 1, "width": 3}
+    below, above = zip(*map(reach, errors), strict=True)
+    bars = {"array": list(above), "color": color, "thickness": 1, "width": 3}
+    return bars if below == above else bars | {"symmetric": False, "arrayminus": list(below)}
+
+
+def reach(error: Error | None) -> tuple[float | None, float | None]:
+    """Returns the lengths of an error bar below and above its point."""
+    return error if isinstance(error, tuple) else (error, error)
 
 
 def annotation(x: float, y: float, text: str, color: str, **attributes: Any) -> dict[str, Any]:

@@ -160,7 +160,10 @@ def front_clouds(fronts: Mapping[str, Front]) -> list[Cloud]:
         method = setting.name
         spots = {
             # several fronts' labels would overlap
-            point.name: _spot(method, point, beaten[method, point.name], has_label=len(fronts) == 1)
+            point.name: replace(
+                _spot(method, point, beaten[method, point.name], has_label=len(fronts) == 1),
+                errors=tables.errors(front, point),
+            )
             for point in front.points
         }
         groups[setting] = [
@@ -215,7 +218,7 @@ def _spot(method: str, point: Point, dominators: Sequence[str], *, has_label: bo
     }
     place = point.rewards | ({KL: point.kl} if has_kl else {})
     label = formats.shares(point.preference) if has_label else ""
-    return Spot(place, point.errors, facts, is_dominated=bool(dominators), label=label)
+    return Spot(place, {}, facts, is_dominated=bool(dominators), label=label)
 
 
 def _facts(method: str, preference: Sequence[float], points: Sequence[Point]) -> dict[str, str]:
@@ -297,9 +300,10 @@ def preference_section(fronts: Mapping[str, Front]) -> Section:
     for index, objective in enumerate(next(iter(fronts.values())).objectives):
         traces = []
         for method in _methods(fronts):
-            points = by_preference(fronts[method.name]).items()
+            front = fronts[method.name]
+            points = by_preference(front).items()
             rows = [
-                (p[index], point.rewards[objective], point.errors[objective])
+                (p[index], point.rewards[objective], tables.errors(front, point)[objective])
                 for p, own in points
                 for point in own
             ]
@@ -317,10 +321,13 @@ def preference_section(fronts: Mapping[str, Front]) -> Section:
 def _share_traces(key: LegendEntry, models: Frame) -> list[Trace]:
     """Returns traces of the mean over the models of each share, and of the models.
 
-    A single model has its own standard error.
+    A single model has its own error bar.
     """
     levels = models.groupby("x")["y"].agg(["mean", "sem", "count"])
-    errors = levels["sem"].fillna(models.groupby("x")["se"].first()).tolist()
+    own_bars = models.groupby("x")["se"].first()
+    errors = [
+        own_bars[x] if level["count"] == 1 else level["sem"] for x, level in levels.iterrows()
+    ]
     singles = models[models["x"].map(levels["count"]) > 1].sort_values("x", kind="stable")
     label = escape(key.label)
     hover = f"{label}<br>share %{{x:.3~g}}: %{{y:.3f}}"

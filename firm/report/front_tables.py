@@ -9,14 +9,15 @@ from numpy.typing import ArrayLike
 
 from firm.fronts.correlation import monotone_violations, preference_correlations
 from firm.fronts.dominance import dominators, non_dominated
-from firm.fronts.front import Front, seed_hypervolumes
+from firm.fronts.front import Front, Point, seed_hypervolumes
 from firm.fronts.hypervolume import volumes
 from firm.fronts.uncertainty import bootstrap_hypervolume
 from firm.report import formats
+from firm.report.drawing import Error
 from firm.report.ledger import total_bytes
 from firm.report.page import Table, prose
 from firm.report.plane import ACCURACY, REWARD
-from firm.report.record import Record, rewards_of
+from firm.report.record import Record, rewards_of, share_error
 from firm.run.comparison import Measure, score_label, score_notes
 
 NUM_RESAMPLES = 1000
@@ -100,6 +101,14 @@ def unit(fronts: Mapping[str, Front]) -> str:
     return ACCURACY if all(own.get("method", "pairs") == "pairs" for own in maps) else REWARD
 
 
+def errors(front: Front, point: Point) -> dict[str, Error]:
+    """Returns the error bars of a point: standard errors, or exact 95 % intervals of accuracies."""
+    if unit({"": front}) == REWARD:
+        return {**point.errors}
+    counts = {name: front.num_scored.get(name, front.num_prompts) for name in front.objectives}
+    return {name: share_error(point.rewards[name], count) for name, count in counts.items()}
+
+
 def num_collapsed(front: Front) -> int:
     """Counts the models of a front that collapsed."""
     return sum(point.collapse is not None for point in front.points)
@@ -145,8 +154,10 @@ def models(fronts: Mapping[str, Front]) -> Table:
         columns["method"] = [method for method, _ in points]
     columns["preference"] = [formats.shares(point.preference) for point in everyone]
     for name in objectives:
-        measures = [Measure(point.rewards[name], point.errors[name]) for point in everyone]
-        columns[name] = [formats.measure(measure) for measure in measures]
+        columns[name] = [
+            formats.measure(_measure(point.rewards[name], errors(fronts[method], point)[name]))
+            for method, point in points
+        ]
     extras = list(dict.fromkeys(name for point in everyone for name in point.scores))
     for name in extras:
         columns[score_label(name)] = [formats.number(p.scores.get(name)) for p in everyone]
@@ -165,9 +176,15 @@ def models(fronts: Mapping[str, Front]) -> Table:
     )
 
 
+def _measure(mean: float, error: Error) -> Measure:
+    if isinstance(error, tuple):
+        return Measure(mean, interval=(mean - error[0], mean + error[1]))
+    return Measure(mean, error)
+
+
 def _model_text(fronts: Mapping[str, Front]) -> str:
     if unit(fronts) == ACCURACY:
-        return f"On the test pairs: {ACCURACY}, ± standard error over their prompts."
+        return f"On the test pairs: {ACCURACY}, with its exact 95 % interval, counted by prompts."
     return (
         "On the test prompts: rewards in [0, 1] ± standard error over the prompts, further raw "
         "scores, and KL from the base model in nats per reply."

@@ -15,6 +15,7 @@ from firm.report.drawing import (
     MUTED,
     SURFACE,
     Axis,
+    Error,
     LegendEntry,
     Panel,
     Trace,
@@ -22,6 +23,7 @@ from firm.report.drawing import (
     axis,
     error_bars,
     figure,
+    reach,
     scatter,
 )
 from firm.report.tables import Setting
@@ -50,8 +52,8 @@ class Spot:
     """A model, or the mean of several."""
 
     place: PlanePoint
-    errors: Mapping[str, float | None]
-    """Standard errors of the values in `place`."""
+    errors: Mapping[str, Error | None]
+    """Error bars of the values in `place`."""
     facts: Mapping[str, str]
     """Lines of the tooltip, text by label."""
     is_dominated: bool = False
@@ -312,9 +314,9 @@ def _mark(place: PlanePoint, x: str, y: str, key: LegendEntry, symbol: str) -> T
 
 def _axis(name: str, spots: Sequence[Spot], unit: str) -> Axis:
     """Returns an axis that covers all spots with their error bars."""
-    pairs = [(spot.place[name], spot.errors.get(name) or 0.0) for spot in spots]
-    low = min((value - error for value, error in pairs), default=0.0)
-    high = max((value + error for value, error in pairs), default=1.0)
+    bars = [(spot.place[name], *reach(spot.errors.get(name))) for spot in spots]
+    low = min((value - (below or 0.0) for value, below, _ in bars), default=0.0)
+    high = max((value + (above or 0.0) for value, _, above in bars), default=1.0)
     # a single point has no span
     gap = MARGIN * (high - low) or 0.05
     title = name if name == KL else f"{escape(name)} ({unit})"

@@ -5,6 +5,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from firm.fronts.confidence import share_interval
+from firm.report.drawing import Error
 from firm.run.directory import Row, Run
 from firm.run.files import read_text
 from firm.run.resuming import CONFIG_NAME, RESTORE, check_run
@@ -187,8 +189,29 @@ def study_records(sweep: Sweep) -> dict[str, list[Record]]:
 
 
 def score(row: Row, field: str, name: str, part: str) -> float | None:
-    """Returns "mean" or "se" of a score in a field of an evaluation; None if missing."""
+    """Returns a part of a score, such as "mean", in an evaluation; None if missing."""
     return ((row.get(field) or {}).get(name) or {}).get(part)
+
+
+def main_error(record: Record, row: Row, name: str) -> Error | None:
+    """Returns the error bar of an objective's main figure.
+
+    It is one standard error of a score, and the exact 95 % interval of an accuracy on pairs. The
+    base model's accuracy is 1/2 by definition.
+    """
+    mean, se, count = (
+        score(row, record.main_field, name, part) for part in ("mean", "se", "num_prompts")
+    )
+    if not record.learns_from_pairs:
+        return se
+    count = count or row.get("num_prompts")
+    return share_error(mean, int(count)) if mean is not None and count and row["round"] else None
+
+
+def share_error(share: float, num: int) -> Error:
+    """Returns the error bar of a share of `num` prompts, up to the ends of its exact interval."""
+    low, high = share_interval(share, num)
+    return share - low, high - share
 
 
 def rewards_of(row: Row, objectives: Sequence[str]) -> list[float] | None:

@@ -13,6 +13,7 @@ from firm.report import formats
 from firm.report.drawing import (
     INK,
     MUTED,
+    Error,
     LegendEntry,
     Panel,
     Trace,
@@ -23,7 +24,7 @@ from firm.report.drawing import (
 )
 from firm.report.ledger import uploads_so_far
 from firm.report.plane import ACCURACY, KL, Cloud, Spot, planes
-from firm.report.record import Record, score
+from firm.report.record import Record, main_error, score
 from firm.report.tables import DASHES, Setting, drawn_objectives, reference_of
 from firm.run.comparison import score_label
 from firm.run.rows import Row, mean_over_clients
@@ -202,7 +203,11 @@ def evaluation_line(run: Setting, field: str, name: str, color: str) -> Trace:
     """Returns an evaluated quantity of the global model on the validation prompts, with errors."""
     quantity = f"validation/{field}"
     points = run.lines(quantity, name).get("", {})
-    ses = list(run.errors(quantity, name).values())
+    ses: list[Error | None] = list(run.errors(quantity, name).values())
+    record = run.records[0]
+    if record.learns_from_pairs and field == record.main_field:
+        rows = {row["round"]: row for row in record.evaluations["validation"]}
+        ses = [main_error(record, rows[at], name) for at in points]
     return curve(LegendEntry(GLOBAL_MODEL.label, color), points.items(), width=2.5, size=7, ses=ses)
 
 
@@ -249,7 +254,7 @@ def _spots(record: Record, rows: Sequence[Row]) -> list[Spot]:
     for index, (row, place) in enumerate(places):
         is_last = index == len(places) - 1
         has_bars = index == 0 or is_last
-        errors = {n: score(row, field, n, "se") if has_bars else None for n in record.objectives}
+        errors = {n: main_error(record, row, n) if has_bars else None for n in record.objectives}
         label = "base" if row["round"] == 0 else f"round {row['round']}" if is_last else ""
         shade = min(row["round"] / max(record.num_rounds, 1), 1.0)
         spots.append(Spot(place, errors, _facts(record, row), label=label, shade=shade))

@@ -201,7 +201,8 @@ def _summary(record: Record, comparison: Comparison | None) -> str:
     return (
         f"After {formats.count(comparison.round, 'round')} on "
         f"{formats.count(len(record.clients), 'client')}: {'; '.join(changes)}. Change of the "
-        f"{_measured(record)} against the base model, {_spread(comparison, record)}, on {comparison.prompts}."
+        f"{_measured(record)} against the base model, {_spread(comparison, record)}, on "
+        f"{comparison.prompts}."
     )
 
 
@@ -316,10 +317,17 @@ def _trade_off(run: Setting) -> Section:
     title, text = prose(
         f"run-plane-{'validation' if by_round else 'test'}",
         better="Up and to the right" if has_several else "Up",
-        data="pairs" if record.learns_from_pairs else "prompts",
+        **_words(record),
     )
     panels = figures.trade_off_planes(record) if record.objectives else []
     return Section("trade-off", title if has_several else "Score against KL", text, panels, legend)
+
+
+def _words(record: Record) -> dict[str, str]:
+    """Returns names of the held-out data and of the error bars."""
+    if record.learns_from_pairs:
+        return {"data": "pairs", "bars": "exact 95 % intervals, counted by prompts"}
+    return {"data": "prompts", "bars": "± one standard error over the prompts"}
 
 
 def _front(record: Record) -> dict[str, Callable[[], Block]]:
@@ -328,9 +336,8 @@ def _front(record: Record) -> dict[str, Callable[[], Block]]:
     if front is None:
         return {}
     fronts = {record.name: front}
-    data = "pairs" if record.learns_from_pairs else "prompts"
-    title, plane = prose("run-front", objectives=", ".join(record.objectives), data=data)
-    steering = prose("run-front-preference", data=data)[1]
+    title, plane = prose("run-front", objectives=", ".join(record.objectives), **_words(record))
+    steering = prose("run-front-preference", **_words(record))[1]
     return {
         "front": lambda: replace(plane_section(fronts), title=title, text=plane),
         "front-preference": lambda: replace(preference_section(fronts), text=steering),

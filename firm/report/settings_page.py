@@ -32,7 +32,7 @@ from firm.report.page import (
     write_page,
 )
 from firm.report.plane import KL, Cloud, PlanePoint, Spot, clouds_of, planes
-from firm.report.record import Record
+from firm.report.record import Record, final_row, main_error
 from firm.report.static import Curve, PaperFigure, curves_figure, plane_figure
 from firm.report.tables import (
     COLORS,
@@ -232,6 +232,9 @@ def _spots(setting: Setting, criterion: Criterion, folder: Path) -> list[Spot]:
         for name in criterion.objectives:
             own = setting.errors(criterion.final, name, seed=place)
             errors[name] = own[max(own)]
+            if setting.records and setting.records[place].learns_from_pairs:
+                record = setting.records[place]
+                errors[name] = main_error(record, final_row(record) or {"round": 0}, name)
         spots.append(Spot(values, errors, facts))
     return spots
 

@@ -25,7 +25,7 @@ from matplotlib.ticker import MaxNLocator
 from firm.base.inside import make_folder, replace_bytes
 from firm.base.sanitize import legible_data
 from firm.fronts.smoothing import exponential_average
-from firm.report.drawing import LegendEntry, Panel, Trace, series_panel
+from firm.report.drawing import Error, LegendEntry, Panel, Trace, series_panel
 from firm.report.page import replace_file
 from firm.report.plane import Cloud, PlanePoint, planes
 from firm.report.tables import Series, mean_and_error
@@ -125,13 +125,18 @@ def plane_figure(
             "point" if spot in cloud.means else "single seed",
             *(spot.facts.get(name, "") for name in names),
             *(spot.place[name] for name in objectives),
-            *("" if (e := spot.errors.get(name)) is None else e for name in objectives),
+            *(_error_text(spot.errors.get(name)) for name in objectives),
             "yes" if spot.is_dominated else "no",
         ]
         for cloud in clouds
         for spot in cloud.spots
     ]
     return PaperFigure(figure, [*header, "dominated"], rows)
+
+
+def _error_text(error: Error | None) -> float | str:
+    """Returns a standard error, or the distances to both ends of an interval, for a table."""
+    return "" if error is None else " ".join(map(str, error)) if isinstance(error, tuple) else error
 
 
 def curves_figure(
@@ -235,13 +240,13 @@ def _draw(axes: Axes, trace: Trace) -> None:
     symbols = marker.get("symbol", "circle")
     symbols = [symbols] * len(xs) if isinstance(symbols, str) else symbols
     color = light_color(marker["color"])
-    bars = [trace.get(f"error_{name}", {}).get("array") for name in ("y", "x")]
+    bars = [trace.get(f"error_{name}", {}) for name in ("y", "x")]
     for place, symbol in enumerate(symbols):
         shape = symbol if symbol in MARKERS else symbol.removesuffix("-open")
         axes.errorbar(
             xs[place],
             ys[place],
-            *(own[place] if own else None for own in bars),
+            *(_lengths(own, place) for own in bars),
             fmt=MARKERS[shape],
             color=color,
             markersize=POINTS_PER_PIXEL["marker"] * marker["size"],
@@ -251,6 +256,14 @@ def _draw(axes: Axes, trace: Trace) -> None:
             label=label,
         )
         label = None
+
+
+def _lengths(bars: dict[str, Any], place: int) -> list[list[float]] | None:
+    """Returns the lengths of an error bar below and above its point; None without one."""
+    above = bars.get("array")
+    if above is None or above[place] is None:
+        return None
+    return [[own[place]] for own in (bars.get("arrayminus", above), above)]
 
 
 def _grid(number: int, *, num_keys: int) -> Figure:
