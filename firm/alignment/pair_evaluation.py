@@ -7,7 +7,7 @@ accuracy is 1/2. Standard errors are clustered by prompt, as in `firm.alignment.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
@@ -23,11 +23,24 @@ from firm.alignment.evaluation import (
 )
 from firm.alignment.pair_tokens import EncodedPair
 from firm.base.quantities import Quantity, register
+from firm.fronts.confidence import share_interval
 
 register(Quantity("accuracy_change", kind="evaluation", section="", type=dict[str, MetricRecord]))
 
 ACCURACY = "{}, accuracy"
 MARGIN = "{}, margin"
+
+
+class _Accuracy(MetricComparison):
+    """An accuracy beside the base model's 1/2, with its exact 95 % interval, by prompts."""
+
+    def cells(self) -> list[str]:
+        """Returns name, base, aligned and change as strings for a table, and no z."""
+        ends = share_interval(self.aligned, self.num_prompts)
+        low, high = (end - self.base for end in ends)
+        aligned = f"{self.aligned:.3f} [{ends[0]:.3f}, {ends[1]:.3f}]"
+        change = f"{self.change:+.3f} [{low:+.3f}, {high:+.3f}]"
+        return [self.name, f"{self.base:.3f}", aligned, change, ""]
 
 
 @dataclass(frozen=True)
@@ -71,13 +84,15 @@ class PairEvaluation(RowMetrics):
 
     def comparison(self, base: "PairEvaluation") -> list[MetricComparison]:
         """Returns comparisons of accuracies and margins with the base model's."""
-        margins = compare_by_name(base.scores, self.scores, self.prompt_of_row)
-        named = {ACCURACY: self.reward_comparison(base), MARGIN: margins}
         # each objective has its own pairs, so that every row would be marked as partial
-        return [
-            replace(row, name=title.format(name), is_partial=False)
-            for title, rows in named.items()
-            for name, row in rows.items()
+        accuracies = [
+            _Accuracy(**asdict(row) | {"name": ACCURACY.format(name), "is_partial": False})
+            for name, row in self.reward_comparison(base).items()
+        ]
+        margins = compare_by_name(base.scores, self.scores, self.prompt_of_row)
+        return accuracies + [
+            replace(row, name=MARGIN.format(name), is_partial=False)
+            for name, row in margins.items()
         ]
 
 

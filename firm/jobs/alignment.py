@@ -33,6 +33,7 @@ from firm.federation.client import Adapter
 from firm.federation.engines.engine import Engine
 from firm.federation.engines.processes import Processes, ProcessesEngine
 from firm.federation.server import ServerState
+from firm.fronts.confidence import share_interval
 from firm.fronts.reach import widest_gap
 from firm.jobs.alarms import alarms_at_start, alarms_of_rounds
 from firm.jobs.alignment_config import (
@@ -310,13 +311,15 @@ def write_result(
 def print_result(cfg: AlignmentConfig, result: Result) -> None:
     """Prints the comparison with the base model, warnings, and paths of page and adapter."""
     aligned = result.aligned
+    spread = "mean ± standard error"
     if isinstance(aligned, PairEvaluation):
         data = f"{aligned.num_rows} held-out pairs of replies to {aligned.num_prompts} prompts"
+        spread += ", or exact 95 % interval"
     else:
         data = f"{prompts_text(aligned.num_prompts, aligned.num_rows, 'held-out')}, "
         data += f"{cfg.evaluation.num_samples} replies each"
     print_table(
-        f"{data}, mean ± standard error",
+        f"{data}, {spread}",
         ["", "base", "aligned", "change", "z"],
         [row.cells() for row in result.comparison],
     )
@@ -325,13 +328,12 @@ def print_result(cfg: AlignmentConfig, result: Result) -> None:
         names, shown = list(cfg.objectives), LANGUAGE_TASKS[cfg.estimator.learns_from].shown
         kl = ["kl"] if "kl" in rows[0] else []
         print_table(
-            f"the same {cfg.estimator.learns_from} at each measured preference, mean ± standard "
-            "error",
+            f"the same {cfg.estimator.learns_from} at each measured preference, {spread}",
             [", ".join(names), *names, *kl],
             [
                 [
                     formats.shares(row["preference"]),
-                    *(f"{s['mean']:.3f} ± {s['se']:.3f}" for s in map(row[shown].get, names)),
+                    *(_figure(row[shown][name], shown) for name in names),
                     *(f"{row[key]:.3f} ± {row[f'{key}_se']:.3f}" for key in kl),
                 ]
                 for row in rows
@@ -346,6 +348,14 @@ def print_result(cfg: AlignmentConfig, result: Result) -> None:
     print(legible(f"report   {result.page}\nadapter  {result.adapter}"))
     if record.kept_adapter:
         print(printable(f"         of {record.kept_adapter}", max_length=5_000))
+
+
+def _figure(entry: Mapping[str, Any], field: str) -> str:
+    """Returns a score with its standard error, or an accuracy on pairs with its exact interval."""
+    if field == "scores":
+        return f"{entry['mean']:.3f} ± {entry['se']:.3f}"
+    low, high = share_interval(entry["mean"], entry["num_prompts"])
+    return f"{entry['mean']:.3f} [{low:.3f}, {high:.3f}]"
 
 
 def claim_folder(cfg: AlignmentConfig, processes: Processes) -> Path:

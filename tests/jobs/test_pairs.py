@@ -118,7 +118,9 @@ def test_a_run_learns_to_rank_held_out_pairs(pairs, tmp_path):
     last = [row for row in rows if row["kind"] == "client" and row["client"] == "client_2"][-1]
     assert last["pair_accuracy"]["harmless"] is None
     assert last["pair_accuracy"]["helpful"] > 0.5
-    assert "helpful, accuracy" in [row.name for row in result.comparison]
+    cells = {row.name: row.cells() for row in result.comparison}
+    exact = ["0.500", "1.000 [0.292, 1.000]", "+0.500 [-0.208, +0.500]", ""]  # of three prompts
+    assert cells["helpful, accuracy"] == ["helpful, accuracy", *exact]
     assert "pair_margin" in json.dumps(rows)
     samples = list(Run(result.path).samples())
     (prompts, same) = ([row["prompt"] for row in samples if row["round"] == r] for r in (0, 2))
