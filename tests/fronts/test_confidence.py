@@ -43,6 +43,7 @@ def test_a_proportion_has_the_exact_bound():
         assert share_interval(num / 20, 20) == pytest.approx((own.low, own.high))
 
 
+@pytest.mark.slow
 @given(st.lists(st.sampled_from([-1, 0, 1]), min_size=2, max_size=40).map(np.array))
 def test_a_paired_interval_excludes_no_change_where_the_sign_test_does(changes):
     num, mean, error = len(changes), changes.mean(), changes.std(ddof=1) / len(changes) ** 0.5

@@ -134,6 +134,7 @@ def test_the_headline_is_the_paired_change_on_the_test_split(make_run):
     assert "on 256 test prompts" in text
 
 
+@pytest.mark.slow
 def test_the_head_has_the_mismatch_of_log_probabilities_only_beyond_rounding(make_run):
     run_path, facts = make_run(num_done=1), []
     for mismatch in (6e-7, 0.02):
