@@ -47,7 +47,8 @@ class ScalarConfig(StrategyConfig):
     """Options of local training on a fixed weighted sum of the objectives."""
 
     weights: tuple[float, ...] | None = None
-    """Weight of each objective, scaled to sum 1; null weights them equally."""
+    """Weight of each objective, in order or by name, such as `helpful=0.7,harmless=0.3`; scaled to
+    sum 1. null weights them equally."""
     proximal: Annotated[NonNegativeFloat, Hint("0 is off")] = 0.0
     """Strength μ of the proximal term μ/2 ‖θ - θ_t‖² in the local loss."""
     decay: Annotated[float, Interval(gt=0, le=1), Hint("1 is none")] = 1.0
@@ -191,7 +192,8 @@ class FirmConfig(StrategyConfig):
     """Strength β of the regularisation towards uniform weights (Eq. 9); not used with a
     preference."""
     preference: tuple[float, ...] | None = None
-    """Preference p of the objectives (Eq. 54), scaled to sum 1; 0 excludes an objective."""
+    """Preference p of the objectives (Eq. 54), in order or by name, such as
+    `helpful=0.7,harmless=0.3`; scaled to sum 1; 0 excludes an objective."""
     preferences: dict[str, tuple[float, ...]] = field(default_factory=dict)
     """Preferences of individual clients by name, which override the common preference."""
     preference_strength: float = 1.0
@@ -330,8 +332,8 @@ class ConstrainedConfig(StrategyConfig):
     weights: Annotated[
         tuple[float, ...] | None, Hint("null weights those without a constraint equally")
     ] = None
-    """Weight w of each objective in what is maximised, scaled to sum 1; null weights the objectives
-    without a constraint equally, and the others by 0."""
+    """Weight w of each objective in what is maximised, in order or by name, scaled to sum 1; null
+    weights the objectives without a constraint equally, and the others by 0."""
     multiplier_learning_rate: PositiveFloat = 1.0
     """Step size η of the ascent on the constraints' multipliers. The default moves a multiplier by
     0.1 in a round in which its objective lacks a reward of 0.1."""
@@ -510,7 +512,8 @@ class FedCmooPrefConfig(GramConfig):
     """Estimator of the Gram matrix. one_way: from one upload (Algorithm 3); two_way: corrected
     by a second upload after the server's broadcast (Algorithm 6)."""
     preference: tuple[float, ...] | None = None
-    """Preference r, which targets losses with r₁F₁ = ... = r_M F_M; null targets equal losses."""
+    """Preference r, in order or by name, which targets losses with r₁F₁ = ... = r_M F_M; null
+    targets equal losses."""
     threshold: float = 0.01
     """Divergence ε of the losses from the target ratios; at or below it, the sum of the losses is
     minimised."""

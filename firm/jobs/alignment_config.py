@@ -30,7 +30,7 @@ from firm.base.fields import (
     Seed,
     configuration,
 )
-from firm.base.preferences import grid
+from firm.base.preferences import grid, in_order
 from firm.base.registry import OneOf, did_you_mean
 from firm.base.sanitize import check_name
 from firm.federation.engine_registry import ENGINES
@@ -114,8 +114,8 @@ class GroupConfig:
     objectives: Annotated[list[str] | None, NOT_IN_PAPER] = None
     """Objectives that the clients train; null: all. FMOL's indicator matrix A."""
     preferences: Annotated[list[list[float]] | None, NOT_IN_PAPER] = None
-    """Preferences between which the clients draw for a conditioned policy, such as [[1, 0],
-    [0.5, 0.5]] for clients that favour the first objective; null: any."""
+    """Preferences between which the clients draw for a conditioned policy, such as [{helpful: 1},
+    {helpful: 0.5, harmless: 0.5}] for clients that favour the first objective; null: any."""
     attack: Annotated[AttackConfig | None, NOT_IN_PAPER] = None
     """Attack by the clients; null: none, the clients are honest."""
 
@@ -143,8 +143,9 @@ class EvaluationConfig:
     metrics: dict[str, RewardModelConfig] = field(default_factory=dict)
     """Further scores to report, by name; they are not trained on."""
     preferences: list[list[float]] | None = None
-    """Preferences at which a conditioned policy is evaluated, and folded when the run ends; null:
-    all vectors of multiples of 1/4; []: none."""
+    """Preferences at which a conditioned policy is evaluated, and folded when the run ends, in the
+    order of the objectives or by name, such as `helpful=0.7,harmless=0.3 helpful=1`; null: all
+    vectors of multiples of 1/4; []: none."""
     num_refined: Annotated[NonNegativeInt, Le(1_000)] = 0
     """Further preferences at which the final policy is evaluated and folded, each in the middle of
     the widest gap of the front, for even spacing in rewards (SURF, arXiv:2605.20619)."""
@@ -202,8 +203,8 @@ class AlignmentConfig:
     """Adapter folders and their shares; training starts from their weighted mean; {}: a fresh
     adapter. With 0 rounds, the run evaluates this mean: Rewarded Soups (arXiv:2306.04488)."""
     start_preference: Annotated[list[float] | None, NOT_IN_PAPER] = None
-    """Shares of the objectives at which conditioned adapters of `start` are folded into ordinary
-    ones; null: as saved in their folders, at equal shares."""
+    """Shares of the objectives, in order or by name, at which conditioned adapters of `start` are
+    folded into ordinary ones; null: as saved in their folders, at equal shares."""
     engine: Annotated[str, OneOf(ENGINES)] = "local"
     """Registered engine that runs the clients of this process (`firm.federation.engines.engine`):
     "local" trains them sequentially, "stacked" in one batch."""
@@ -240,6 +241,8 @@ class AlignmentConfig:
     """Upload to the Hugging Face hub."""
 
     def __post_init__(self) -> None:
+        for key in ("start_preference", "groups", "strategy", "evaluation"):
+            object.__setattr__(self, key, in_order(getattr(self, key), self.objectives, key))
         check_name(self.name, "name")
         check_out(self.resume, self.out)
         if self.paper and not self.plan:

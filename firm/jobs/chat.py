@@ -14,6 +14,7 @@ from rich.text import Text
 from firm.alignment.calibration import Calibration
 from firm.alignment.prompts import ChatMessage, Prompt, hh_text
 from firm.alignment.rewards import score
+from firm.base.preferences import in_order
 from firm.base.randomness import RandomStream
 from firm.base.sanitize import legible
 from firm.jobs.configs import ChatConfig
@@ -60,7 +61,7 @@ class Conversation:
         """Folder of the aligned model's adapter."""
         rewards = cfg.rewards if cfg.show_rewards else {}
         self._seed = cfg.seed
-        self.preference = _preference(cfg)
+        self.preference = _preference(cfg, record.objectives if record else tuple(cfg.rewards))
         """Shares of the objectives at which a conditioned adapter replies; None: equal shares."""
         self._speakers = Speakers(cfg, [self.folder], rewards, preference=self.preference)
         self._scores_texts = _has_texts(cfg.run) if cfg.run else True
@@ -117,13 +118,13 @@ class Conversation:
         return ChatReply(replies.completions[0].strip(), in_words(scores, self._calibrations))
 
 
-def _preference(cfg: ChatConfig) -> Sequence[float] | None:
-    """Returns the preference that leads to the target or meets the requirements, if given."""
-    if not (cfg.target or cfg.require):
-        return cfg.preference
-    front = conditioned_front(cfg.run or Path(), "chat")
-    request = {"target": cfg.target or None, "require": cfg.require or None}
+def _preference(cfg: ChatConfig, objectives: Sequence[str]) -> Sequence[float] | None:
+    """Returns the preference that is given, leads to the target or meets the requirements."""
     try:
+        if not (cfg.target or cfg.require):
+            return in_order(cfg.preference, objectives, "preference")
+        front = conditioned_front(cfg.run or Path(), "chat")
+        request = {"target": cfg.target or None, "require": cfg.require or None}
         return stated_preference(front, **request, confidence=cfg.confidence)
     except ValueError as error:
         raise UserError(str(error)) from error

@@ -219,15 +219,16 @@ class SweepConfig(PointsConfig):
     methods: dict[str, MethodConfig] = field(default_factory=lambda: {"FIRM": MethodConfig()})
     """Methods to compare, by name."""
     preferences: list[list[float]] = field(default_factory=list)
-    """Preference vectors in the order of the run's objectives; scaled to sum 1."""
+    """Preferences, in the order of the run's objectives or by name, such as
+    `helpful=0.7,harmless=0.3 helpful=0.3,harmless=0.7`; scaled to sum 1."""
     resolution: Annotated[
         int | None, Interval(ge=1, le=100), Hint("give preferences for a finer choice")
     ] = None
     """Use the grid of all vectors of multiples of 1/resolution, including the corners, if
     preferences are not given; null: 4."""
     reference: list[float] | None = None
-    """Reference point of the hypervolume: rewards in [0, 1], one per objective, below the rewards
-    of every model; null: zeros. It is saved with the front."""
+    """Reference point of the hypervolume: rewards in [0, 1], one per objective, in order or by
+    name, below the rewards of every model; null: zeros. It is saved with the front."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -315,7 +316,8 @@ class ChatConfig(SpeakersConfig):
     adapter: Path | None = None
     """PEFT folder, or run directory to take only the adapter from; default: the run's adapter."""
     preference: list[float] | None = None
-    """Shares of the objectives, in order, for a conditioned adapter; null: equal shares."""
+    """Shares of the objectives, in order or by name, such as `helpful=0.7,harmless=0.3`, for a
+    conditioned adapter; null: equal shares."""
     target: str = ""
     """Where to end up on a conditioned run's front, instead of `preference`; see `firm pick`."""
     require: str = ""
@@ -409,7 +411,7 @@ class ExportConfig:
     does not scale adapters, for a folder per measured point."""
     preference: list[float] | None = None
     """Export only a conditioned run's adapter at this preference: shares of the objectives, in
-    order."""
+    order or by name, such as `helpful=0.7,harmless=0.3`."""
     target: str = ""
     """Export only the adapter at this target; see `firm pick`."""
     require: str = ""

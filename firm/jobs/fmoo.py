@@ -17,6 +17,7 @@ from torch import nn
 from firm.base.console import accept_any_text
 from firm.base.devices import generator_note, named_device
 from firm.base.inside import replace_text
+from firm.base.preferences import in_order
 from firm.base.sanitize import legible, printable
 from firm.base.state import State
 from firm.federation.diagnostics import failure_alarms
@@ -141,7 +142,8 @@ def run_classic(cfg: ClassicConfig) -> ClassicResult:
         raise ValueError(
             f"{cfg.data.name} has no {cfg.split} samples to evaluate on; choose another split."
         )
-    runs: list[Setting] = []
+    named = in_order(cfg.algorithms, splits.train.objectives, "algorithms")
+    cfg, runs = replace(cfg, algorithms=named), list[Setting]()
 
     def compare() -> None:
         write_comparison(cfg, runs, splits, out)

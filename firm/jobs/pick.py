@@ -129,7 +129,8 @@ class PickedModel:
         """
         if self.run is not None:
             chosen = ["--adapter", str(self.merged)] if self.merged else []
-            preference = ",".join(str(round(share, 6)) for share in self.preference)
+            shares = zip(self.front.objectives, self.preference, strict=True)
+            preference = ",".join(f"{name}={round(share, 6)}" for name, share in shares)
             asked = chosen or ["--preference", preference]
             return {"chat": ["firm", "chat", str(self.run), *asked]}
         runs = [folder.parent for folder in self.folders]

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from safetensors.numpy import load_file
 
-from firm.base.preferences import grid, preference_folder
+from firm.base.preferences import NamedShares, grid, in_order, preference_folder
 from firm.base.sanitize import legible
 from firm.federation.strategies import StrategyConfig
 from firm.fronts.front import Front, seed_hypervolumes
@@ -27,7 +27,7 @@ from firm.report.page import PAGE_NAME
 from firm.report.record import read_record
 from firm.report.run_front import num_scored, point_of, values_by_prompt
 from firm.report.static import save_figure
-from firm.run.config import compose, to_yaml
+from firm.run.config import compose, to_dict, to_yaml
 from firm.run.errors import UserError
 from firm.run.guard import drawing
 from firm.run.names import dated_folder, slug
@@ -76,7 +76,7 @@ class SweepResult:
 def sweep_configs(cfg: SweepConfig, out: Path) -> dict[str, AlignmentConfig]:
     """Returns the validated configurations of all points, by name."""
     objectives = _base(cfg).objectives
-    points = _points(cfg, objectives)
+    points = _points(_with_order(cfg, objectives), objectives)
     return {name: _run_config(cfg, point, out, objectives) for name, point in points.items()}
 
 
@@ -92,6 +92,7 @@ def sweep(cfg: SweepConfig) -> SweepResult | None:
     """
     out, base = cfg.out or dated_folder(cfg.name), _base(cfg)
     objectives = base.objectives
+    cfg = _with_order(cfg, objectives)
     points = {name: vars(point) for name, point in _points(cfg, objectives).items()}
     runs = sweep_configs(cfg, out)
     folder = run_points(
@@ -238,11 +239,26 @@ def row_rewards(sweep: Sweep, front: Front) -> tuple[np.ndarray, np.ndarray]:
     return np.stack(rewards), tables[0]["prompt"]
 
 
+def _with_order(cfg: SweepConfig, objectives: tuple[str, ...]) -> SweepConfig:
+    """Returns a sweep with preferences and reference point in the order of the objectives."""
+    names, reference = ", ".join(objectives), cfg.reference
+    try:
+        preferences = in_order(cfg.preferences, objectives, "preferences")
+    except ValueError as error:
+        raise UserError(str(error)) from error
+    if isinstance(reference, NamedShares) and set(reference.names) == set(objectives):
+        reference = [reference.by_name()[name] for name in objectives]
+    if reference is not None and (
+        isinstance(reference, NamedShares) or len(reference) != len(objectives)
+    ):
+        got = to_dict(reference)
+        raise UserError(f"reference must have a reward for each of {names}, got {got}.")
+    return replace(cfg, preferences=preferences, reference=reference)
+
+
 def _points(cfg: SweepConfig, objectives: tuple[str, ...]) -> dict[str, PointConfig]:
     """Returns all points by folder name."""
     names = ", ".join(objectives)
-    if cfg.reference is not None and len(cfg.reference) != len(objectives):
-        raise UserError(f"reference must have a reward for each of {names}, got {cfg.reference}.")
     preferences = [tuple(p) for p in cfg.preferences] or grid(cfg.resolution or 4, len(objectives))
     for preference in preferences:
         if len(preference) != len(objectives):

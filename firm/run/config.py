@@ -11,6 +11,8 @@ A file overrides the defaults, and `--key.path value` overrides the files:
 - A list or a dictionary replaces the entire default, since the set of objectives is a single
   choice; `--rewards.helpful.path value` changes one entry and keeps the others. The names in a
   dictionary with arbitrary values may be key paths: `--overrides.strategy.beta value`.
+- A list of real numbers has one for each objective, in their order or by name: `a=0.7,b=0.3`, or
+  `{a: 0.7, b: 0.3}`. Names are checked where the objectives are known (`NamedShares`).
 
 Single values are validated by pydantic. Modules that define configuration dataclasses must not
 postpone the evaluation of annotations, and import no library that takes seconds.
@@ -37,6 +39,7 @@ from typing import (
 import yaml
 from pydantic import TypeAdapter, ValidationError
 
+from firm.base.preferences import NamedShares, split_shares
 from firm.base.registry import choice_in_words, did_you_mean, spelled_out
 from firm.base.sanitize import printable
 from firm.run.errors import UserError
@@ -117,6 +120,8 @@ def lay_out(
 
 def to_dict(config: Any) -> Any:
     """Converts a configuration to plain data: dictionaries, lists, strings, numbers, None."""
+    if isinstance(config, NamedShares):
+        return config.by_name()
     if dataclasses.is_dataclass(config) and not isinstance(config, type):
         return {f.name: to_dict(getattr(config, f.name)) for f in init_fields(type(config))}
     if isinstance(config, Mapping):
@@ -183,6 +188,8 @@ def init_fields(form: type) -> list[dataclasses.Field]:
 
 def _tree(value: Any) -> Any:
     """Replaces the dataclasses in a configuration's value by sections."""
+    if isinstance(value, NamedShares):
+        return value
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         values = {f.name: _tree(getattr(value, f.name)) for f in init_fields(type(value))}
         return PartialConfig(type(value), values)
@@ -197,7 +204,7 @@ def build(tree: Any, path: str = "") -> Any:
     """Builds a configuration's value from its tree; dataclasses validate themselves."""
     if isinstance(tree, dict):
         return {key: build(item, join(path, key)) for key, item in tree.items()}
-    if isinstance(tree, list | tuple):
+    if isinstance(tree, list | tuple) and not isinstance(tree, NamedShares):
         return type(tree)(build(item, join(path, place)) for place, item in enumerate(tree))
     if not isinstance(tree, PartialConfig):
         return tree
@@ -234,6 +241,10 @@ def _lay(kind: Any, old: Any, keys: Sequence[str], value: Any, path: str) -> Any
         if keys:
             raise UserError(f"unknown key {join(path, *keys)}; {path} is a single value.")
         return _convert(kind, value, path)
+    if is_sequence and parts[0] is float:
+        shares = _named_shares(old, keys, value, path)
+        if shares is not None:
+            return shares
     if isinstance(value, _Unread) and not keys and is_sequence:
         value = _items(value, parts[0], path)
     elif isinstance(value, str) and not keys:
@@ -243,6 +254,32 @@ def _lay(kind: Any, old: Any, keys: Sequence[str], value: Any, path: str) -> Any
     if forms:
         return _lay_section(forms, old, keys, value, path)
     return _lay_entries(shape, old, keys, value, path)
+
+
+def _named_shares(old: Any, keys: Sequence[str], value: Any, path: str) -> NamedShares | None:
+    """Returns shares by name, or None if the value is given by position.
+
+    Raises:
+        UserError: A share is not a number, or a name stands twice.
+    """
+    shares: Any = value
+    if keys and not keys[0].isdigit():
+        shares = {**(old.by_name() if isinstance(old, NamedShares) else {}), join("", *keys): value}
+    elif keys:
+        return None
+    words = value if isinstance(value, list | tuple) else [value]
+    if not keys and words and all(isinstance(word, str) and "=" in word for word in words):
+        try:
+            shares = split_shares(",".join(words), key=path)
+        except ValueError as error:
+            raise UserError(str(error)) from error
+        shares = {name: _Unread(share) for name, share in shares.items()}
+    elif isinstance(value, str) and value.lstrip()[:1] == "{":
+        shares = read_yaml(value, path)
+    if not isinstance(shares, Mapping):
+        return None
+    items = _with_text_keys(shares, path)
+    return NamedShares({name: _convert(float, own, join(path, name)) for name, own in items})
 
 
 def _with_text_keys(value: Mapping[Any, Any], path: str) -> Iterator[tuple[str, Any]]:
@@ -278,6 +315,8 @@ def _lay_entries(kind: Any, old: Any, keys: Sequence[str], value: Any, path: str
     else:
         expected = "a mapping of names" if is_dict else type_in_words(kind)
         example = "{a: b}" if is_dict else "[a, b]"
+        if part is float and not is_dict:
+            example = "0.7,0.3, or NAME=0.7,NAME=0.3 with the objectives' names"
         raise UserError(f"{path} must be {expected}, got {value!r}; write {example}.")
     return entries if is_dict else origin(entries.values())
 

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from firm.base.cache import cache_folder
+from firm.base.preferences import NamedShares
 from firm.run.errors import UserError
 
 _ROOT = Path(__file__).parents[2]
@@ -87,7 +88,7 @@ def with_shipped_paths(value: Value) -> Value:
         result = dataclasses.replace(value, **changed) if changed else value
     elif isinstance(value, Mapping):
         result = {key: with_shipped_paths(each) for key, each in value.items()}
-    elif isinstance(value, list | tuple):
+    elif isinstance(value, list | tuple) and not isinstance(value, NamedShares):
         result = type(value)(with_shipped_paths(each) for each in value)
     elif isinstance(value, str | Path) and str(value).startswith("firm/"):
         shipped = _ROOT / value

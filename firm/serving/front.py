@@ -7,7 +7,14 @@ from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
 from typing import Any, Self
 
-from firm.base.preferences import FRONT_NAME, TRADE_OFFS, parse_shares
+from firm.base.preferences import (
+    FRONT_NAME,
+    SAME,
+    TRADE_OFFS,
+    NamedShares,
+    order_shares,
+    split_shares,
+)
 from firm.fronts.certificate import Certificate
 from firm.fronts.front import Front
 from firm.fronts.json_record import read_record, write_record
@@ -19,8 +26,6 @@ Shares = str | Mapping[str, float] | Sequence[float]
 """Shares of the objectives: "helpful=0.7,harmless=0.3", by name, or in the objectives' order."""
 
 _FORMAT = 1
-_SAME = 1e-6
-"""Difference of a preference's sum from 1 that is accepted, for shares with six digits."""
 
 
 @dataclass(frozen=True)
@@ -133,8 +138,7 @@ def stated_preference(
     if preference is not None:
         return _preference(preference, objectives)
     if target is not None:
-        shares = parse_shares(_as_text(target, objectives, "target"), objectives)
-        return mean_preference(reaching(front, shares))
+        return mean_preference(reaching(front, _in_order(target, objectives, "target")))
     if require is not None:
         if not isinstance(require, str):
             raise ValueError(f"require must be a text such as 'kl<=3', got {_short_json(require)}.")
@@ -161,33 +165,29 @@ def passing_certificate(front: Front, require: str, *, confidence: float) -> Cer
 
 
 def _preference(value: Shares, objectives: Sequence[str]) -> list[float]:
-    text = _as_text(value, objectives, "preference")
-    named = {pair.partition("=")[0].strip() for pair in text.split(",")}
-    missing = [name for name in objectives if name not in named]
-    rest = missing[0] if len(missing) == 1 < len(objectives) else None
-    given = text if rest is None else f"{text},{rest}=1"
-    shares = dict(zip(objectives, parse_shares(given, objectives, key="preference"), strict=True))
-    if rest is not None:
-        shares[rest] = 0.0
-        shares[rest] = max(1 - sum(shares.values()), 0.0)
-    total = sum(shares.values())
-    if not math.isclose(total, 1, abs_tol=_SAME):
-        raise ValueError(f"preference must have shares that sum to 1, got {text!r}.")
-    return [share / total for share in shares.values()]
+    shares = _in_order(value, objectives, "preference", has_rest=True)
+    if not math.isclose(total := sum(shares), 1, abs_tol=SAME):
+        given = value if isinstance(value, str) else _short_json(value)
+        raise ValueError(f"preference must have shares that sum to 1, got {given!r}.")
+    return [share / total for share in shares]
 
 
-def _as_text(value: Any, objectives: Sequence[str], key: str) -> str:
-    """Returns shares in the form of `parse_shares`, which checks them."""
+def _in_order(
+    value: Any, objectives: Sequence[str], key: str, *, has_rest: bool = False
+) -> list[float]:
+    """Returns shares in any form in the order of the objectives."""
     if isinstance(value, str):
-        return value
-    if isinstance(value, Mapping):
-        return ",".join(f"{name}={share}" for name, share in value.items())
-    if isinstance(value, Sequence) and len(value) == len(objectives):
-        return ",".join(f"{name}={s}" for name, s in zip(objectives, value, strict=True))
-    raise ValueError(
-        f"{key} must be name=share pairs, an object of shares by objective, or a list of "
-        f"{len(objectives)} shares ({', '.join(objectives)}), got {_short_json(value)}."
-    )
+        value = split_shares(value, objectives, key=key)
+    elif isinstance(value, NamedShares):
+        value = value.by_name()
+    elif not isinstance(value, Mapping):
+        if not isinstance(value, Sequence) or len(value) != len(objectives):
+            raise ValueError(
+                f"{key} must be name=share pairs, an object of shares by objective, or a list of "
+                f"{len(objectives)} shares ({', '.join(objectives)}), got {_short_json(value)}."
+            )
+        value = dict(zip(objectives, value, strict=True))
+    return order_shares(value, objectives, key=key, has_rest=has_rest)
 
 
 def _short_json(value: Any) -> str:

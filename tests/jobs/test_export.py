@@ -158,7 +158,7 @@ def test_scaled_adapters_of_openvino_are_the_folded_adapter(strong, tmp_path, ca
     assert words[-1] == str(tmp_path / "all/base")
     served = ServedFront.load(tmp_path / "all")
     parts = {name: load_file(tmp_path / "all" / file) for name, file in served.adapters.items()}
-    one = exported(strong, tmp_path / "one", "--to", "openvino", "--preference", "[0.3, 0.7]")
+    one = exported(strong, tmp_path / "one", "--to", "openvino", "--preference", "positivity=0.7")
     single = load_file(one.folder / "adapter.safetensors")
     settings = json.loads((strong / "adapter/adapter_config.json").read_text())
     scale = settings["lora_alpha"] / settings["r"]
@@ -227,6 +227,7 @@ def test_the_printed_command_serves_the_export(strong, tmp_path, capsys):
     ("arguments", "message"),
     [
         (("--preference", "[0.3, 0.8]"), "preference must have shares that sum to 1"),
+        (("--preference", "brevty=1"), "unknown objective 'brevty'"),
         (("--preference", "[1]"), "a list of 2 shares (brevity, positivity)"),
         (("--target", "happy=1"), "target has the unknown objective 'happy'"),
         (("--require", "brevity>=2"), "no mixture meets brevity >= 2"),

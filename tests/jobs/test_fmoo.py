@@ -361,10 +361,10 @@ def test_local_trainings_are_compared_from_the_same_global_models(study, tmp_pat
 def test_preferences_and_objectives_alone_make_a_plane_and_a_column(tmp_path):
     local = "local: {lr: 0.3, batch_size: 16}"
     algorithms = {
-        "one": f"{{strategy: {{name: fedcmoo_pref, preference: [3, 1]}}, {local}}}",
+        "one": f"{{strategy: {{name: fedcmoo_pref, preference: {{right: 1, left: 3}}}}, {local}}}",
         "middle": f"{{strategy: {{name: fedcmoo_pref, preference: [1, 1]}}, {local}}}",
         "other": f"{{strategy: {{name: fedcmoo_pref, preference: [1, 3]}}, {local}}}",
-        "left": f"{{strategy: {{name: fedavg, weights: [1, 0]}}, {local}}}",
+        "left": f"{{strategy: {{name: fedavg, weights: {{left: 1}}}}, {local}}}",
         "right": f"{{strategy: {{name: fedavg, weights: [0, 1]}}, {local}}}",
     }
     out = main(_config(tmp_path / "study", "--rounds", "2", "--seeds", "[0]", **algorithms))
@@ -416,6 +416,10 @@ def test_every_configuration_is_one_and_names_what_there_is(path):
         ),
         (["--algorithms", "{a: {strategy: {name: fedcmo}}}"], "fedcmoo"),
         (["--algorithms.FedCMOO.local.lr", "-1"], "lr must be positive, got -1"),
+        (
+            ["--algorithms", "{a: {strategy: {name: fedavg, weights: {lft: 1}}}}"],
+            "weights has the unknown objective 'lft'; choose from left, right; did you mean 'left'",
+        ),
         (["--progress_from", "FedCMO"], "progress_from must be one of FedCMOO, FSMGDA"),
         (["--partition.objectives_per_client", "3"], "objectives_per_client must be at most 2"),
         (["--target_loss", "0"], "target_loss must be positive, got 0"),

@@ -108,11 +108,12 @@ def test_a_target_is_answered_at_the_preference_that_reaches_it(bent, tmp_path, 
     assert (program, command) == ("firm", "chat")
     cfg = COMMANDS["chat"].parse(arguments)
     assert cfg.run == bent
+    assert cfg.preference.names == ("brevity", "positivity")
     assert cfg.preference == pytest.approx([share, 1 - share], abs=1e-6)
 
 
 def test_the_widest_gaps_of_the_final_front_are_measured_too(tmp_path):
-    options = (*FRONT, "--evaluation.preferences", "[[1, 0], [0, 1]]")
+    options = (*FRONT, "--evaluation.preferences", "brevity=1", "positivity=1,brevity=0")
     run = smoke.run(*options, "--evaluation.num_refined", 3, "--out", tmp_path / "run")
     front = Front.load(run / "front.json")
     names = [point.name for point in front.points]
@@ -169,6 +170,7 @@ def _answer(run, *options):
 def test_a_conditioned_adapter_answers_at_the_preference_that_is_asked_for(trained, tmp_path):
     folded = _answer(trained, "--adapter", str(trained / "front/100_0"))
     assert _answer(trained, "--preference", "[2, 0]") == folded
+    assert _answer(trained, "--preference", "positivity=0") == folded
     strong = Path(shutil.copytree(trained, tmp_path / "strong"))
     slopes = {name: 200 * value for name, value in _slopes(strong).items()}
     save_file(slopes, strong / "adapter/conditioned.safetensors")
@@ -225,7 +227,7 @@ def test_a_group_draws_between_its_own_preferences(tmp_path, monkeypatch):
         return drawn[-1]
 
     monkeypatch.setattr(PreferenceStream, "draw", noted)
-    groups = "{careful: {clients: [1], preferences: [[1, 3]]}}"
+    groups = "{careful: {clients: [1], preferences: [{positivity: 3, brevity: 1}]}}"
     smoke.run(*FRONT, "--groups", groups, "--rounds", 1, "--out", tmp_path / "run")
     first, second = (torch.cat(drawn[at : at + 2]) for at in (0, 2))  # two local steps each
     assert first.std(0).min() > 0.05
@@ -237,7 +239,7 @@ def test_frozen_a_sends_the_matrices_b_alone(trained, tmp_path):
     frozen = smoke.run(*FRONT, "--policy.lora.freeze_a", "true", "--out", tmp_path / "run")
     assert _slopes(frozen).keys() == _slopes(trained).keys()
     folded = smoke.run(
-        *("--start", f"{{{frozen / 'adapter'}: 1}}", "--start_preference", "[1, 0]"),
+        *("--start", f"{{{frozen / 'adapter'}: 1}}", "--start_preference", "brevity=1"),
         *("--rounds", 0, "--out", tmp_path / "folded"),
     )
     own, slopes, centre = read_adapter(folded), _slopes(frozen), read_adapter(frozen)

@@ -16,6 +16,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from firm.base.preferences import NamedShares
 from firm.fronts import Front, grid
 from firm.jobs.configs import MethodConfig, SweepConfig
 from firm.jobs.sweep import main, row_rewards
@@ -39,7 +40,7 @@ CONFIG = SweepConfig(
         "FIRM": MethodConfig(),
         "soups": MethodConfig(kind="soup", overrides={"evaluation.num_shown_samples": 0}),
     },
-    preferences=[[2, 0], [1, 1], [0, 3]],
+    preferences=[NamedShares({"positivity": 0, "brevity": 2}), [1, 1], [0, 3]],
     num_workers=2,
 )
 
@@ -238,7 +239,12 @@ def test_a_reference_point_that_a_model_is_not_above_is_told_and_nothing_is_over
             {"preferences": [[0.5, 0.5], [0.500001, 0.499999]]},
             "must differ in the first four digits",
         ),
+        (
+            {"preferences": [NamedShares({"positivty": 1})]},
+            r"preferences\.0 has the unknown objective 'positivty'.*did you mean 'positivity'",
+        ),
         ({"reference": [0.1]}, "reference must have a reward for each"),
+        ({"reference": NamedShares({"brevity": 0.1})}, "reference must have a reward for each"),
         ({"methods": {"A": MethodConfig(overrides={"strategy.bta": 0})}}, r"methods\.A\.overrides"),
         (
             {"methods": {"A": MethodConfig(overrides={"strategy.name": "fsmgda"})}},

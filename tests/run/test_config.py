@@ -9,6 +9,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from firm.base.fields import LARGEST, Paper, PositiveInt, configuration
+from firm.base.preferences import NamedShares
 from firm.run import UserError, parse, run_cli, to_dict, to_yaml
 from firm.run.yaml_text import read_yaml
 
@@ -559,11 +560,19 @@ class Lists:
         ("--grid 0.7,0.3 1,0", {"grid": [[0.7, 0.3], [1.0, 0.0]]}),
         ("--grid 0.7,0.3", {"grid": [[0.7, 0.3]]}),
         ("--grid [[1,0]]", {"grid": [[1.0, 0.0]]}),
+        ("--shares a=0.7,b=0.3", {"shares": NamedShares({"a": 0.7, "b": 0.3})}),
+        ("--shares a=0.7 b=0.3", {"shares": NamedShares({"a": 0.7, "b": 0.3})}),
+        ('--shares {"a":0.7}', {"shares": NamedShares({"a": 0.7})}),
+        ("--shares.a 0.7 --shares.b 1", {"shares": NamedShares({"a": 0.7, "b": 1.0})}),
+        ("--grid b=1 a=1,b=0", {"grid": [NamedShares({"b": 1.0}), NamedShares({"a": 1, "b": 0})]}),
+        ("--grid a=1", {"grid": [NamedShares({"a": 1.0})]}),
         ("--names 1 b/c", {"names": ["1", "b/c"]}),
     ],
 )
 def test_lists_are_words_or_numbers_with_commas(words, expected):
-    assert parse(Lists, words.split()) == Lists(**expected)
+    given, own = parse(Lists, words.split()), Lists(**expected)
+    assert given == own
+    assert to_dict(given) == to_dict(own)  # whose lists have names
 
 
 @pytest.mark.parametrize(
@@ -572,6 +581,9 @@ def test_lists_are_words_or_numbers_with_commas(words, expected):
         ("--beta 1 2", "beta must be float, got \\['1', '2'\\]"),
         ("--merge true false", "--merge has one value, got 'true false'"),
         ("--seeds 1,x", "seeds.1 must be int, got 'x'"),
+        ("--shares a=1,a=0", "shares must have each objective once, got a twice"),
+        ("--shares a=x", "shares.a must be float, got 'x'"),
+        ("--shares a=1,0.3", "name=share pairs, got '0.3'"),
         ("x --seeds 1", "unexpected 'x'"),
     ],
 )

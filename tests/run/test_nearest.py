@@ -118,6 +118,7 @@ def test_a_command(name, capsys):
             "'brevity'",
         ),
         ("groups", "{a: {clients: [0], attack: {kind: lable_flip}}}", "'label_flip'"),
+        ("strategy.preference", "brevty=1", "'brevity'"),
         ("evaluation.calibrations", "{brevty: {method: sigmoid}}", "'brevity'"),
     ],
 )
