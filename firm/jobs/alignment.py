@@ -724,10 +724,16 @@ class _LanguageTask(Task):
         state: ServerState,
         preference: Sequence[float] | None = None,
     ) -> None:
+        """Logs replies, without white space around them; rewards have seen them with it."""
         limit = self._cfg.evaluation.num_shown_samples
         rows = self._samples(evaluation, limit, state.adapter, preference)
         own = {} if preference is None else {"preference": list(preference)}
-        self.book.log_samples([{"round": state.round, **row, **own} for row in rows])
+        self.book.log_samples(
+            [
+                {"round": state.round, **row, "completion": row["completion"].strip(), **own}
+                for row in rows
+            ]
+        )
 
     def _samples(
         self,

@@ -204,7 +204,9 @@ def shown_samples(
     rows = zip(*(evaluation.samples[:limit] for evaluation in evaluations.values()), strict=True)
     shown = []
     for samples in rows:
-        replies = [ScoredReply(sample["completion"], sample["scores"]) for sample in samples]
+        replies = [
+            ScoredReply(sample["completion"].strip(), sample["scores"]) for sample in samples
+        ]
         shown.append((samples[0]["prompt"], dict(zip(evaluations, replies, strict=True))))
     return shown
 
@@ -230,7 +232,7 @@ def write_results(
         source = cfg.prompts.source
         sources = source if isinstance(source, str) else ", ".join(source)
         samples = [
-            Sample(turns, [ScoredReply(r.text.strip(), r.scores) for r in replies.values()])
+            Sample(turns, list(replies.values()))
             for turns, (_, replies) in zip(result.turns, result.samples, strict=True)
         ]
         with drawing(f"The page {PAGE_NAME}"):
@@ -298,6 +300,6 @@ def main(cfg: CompareConfig) -> Path:
     for prompt, replies in result.samples[:NUM_PRINTED_SAMPLES]:
         print(legible(prompt.strip()))
         for name, reply in replies.items():
-            print(legible(f"{name}: {reply.text.strip()}\n"))
+            print(legible(f"{name}: {reply.text}\n"))
     print(legible(f"page     {result.path / PAGE_NAME}\nfigures  {result.path / 'figures.csv'}"))
     return result.path

@@ -25,10 +25,11 @@ from starlette.types import Receive, Scope, Send
 from firm.serving.connection import IDLE_S, SEND_S, Connection, LeftError, TimedProtocol
 from firm.serving.front import ServedFront
 from firm.serving.local import check_host, family_of, foreign, is_local
-from firm.serving.replies import assemble, refusal, total_usage
+from firm.serving.replies import assemble, begin_with_text, refusal, total_usage
 from firm.serving.requests import (
     EngineRequest,
     RequestRefused,
+    check_places,
     defaults,
     models,
     parse_body,
@@ -192,6 +193,7 @@ class Endpoint:
                 raise RequestRefused(message, 401, code="invalid_api_key")
 
     async def _chat(self, own: Connection) -> None:
+        check_places({}, own.request.query_params)
         text = await own.read()
         limits = {"num_slots": self.engine.num_slots, "context": self.engine.context}
         request = await asyncio.get_running_loop().run_in_executor(
@@ -219,7 +221,7 @@ class Endpoint:
         Raises:
             RequestRefused: When the engine refuses the request.
         """
-        usages = []
+        usages, begun = [], set[int]()
         async with aclosing(self._chunks(request)) as chunks:
             async for chunk in chunks:
                 if "error" in chunk:
@@ -231,7 +233,7 @@ class Endpoint:
                     if len(usages) < request.num_replies:
                         continue
                     chunk["usage"] = total_usage(usages)
-                yield {**chunk, "model": request.model}
+                yield {**begin_with_text(chunk, begun), "model": request.model}
         if len(usages) < request.num_replies:
             raise RequestRefused("llama.cpp has ended the reply early.", 500)
 

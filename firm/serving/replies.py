@@ -42,6 +42,28 @@ def total_usage(usages: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     return {**usages[0], **total}
 
 
+def begin_with_text(chunk: dict[str, Any], begun: set[int]) -> dict[str, Any]:
+    """Returns a part of a reply without the white space before its first word.
+
+    Models without a chat template reply with a space first, which such a template writes itself in
+    later turns.
+
+    Args:
+        chunk: Part of a reply.
+        begun: Indices of the choices that have had a word; those in this part are added.
+    """
+    choices = []
+    for part in chunk["choices"]:
+        content = part["delta"].get("content")
+        if content and part["index"] not in begun:
+            content = content.lstrip()
+            part = {**part, "delta": {**part["delta"], "content": content}}
+            if content:
+                begun.add(part["index"])
+        choices.append(part)
+    return {**chunk, "choices": choices}
+
+
 def assemble(chunks: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
     """Returns the response whose parts are given, the last one with its usage."""
     reply: dict[str, Any] = {}

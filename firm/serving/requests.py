@@ -8,7 +8,7 @@ with another field is refused, as OpenAI does.
 
 import json
 import reprlib
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal, Self
 
@@ -300,6 +300,10 @@ def check_fields(request: Mapping[str, Any]) -> dict[str, Any]:
     name = str(first["loc"][0])[:_LONGEST]
     if first["type"] == "extra_forbidden":
         hint = did_you_mean(name, [*ChatRequest.model_fields, *TRADE_OFFS, "confidence", "model"])
+        if hint == ".":
+            hint = f"; a trade-off is stated by {', '.join(TRADE_OFFS[:-1])} or {TRADE_OFFS[-1]}."
+        if name == "extra_body":
+            hint = ": put its keys into the body itself, as OpenAI's Python client does."
         if name == "grammar":  # one of 16,000 characters stops llama.cpp, or ends it
             hint = ": use response_format with a JSON schema."
         raise RequestRefused(f"there is no field {name!r} in chat requests{hint}", param=name)
@@ -316,6 +320,27 @@ def _short(value: Any) -> str:
 
 
 # --- Translation ----------------------------------------------------------------------------------
+
+
+def check_places(request: Mapping[str, Any], query: Iterable[str] = ()) -> None:
+    """Checks that no trade-off stands where it would have no effect.
+
+    Args:
+        request: The body.
+        query: Names of the parameters in the address.
+
+    Raises:
+        RequestRefused: When a preference is in the address, or within another field.
+    """
+    places = [("the address", name) for name in query]
+    for key, value in request.items():
+        if key not in TRADE_OFFS:
+            parts = value if isinstance(value, list) else [value]
+            places += [(key, name) for part in parts if isinstance(part, dict) for name in part]
+    for place, name in places:
+        if name.lower() in ("preference", "preferences"):
+            message = f"{name} has no effect in {place}: put preference into the body itself."
+            raise RequestRefused(message, param=name)
 
 
 def parse_body(text: bytes) -> dict[str, Any]:
@@ -357,6 +382,7 @@ def translate(
         RequestRefused: When a field is wrong, or the model or the trade-off does not exist, or is
             stated twice.
     """
+    check_places(request)
     given = {key: value for key, value in request.items() if value is not None}
     stated = {key: given.pop(key) for key in TRADE_OFFS if key in given}
     confidence, model = given.pop("confidence", 0.95), given.pop("model", name)
@@ -379,7 +405,10 @@ def translate(
         return EngineRequest(body, scales, label, has_usage)
     if at:
         key, colon, value = words.partition(":")
-        is_named = bool(colon) and key in TRADE_OFFS
+        is_named = bool(colon) and "=" not in key
+        if is_named and key not in TRADE_OFFS:
+            message = f"there is no trade-off {key[:80]!r}{did_you_mean(key, TRADE_OFFS)}"
+            raise RequestRefused(message, param="model")
         stated = {key: value} if is_named else {"preference": words}
     for key, value in stated.items():
         if len(json.dumps(value)) > MAX_TRADE_OFF:

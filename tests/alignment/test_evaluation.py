@@ -53,7 +53,7 @@ def policy(extra_words=0):
         words = [random.randint(0, 3) + extra_words for _ in prompts]
         return Replies(
             completions=[
-                " ".join([prompt.split()[2], *["word"] * num])
+                " ".join(["", prompt.split()[2], *["word"] * num])
                 for prompt, num in zip(prompts, words, strict=True)
             ],
             kl=torch.tensor(words) / 10,
@@ -135,6 +135,7 @@ def test_replies_stay_with_their_prompts_whatever_the_batch_size():
         for sample in evaluation.samples:
             assert sample["completion"].split()[0] == sample["prompt"].split()[2]
             assert sample["scores"]["words"] == len(sample["completion"].split())
+            assert sample["completion"].startswith(" ")  # as the reward models have seen it
 
 
 def test_equal_streams_give_equal_evaluations_and_the_outer_generator_is_left_alone():

@@ -14,7 +14,7 @@ HEAD = {"id": "chat-1", "object": "chat.completion.chunk", "created": 1, "model"
 
 
 class Echo:
-    """An engine whose reply is the request, in three parts; the word "bad" is refused."""
+    """An engine whose reply is a space and the request, in three parts; "bad" is refused."""
 
     num_slots, context = 3, 256
 
@@ -25,8 +25,7 @@ class Echo:
         if body["messages"][-1]["content"] == "bad":
             raise ValueError("bad words")
         text = json.dumps({"body": body, "scales": scales})
-        third = len(text) // 3 + 1
-        parts = [text[at : at + third] for at in range(0, len(text), third)]
+        parts = [" ", text[:9], text[9:]]
         for index in range(body.get("n", 1)):
             for part in parts:
                 if on_chunk(chunk(index, {"content": part})):

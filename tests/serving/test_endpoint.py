@@ -23,7 +23,9 @@ def test_a_reply_names_the_model_at_its_preference(server):
     assert status == 200
     assert reply["model"] == "tiny@helpful=0.7,harmless=0.3"
     assert reply["object"] == "chat.completion"
-    said = json.loads(reply["choices"][0]["message"]["content"])
+    said = reply["choices"][0]["message"]["content"]
+    assert said.startswith("{")  # without the space before it
+    said = json.loads(said)
     assert said["scales"] == pytest.approx({"helpful": 0.7, "harmless": 0.3})
 
 
@@ -42,7 +44,9 @@ def test_a_stream_is_sent_as_events(server, has_usage):
     choices = [choice for chunk in chunks for choice in chunk["choices"]]
     for index in range(2):
         own = [choice for choice in choices if choice["index"] == index]
-        said = json.loads("".join(choice["delta"].get("content", "") for choice in own))
+        text = "".join(choice["delta"].get("content", "") for choice in own)
+        assert text.startswith("{")
+        said = json.loads(text)
         assert said["scales"] == {"helpful": 1, "harmless": 0}
         assert [choice["finish_reason"] for choice in own] == [None] * 3 + ["stop"]
 
@@ -116,6 +120,11 @@ def test_the_models_are_the_measured_points(server, served):
         ({"path": "/v1/elsewhere"}, 404),
         ({"path": "/v1/elsewhere", "body": {}}, 404),
         ({"path": "/health"}, 200),
+        (
+            {"path": "/v1/chat/completions?preference=helpful=1", "body": {"messages": MESSAGES}},
+            400,
+        ),
+        ({"path": "/v1/chat/completions?api-version=1", "body": {"messages": MESSAGES}}, 200),
         ({"body": b"{"}, 400),
         ({"body": b"[" * 10_000}, 400),
         ({"body": []}, 400),

@@ -145,6 +145,14 @@ REFUSED = {
     "options in words": ({"chat_template_kwargs": "thinking"}, "chat_template_kwargs must be"),
     "many options": ({"chat_template_kwargs": {"a": [[]] * 9999}}, "must be of at most 8192 char"),
     "a near trade-off": ({"preferences": {"helpful": 1}}, "did you mean 'preference'"),
+    "another word for it": ({"weights": {"helpful": 1}}, "is stated by preference, target or req"),
+    "a near one in the name": ({"model": "tiny@preferences:helpful=1"}, "mean 'preference'"),
+    "a client's own field": ({"extra_body": {"top_k": 1}}, "put its keys into the body"),
+    "a preference elsewhere": ({"metadata": {"Preferences": 1}}, "no effect in metadata"),
+    "a preference of a message": (
+        {"messages": [{**MESSAGES[0], "preference": {"helpful": 1}}]},
+        "preference has no effect in messages: put preference into the body",
+    ),
     "audio": ({"modalities": ["text", "audio"]}, "modalities.1 must be 'text'"),
 }
 
