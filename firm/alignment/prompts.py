@@ -585,16 +585,30 @@ def check_template(tokenizer: "PreTrainedTokenizerBase") -> None:
         return
 
 
+_SYSTEM_NOTES = {
+    "hh": "HH-RLHF's form has no place for them: they are put at the start of the next human turn.",
+    "plain": "the prompt format plain leaves them out: choose another policy.prompt.name.",
+    "chat": "the policy's chat template leaves them out: use a tokenizer with another template.",
+}
+"""Notes on system messages that the policy does not read as such, by the format of prompts."""
+
+
 def check_prompts(
-    prompts: Iterable[Prompt], tokenizer: "PreTrainedTokenizerBase", prompt_format: PromptFormat
+    prompts: Iterable[Prompt],
+    tokenizer: "PreTrainedTokenizerBase",
+    prompt_format: PromptFormat,
+    *,
+    on_note: Callable[[str], None] = lambda _: None,
 ) -> None:
     """Checks that the policy's format accepts one prompt for each sequence of roles.
+
+    `on_note` receives a note on system messages for which the format has no place.
 
     Raises:
         ValueError: When the format rejects a prompt, or its chat template omits the messages'
             texts.
     """
-    seen = set()
+    kind, seen, is_noted = prompt_format.kind_for(tokenizer), set(), False
     for prompt in prompts:
         # templates branch on these
         shape = (*(m["role"] for m in prompt.messages), prompt.tools is None)
@@ -603,12 +617,16 @@ def check_prompts(
         seen.add(shape)
         text = format_prompt(prompt, tokenizer, prompt_format)
         words = _content(prompt.messages[-1]).split()
-        is_chat = prompt_format.kind_for(tokenizer) == "chat"
-        if is_chat and words and words[0] not in text:
+        if kind == "chat" and words and words[0] not in text:
             raise ValueError(
                 "the policy's chat template omits the text of the last message: use a tokenizer "
                 "whose template supports messages with a text as `content`."
             )
+        system = [_content(message) for message in prompt.messages if message["role"] in _SYSTEM]
+        own = " ".join(" ".join(system or [prompt_format.system_prompt]).split())
+        if own and not is_noted and (kind != "chat" or own not in " ".join(text.split())):
+            on_note(f"prompts have system messages, and {_SYSTEM_NOTES[kind]}")
+            is_noted = True
 
 
 def token_ids(

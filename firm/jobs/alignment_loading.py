@@ -130,7 +130,7 @@ def load(
     splits = data_of(cfg).load(
         cfg, tokenizer, given.rows, measures=is_measured, on_note=notes.append
     )
-    check_prompts(splits.prompts, tokenizer, cfg.policy.prompt)
+    check_prompts(splits.prompts, tokenizer, cfg.policy.prompt, on_note=notes.append)
     configs = reward_configs(cfg)
     named = {key: config for key, config in configs.items() if key not in given.reward_fns}
     reward_fns = {**load_reward_models(named), **given.reward_fns}

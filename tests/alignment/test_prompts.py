@@ -262,6 +262,30 @@ def test_a_template_that_refuses_a_conversation_says_so_in_one_line():
         )
 
 
+def test_system_messages_that_the_policy_does_not_read_as_such_are_noted_once():
+    kind, notes = [("system", "Be kind."), ("user", "Hi")], list[str]()
+    asked = [
+        chat(*kind),
+        chat(*kind, ("assistant", "Hello"), ("user", "Bye")),
+        chat(("user", "Hi")),
+    ]
+    users = "{% for m in messages if m.role == 'user' %}{{ m.content }}{% endfor %}"
+    for template, own in (
+        (TOOL_TEMPLATE, PromptFormat()),
+        (users, PromptFormat()),
+        (users, PromptFormat(system_prompt="Be kind.")),
+        (users, PromptFormat("plain")),
+        (None, PromptFormat()),
+    ):
+        prompts = [chat(("user", "Hi"))] if own.system_prompt else asked
+        check_prompts(prompts, with_template(template), own, on_note=notes.append)
+    left_out = "prompts have system messages, and the policy's chat template leaves them out"
+    assert len(notes) == 4
+    assert all(note.startswith(left_out) for note in notes[:2])
+    assert "the prompt format plain leaves them out" in notes[2]
+    assert "at the start of the next human turn" in notes[3]
+
+
 ENDLESS = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
 """Jinja's sandbox limits each range to 100,000, but not their product."""
 
