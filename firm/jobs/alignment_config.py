@@ -183,9 +183,9 @@ class AlignmentConfig:
     paper: bool = False
     """With `plan`, also compare the settings with the paper's."""
     resume: Resume = False
-    """Continue from the last checkpoint: `--resume RUN` uses the configuration saved in that
-    folder, `--out RUN --resume` the given one; auto starts a new run if there is none yet. Python
-    files named only in the folder need `--allow_code`, since the folder may be from someone
+    """Continue from the last checkpoint: `firm resume RUN` uses the configuration saved in
+    that folder, `--out RUN --resume` the given one; auto starts a new run if there is none yet.
+    Python files named only in the folder need `--allow_code`, since the folder may be from someone
     else."""
     seed: Seed = 0
     """Seed of all random numbers."""

@@ -137,7 +137,7 @@ class PointsConfig:
     out: Path | None = None
     """Folder of the runs; default: runs/NAME-TIME."""
     resume: Resume = False
-    """Continue unfinished runs: `--resume FOLDER` uses the configuration saved in that folder,
+    """Continue unfinished runs: `firm resume FOLDER` uses the configuration saved in that folder,
     `--out FOLDER --resume` the given one; auto starts in an empty folder if there is nothing yet.
     Python files named only in the folder need `--allow_code`, since the folder may be from someone
     else."""

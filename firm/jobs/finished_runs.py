@@ -180,7 +180,9 @@ def adapter_folder(path: Path) -> Path:
     if is_run:
         refuse_links(path)
     if is_run and not (path / "adapter").is_dir():
-        raise UserError(f"the run in {path} has no adapter yet; finish it with --resume.")
+        raise UserError(
+            f"the run in {path} has no adapter yet; finish it with `firm resume {path}`."
+        )
     return path / "adapter" if is_run else path
 
 

@@ -141,10 +141,10 @@ class ClassicConfig:
     out: Path | None = None
     """Directory of the study; default: runs/fmoo-TIME."""
     resume: Resume = False
-    """Continue a study and keep its finished runs: `--resume FOLDER` uses the configuration saved
-    in that folder, `--out FOLDER --resume` the given one; auto starts a new study if there is none
-    yet. Python files named only in the folder need `--allow_code`, since the folder may be from
-    someone else."""
+    """Continue a study and keep its finished runs: `firm resume FOLDER` uses the configuration
+    saved in that folder, `--out FOLDER --resume` the given one; auto starts a new study if there is
+    none yet. Python files named only in the folder need `--allow_code`, since the folder may be
+    from someone else."""
 
     def __post_init__(self) -> None:
         check_out(self.resume, self.out)

@@ -137,7 +137,7 @@ def run_points(
             show()
         summarise(outcomes, out)
     if left := sweep.pending():
-        print(f"{len(left)} runs are executed by other processes; run `firm resume` afterwards")
+        print(f"{len(left)} runs are executed by other processes; then run `firm resume {out}`")
         return None
     return sweep
 

@@ -343,7 +343,7 @@ def _check_reference(fronts: Mapping[str, Front]) -> None:
         except ValueError as error:
             raise UserError(
                 f"{method}: {error} The runs are kept: lower --reference or remove the cause, and "
-                "rerun with --resume."
+                "continue with `firm resume`."
             ) from error
 
 

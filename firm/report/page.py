@@ -297,7 +297,7 @@ def stand_alone(path: Path) -> Path:
         OSError: The page cannot be written.
     """
     if not path.is_file():
-        raise UserError(f"there is no page {path}; rerun the recipe with --resume to write it.")
+        raise UserError(f"there is no page {path}; `firm resume` writes it.")
     with open(path, encoding="utf-8", opener=open_inside) as file:
         text = file.read()
     loaded = re.search(rf'(<script nonce="[^"]*") src="[^"]*{re.escape(PLOTLY_NAME)}">', text)

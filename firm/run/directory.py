@@ -71,9 +71,9 @@ def check_free(path: str | Path, config: Mapping[str, Any]) -> None:
     check_not_held(path)
     if path.exists() and (not path.is_dir() or any(path.iterdir())):
         is_resumable = "resume" in config and (path / CONFIG_NAME).exists()
+        again = f"continue it with `firm resume {path}` or " if is_resumable else ""
         raise UserError(
-            f"the run directory {path} exists and is not empty; "
-            f"{f'continue it with --resume {path} or ' if is_resumable else ''}choose another path."
+            f"the run directory {path} exists and is not empty; {again}choose another path."
         )
 
 

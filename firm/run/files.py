@@ -124,7 +124,7 @@ def as_os_errors() -> Iterator[None]:
 
 @contextmanager
 def file_errors(
-    subject: str, reassurance: str = "", *, again: str = "continue with --resume"
+    subject: str, reassurance: str = "", *, again: str = "continue with `firm resume`"
 ) -> Iterator[None]:
     """Converts an OSError to a UserError that names the file and the remedy.
 

@@ -1,4 +1,4 @@
-"""Resuming of runs: the folder given to `--resume`, and the command printed after Ctrl-C."""
+"""Resuming of runs: the folder given to `firm resume`, and the command printed after Ctrl-C."""
 
 import difflib
 import shlex
@@ -44,17 +44,16 @@ def is_resumed(path: Path, resume: Resume, marker: str) -> bool:
     beside = path.parent.glob("*") if path.parent.is_dir() else ()
     runs = {folder.name: folder for folder in beside if any(folder.glob(marker))}
     near = difflib.get_close_matches(path.name, runs, n=1)
-    remedy = f"did you mean {runs[near[0]]}?" if near else "pass the folder of a run,"
-    raise UserError(
-        f"there is no run to resume at {path}; {remedy} or remove --resume to start one."
-    )
+    remedy = f"did you mean {runs[near[0]]}?" if near else "pass the folder of a run."
+    raise UserError(f"there is no run to resume at {path}; {remedy}")
 
 
 def check_out(resume: Resume, out: Path | None) -> None:
     """Raises ``ValueError`` if a run is to be resumed but its folder is not given."""
     if resume and out is None:
         raise ValueError(
-            f"resume needs the run's folder, got {resume} without `out`; pass --resume FOLDER."
+            f"resume needs the run's folder, got {resume} without `out`; pass --out, or use "
+            "`firm resume FOLDER`."
         )
 
 

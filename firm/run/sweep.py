@@ -103,7 +103,8 @@ class Sweep:
             manifest = _read(path)
             if not resume:
                 raise UserError(
-                    f"there is already a {kind} at {path}; continue it with --resume {path} or "
+                    f"there is already a {kind} at {path}; continue it with `firm resume "
+                    f"{path}` or "
                     "choose another path."
                 )
             sweep = cls(path)
@@ -239,7 +240,7 @@ def summarise(outcomes: Sequence[Outcome], path: Path) -> None:
         raise UserError(
             f"{len(failed)} of {len(outcomes)} runs did not finish; the others are kept. Correct "
             f"the settings in {path / STUDY_NAME}, or remove another cause, and continue with "
-            f"{shlex.join(['firm', 'resume', str(path)])}:\n{reasons}"
+            f"`{shlex.join(['firm', 'resume', str(path)])}`:\n{reasons}"
         )
 
 

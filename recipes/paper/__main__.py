@@ -95,8 +95,8 @@ def common_seeds(runs: Mapping[str, list[Record]]) -> tuple[dict[str, list[Recor
     common = set.intersection(*seeds)
     if len(common) < 2:
         raise UserError(
-            f"intervals need two seeds that every setting has finished, got {len(common)}; go on "
-            "with firm study --resume."
+            f"intervals need two seeds that every setting has finished, got {len(common)}; "
+            "continue with `firm resume`."
         )
     kept = {
         setting: [record for record in of_setting if record.settings["seed"] in common]

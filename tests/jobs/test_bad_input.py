@@ -461,7 +461,7 @@ RUN_CASES: dict[str, tuple[Callable[[Run], Run | None], list[str], list[str]]] =
     "it is there already": (
         nothing,
         [],
-        ["the run directory RUN exists and is not empty; continue it with --resume RUN or choose"],
+        ["the run directory RUN exists and is not empty; continue it with `firm resume RUN` or"],
     ),
     "it is no run": (
         no_run,

@@ -162,7 +162,7 @@ def test_a_disk_that_is_full_at_a_checkpoint_costs_no_more_than_its_round(
     assert (
         f"the checkpoint of round {call - 1} in {path}/checkpoints cannot be written" in errors[-1]
     )
-    assert errors[-1].endswith("free space on the disk, then continue with --resume.")
+    assert errors[-1].endswith("free space on the disk, then continue with `firm resume`.")
     told = [line for line in errors[:-1] if not re.match(NO_ERROR, line)]
     assert all("report.html could not be drawn (OSError" in line for line in told)  # no room, too
     kept = [f"round_{number:04d}" for number in range(call - 1)]

@@ -173,7 +173,7 @@ def test_a_study_with_a_failed_setting_shows_the_others_and_continues_when_it_is
     assert ended.value.code == 2
     (line,) = [line for line in capsys.readouterr().err.splitlines() if "error: " in line]
     assert f"1 of 2 runs did not finish; the others are kept. Correct the settings in {out}" in line
-    assert f"continue with firm resume {out}: server-seed_0" in line
+    assert f"continue with `firm resume {out}`: server-seed_0" in line
     page = html.unescape((out / "report.html").read_text())
     assert "firm-seed_0" in page
     reason = line.partition("server-seed_0: ")[2]

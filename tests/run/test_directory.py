@@ -33,7 +33,9 @@ def test_a_folder_that_holds_something_is_not_touched(tmp_path: Path) -> None:
     path.mkdir()
     Run.create(path, CONFIG).close()
     before = contents(path)
-    with pytest.raises(UserError, match=r"exists and is not empty; continue it with --resume /"):
+    with pytest.raises(
+        UserError, match=r"exists and is not empty; continue it with `firm resume /"
+    ):
         Run.create(path, {**CONFIG, "resume": False})
     with pytest.raises(UserError, match=r"exists and is not empty; choose another path\.$"):
         Run.create(path, CONFIG)
@@ -490,9 +492,9 @@ except SystemExit as end:
     [
         (1, "error: the checkpoint of round 2 in {path}/checkpoints cannot be written (File too "
             "large); older checkpoints are intact: free space on the disk, then "
-            "continue with --resume."),
+            "continue with `firm resume`."),
         (99, "error: {path}/metrics.jsonl cannot be written (File too large); "
-             "free space on the disk, then continue with --resume."),
+             "free space on the disk, then continue with `firm resume`."),
     ],
 )  # fmt: skip
 def test_a_full_disk_ends_in_one_line_and_the_run_resumes(

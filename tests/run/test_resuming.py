@@ -1,4 +1,4 @@
-"""Folders that `--resume` names: a run's own configuration, or one line where there is no run."""
+"""Folders that are resumed: a run's own configuration, or one line where there is no run."""
 
 import pytest
 
@@ -18,7 +18,7 @@ def test_a_run_that_is_to_continue_must_be_there(tmp_path):
     for path, remedy in {
         "runs/frist": rf"did you mean {tmp_path}/runs/first\?",
         "runs/firsts": rf"did you mean {tmp_path}/runs/first\?",
-        "nowhere/at/all": "pass the folder of a run, or remove --resume",
+        "nowhere/at/all": "pass the folder of a run.",
     }.items():
         for call in (Run.open, Run.check):
             with pytest.raises(
