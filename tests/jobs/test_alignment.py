@@ -30,7 +30,7 @@ from firm.jobs.alignment_config import AlignmentConfig, client_names
 from firm.jobs.alignment_loading import load
 from firm.jobs.plan import make_plan
 from firm.report.tables import COLUMNS
-from firm.run import pace, parse
+from firm.run import Run, pace, parse
 from firm.run.checkpoint import load_state
 from tests.plugins import plugins_forgotten
 from tests.runs import read_adapter, read_rows
@@ -93,6 +93,8 @@ def test_a_run_leaves_everything_that_it_promises(finished):
     assert sorted(splits) == [
         ("test", 0), ("test", 2), ("validation", 0), ("validation", 1), ("validation", 2),
     ]  # fmt: skip
+    replies = [row["completion"] for row in Run(finished).samples()]
+    assert replies == [text.strip() for text in replies]  # tokens begin with a space
     base = read_rows(finished, "evaluation")[0]
     assert base["kl"] == pytest.approx(0, abs=1e-4)  # the adapter changes nothing yet
     assert all(0 < score["mean"] < 1 for score in base["rewards"].values())

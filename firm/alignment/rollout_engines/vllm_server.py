@@ -495,7 +495,8 @@ class VLLMServerEngine:
         left = [server for server in self._servers if not server.lost]
         num_each = min(self.config.num_requests, len(rows))
         with ThreadPoolExecutor(max(1, num_each * len(left)), "rollout") as pool:
-            futures = [pool.submit(work, server) for server in left for _ in range(num_each)]
+            # in turn, so that few rows are spread over all servers
+            futures = [pool.submit(work, server) for _ in range(num_each) for server in left]
         for future in futures:
             future.result()
         if errors:

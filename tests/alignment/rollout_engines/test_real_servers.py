@@ -188,13 +188,13 @@ def test_a_server_that_is_killed_in_a_batch_loses_nothing(
     def counted(**content):
         nonlocal num_calls
         num_calls += 1
-        if num_calls == 90:  # two probes of each of 35 further versions, and twenty replies
+        if num_calls == 45:  # a probe of each of 35 further versions, and ten replies
             _kill(servers[0])
         return complete(**content)
 
     dying.complete = counted
     samples = engine.sample(requests)
-    assert num_calls >= 90
+    assert num_calls >= 45
     assert re.search(r"rollout server \S+ is left out of this batch", caplog.text)
     for request, own in zip(requests, samples, strict=True):
         expected, mask = own_logprobs(policy, request.queries, own, request.adapter)
