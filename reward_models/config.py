@@ -36,8 +36,8 @@ class RewardModelConfig:
 
     name: str = "sequence_classifier"
     """"sequence_classifier" for a Hugging Face checkpoint, or the name of a function: built-in
-    ("brevity", "length", "matches", "politeness", "positivity", "reading_ease", "sentiment",
-    "vocabulary"), in `file`, or from an installed package."""
+    ("brevity", "length", "llm_judge", "matches", "politeness", "positivity", "reading_ease",
+    "sentiment", "vocabulary"), in `file`, or from an installed package."""
     path: Annotated[
         str,
         Paper(
@@ -50,6 +50,9 @@ class RewardModelConfig:
         ),
     ] = ""
     """Checkpoint of the classifier: a folder, or a name on the Hugging Face hub."""
+    url: Annotated[str, NOT_IN_PAPER] = ""
+    """Address of a server of vLLM with the classifier in `path`, such as http://node7:8000: its
+    tokenizer is read here, and its weights are not."""
     format: CallFormat = "hh_pair"
     """Input format of a sequence classifier. "hh_pair": dialogue and reply as a pair, in the format
     of the Ray2333 models; "question_answer": last human turn and reply as a pair without role tags,
@@ -116,6 +119,6 @@ class RewardModelConfig:
         return ("file", "options") if name == "sequence_classifier" else _OF_CLASSIFIERS
 
 
-_OF_CLASSIFIERS = ("path", "format", "append_eos", "max_length", "dtype")
+_OF_CLASSIFIERS = ("path", "url", "format", "append_eos", "max_length", "dtype")
 """Settings that functions do not read, and that change scores; `batch_size` and `device` do not."""
 _DEFAULTS = {each.name: each.default for each in fields(RewardModelConfig)}

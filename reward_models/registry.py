@@ -35,6 +35,10 @@ _REST = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 
 
 def _sequence_classifier(config: RewardModelConfig, objective: str) -> Any:
+    if config.url:
+        from reward_models.served_classifier import load_served_classifier
+
+        return load_served_classifier(config, objective)
     from reward_models.sequence_classifier import (  # imports torch, unlike the names
         SequenceClassifierReward,
         adapter_name,
@@ -134,6 +138,7 @@ REWARD_MODELS: Registry[str, Callable[[RewardModelConfig, str], Any]] = Registry
         "true_helpful": "reward_models.miniature",
         "true_harmless": "reward_models.miniature",
         "parse": "reward_models.miniature",
+        "llm_judge": "reward_models.judge",
         "sentiment": "reward_models.language",
         "reading_ease": "reward_models.language",
         "vocabulary": "reward_models.language",

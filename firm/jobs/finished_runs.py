@@ -18,6 +18,7 @@ from firm.run.config import lay_out, to_dict
 from firm.run.directory import Run
 from firm.run.errors import UserError
 from firm.run.files import refuse_links
+from firm.run.plugins import code_in
 from reward_models.config import RewardModelConfig
 
 TEST_PROMPTS_NAME = "test_prompts.jsonl"
@@ -149,24 +150,26 @@ def keep_test_prompts(run: Path, prompts: Sequence[Prompt]) -> None:
 def check_code(
     rewards: Mapping[str, RewardModelConfig], record: Record, *, allow_code: bool
 ) -> None:
-    """Raises `UserError` if a Python file would run because a run's folder names it.
+    """Raises `UserError` if a run's folder alone names a Python file to run or a server to ask.
 
-    The folder may come from an untrusted source. Files named on the command line are trusted.
+    The folder may come from an untrusted source. What is named on the command line is trusted.
 
     Args:
         rewards: The reward models that are about to be loaded.
         record: The run that provides the settings.
-        allow_code: Whether Python files that it names may run.
+        allow_code: Whether the files that it names may run, and its servers be asked.
     """
     settings = record.settings
     sections = (settings.get("rewards"), (settings.get("evaluation") or {}).get("metrics"))
     entries = [entry for each in sections if isinstance(each, Mapping) for entry in each.values()]
-    files = [entry.get("file") for entry in entries if isinstance(entry, Mapping)]
+    known = code_in(entries)
     for name, reward in rewards.items():
-        if reward.file and reward.file in files and not allow_code:
+        used = [each for each in code_in(to_dict(reward)) if each in known]
+        if used and not allow_code:
+            what = "run the Python file" if reward.file else "send replies to"
             raise UserError(
-                f"{record.path} would run the Python file {reward.file} for {name!r}; review the "
-                "file, then pass --allow_code true."
+                f"{record.path} would {what} {used[0]} for {name!r}; review it, then pass "
+                "--allow_code true."
             )
 
 

@@ -98,7 +98,7 @@ OWN_KEYS = (
     *SERVER_KEYS,
 )
 """Keys of a run that each party sets for itself; all other keys must be equal everywhere."""
-OWN_REWARD_KEYS = ("batch_size", "device", "dtype", "path")
+OWN_REWARD_KEYS = ("batch_size", "device", "dtype", "path", "url")
 """Keys of a reward model that each party sets for itself."""
 
 

@@ -2,6 +2,7 @@
 
 from urllib.parse import urlsplit
 
+from firm.alignment.rollout_config import VLLMServerConfig
 from firm.jobs.alignment_config import AlignmentConfig
 from firm.run.errors import UserError
 from firm.run.shipped import with_shipped_paths
@@ -14,7 +15,7 @@ def server_commands(cfg: AlignmentConfig) -> list[str]:
         UserError: The run's engine is another one.
     """
     engine = cfg.rollout.engine
-    if engine.name != "vllm_server":
+    if not isinstance(engine, VLLMServerConfig):
         raise UserError(
             f"rollout.engine.name must be vllm_server, got {engine.name}; pass "
             "--rollout.engine.name vllm_server, with urls and a shared_folder."

@@ -157,9 +157,10 @@ def _check_code(folder: str, settings: Any, own: Any) -> None:
     """
     known = code_in(own)
     if names := [name for name in code_in(settings) if name not in known]:
+        is_servers = all(name.startswith(("http://", "https://")) for name in names)
+        what = "send data to servers" if is_servers else "run Python code"
         raise UserError(
-            f"{folder} would run Python code ({', '.join(names)}): review it, then pass "
-            f"--{ALLOW_CODE}."
+            f"{folder} would {what} ({', '.join(names)}): review it, then pass --{ALLOW_CODE}."
         )
 
 

@@ -17,8 +17,8 @@ from firm.run.errors import UserError
 from firm.run.shipped import find_config
 from firm.run.yaml_text import read_yaml
 
-_CODE_KEYS = {"plugins", "file"}
-"""Keys, at any depth, of modules or Python files to run."""
+_CODE_KEYS = {"plugins", "file", "url", "urls"}
+"""Keys, at any depth, of modules or Python files to run, and of servers that get prompts."""
 
 
 def import_plugin(name: str) -> None:
@@ -67,7 +67,9 @@ def import_file(file: Path) -> None:
 
 
 def code_in(settings: Any) -> list[str]:
-    """Returns the modules and Python files that a configuration's plain data may run.
+    """Returns what a configuration's plain data may run or send data to.
+
+    That is modules, Python files, and servers of reward models and rollouts.
 
     Searches at every depth, including dotted key paths, strings that can be parsed as YAML, and
     the files named by `base`. The result may include names that are never run, but must not miss

@@ -278,6 +278,8 @@ def _rewards(cfg: AlignmentConfig, notes: list[str]) -> dict[str, RewardFigures]
 def _reward_figures(reward: RewardModelConfig, key: str, notes: list[str]) -> RewardFigures:
     if reward.name != "sequence_classifier":
         return RewardFigures(f"the function {reward.name}", None, 0, "")
+    if reward.url:
+        return RewardFigures(f"{reward.path} at {reward.url}", None, 0, "")
     base = adapter_base(reward.path)
     architecture = _architecture(base or reward.path, key, notes)
     if architecture is None:
