@@ -3,15 +3,16 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from firm.fronts.confidence import share_interval
-from firm.report.drawing import Error
 from firm.run.directory import Row, Run
 from firm.run.files import read_text
 from firm.run.resuming import CONFIG_NAME, RESTORE, check_run
 from firm.run.rows import as_one_training
 from firm.run.sweep import Sweep
+
+if TYPE_CHECKING:  # it imports numpy, which records need not
+    from firm.report.drawing import Error
 
 ONE_SIDED = 1.645
 """Standard errors of a one-sided bound at 95 % confidence."""
@@ -193,7 +194,7 @@ def score(row: Row, field: str, name: str, part: str) -> float | None:
     return ((row.get(field) or {}).get(name) or {}).get(part)
 
 
-def main_error(record: Record, row: Row, name: str) -> Error | None:
+def main_error(record: Record, row: Row, name: str) -> "Error | None":
     """Returns the error bar of an objective's main figure.
 
     It is one standard error of a score, and the exact 95 % interval of an accuracy on pairs. The
@@ -208,8 +209,10 @@ def main_error(record: Record, row: Row, name: str) -> Error | None:
     return share_error(mean, int(count)) if mean is not None and count and row["round"] else None
 
 
-def share_error(share: float, num: int) -> Error:
+def share_error(share: float, num: int) -> "Error":
     """Returns the error bar of a share of `num` prompts, up to the ends of its exact interval."""
+    from firm.fronts.confidence import share_interval  # imports scipy, likewise
+
     low, high = share_interval(share, num)
     return share - low, high - share
 
