@@ -47,6 +47,9 @@ GOLDEN = (
     ("\n\nHuman: Can you help me with my homework?\n\nAssistant:", " No."),
 )
 """Examples whose scores are written beside the model, to detect a wrong format later."""
+FEW_STEPS = 30
+"""Steps below which training is noted to be short: on the miniature's pairs, 2 and 10 steps ended
+at chance, and 30 had begun to learn."""
 QUIET_SECONDS = 15.0
 """Minimum seconds between two lines of progress."""
 
@@ -257,6 +260,11 @@ def _fit(reward: SequenceClassifierReward, pairs: Sequence[Pair], cfg: RewardCon
             f"are equal after truncation to {reward.max_length} tokens."
         )
     num_steps = cfg.num_epochs * math.ceil(sum(differ) / cfg.batch_size)
+    if num_steps < FEW_STEPS:
+        say(
+            f"note: training has only {num_steps} step{'s' * (num_steps > 1)}, after which a model "
+            "may still be at chance: pass more pairs, more --num_epochs or a smaller --batch_size."
+        )
     losses: list[float] = []
 
     class Lines(TrainerCallback):

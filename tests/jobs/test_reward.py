@@ -246,6 +246,7 @@ def test_pairs_that_are_equal_after_truncation_are_dropped_or_refused(
     train_reward(config(base, path, tmp_path / "out", max_length=10, num_epochs=1))
     told = capsys.readouterr()
     assert "training pairs are dropped, since their replies are equal" in told.out + told.err
+    assert "note: training has only 1 step, after which a model may" in told.err
     path.write_text("".join(json.dumps(row) + "\n" for row in rows if "other" not in row["chosen"]))
     with pytest.raises(UserError, match="are equal in the last 4 tokens; raise max_length"):
         train_reward(config(base, path, tmp_path / "other", max_length=4, num_epochs=1))
