@@ -121,6 +121,11 @@ class EstimatorConfig(ABC):
         return [form for _, form in sorted(ESTIMATORS.items()) if issubclass(form, cls)]
 
     @property
+    def tags(self) -> tuple[str, ...]:
+        """Tags of the estimator on model cards."""
+        return (self.name.replace("_", "-"),)
+
+    @property
     def replies_per_prompt(self) -> int:
         """Number of replies to a prompt that the estimator compares."""
         return 1
@@ -274,6 +279,11 @@ class CriticFreeConfig(EstimatorConfig):
     """Quantity from which the KL penalty is subtracted. reward: every reward, before advantages are
     computed and normalised; advantage: every advantage, with a leave-one-out baseline and
     unscaled."""
+
+    @property
+    def tags(self) -> tuple[str, ...]:
+        """Tags on model cards: also that of the method whose baseline it has."""
+        return (*super().tags, "grpo" if self.baseline == "group" else "rloo")
 
     @property
     def ratio_form(self) -> str:

@@ -55,7 +55,7 @@ from firm.jobs.alignment_loading import (
 from firm.jobs.fetch import about_policy, fetch_policy
 from firm.jobs.hub import push
 from firm.jobs.loop import Logbook, RoundResult, Task, train
-from firm.jobs.model_card import markdown_table, model_card, model_name
+from firm.jobs.model_card import markdown_table, markdown_text, model_card, model_name
 from firm.jobs.plan.tables import print_plan
 from firm.jobs.sources import check_sources
 from firm.jobs.threads import set_threads, with_recorded_threads
@@ -837,7 +837,7 @@ def _fold_card(cfg: AlignmentConfig, preference: Sequence[float]) -> ModelCard:
     aim = ", ".join(f"{name} {share / sum(preference):.3f}" for name, share in shares)
     text = f"""A LoRA adapter, folded at this preference from a conditioned adapter trained with
 {cfg.strategy.name} (seed {cfg.seed}). `{FRONT_NAME}` of its run contains its rewards."""
-    return model_card(cfg.policy.path, aim, text)
+    return model_card(cfg.policy.path, aim, text, *cfg.estimator.tags)
 
 
 def _card(
@@ -860,8 +860,9 @@ def _card(
         "commit": run.record()["commit"],
     }
     rows = [row.cells() for row in aligned.comparison(base)]  # type: ignore[arg-type]
-    text = f"""A LoRA adapter trained with FIRM: federated {cfg.estimator.name} with one gradient
-per objective, a regularised MGDA problem inside every client, and FedAvg of the adapters.
+    estimator, strategy = map(markdown_text, (cfg.estimator.name, cfg.strategy.name))
+    text = f"""A LoRA adapter trained with the toolkit FIRM, by clients that keep their data, with
+the estimator {estimator} and the strategy {strategy}.
 
 ## Figures on held-out prompts
 
@@ -872,7 +873,7 @@ Mean ± standard error over prompts; the change is paired by row. Scores are raw
 ## How it was made
 
 {markdown_table(["", ""], list(facts.items()))}"""
-    return model_card(cfg.policy.path, ", ".join(cfg.objectives), text)
+    return model_card(cfg.policy.path, ", ".join(cfg.objectives), text, *cfg.estimator.tags)
 
 
 def _judges(cfg: AlignmentConfig) -> dict[str, str]:

@@ -18,7 +18,7 @@ from firm.fronts.front import Front
 from firm.jobs.configs import ExportConfig
 from firm.jobs.fetch import fetch_policy
 from firm.jobs.finished_runs import adapter_folder
-from firm.jobs.model_card import markdown_text, model_card
+from firm.jobs.model_card import CARD_NAME, markdown_text, model_card, tags_of
 from firm.jobs.pick import conditioned_front
 from firm.run.errors import UserError
 from firm.run.files import file_errors
@@ -29,9 +29,6 @@ from firm.serving.chat_templates import HH_TEMPLATE, plain_template
 from firm.serving.export_target import Source, Target
 from firm.serving.front import ServedFront, passing_certificate
 from firm.serving.targets import target
-
-CARD_NAME = "README.md"
-"""Model card of an adapter."""
 
 
 @dataclass(frozen=True)
@@ -184,7 +181,8 @@ def _write_card(
         f"A LoRA adapter: the conditioned adapter of {strategy}, folded at the preference\n{aim}."
     )
     has_tokenizer = bool(tokenizer_files(adapter))
-    card = model_card(cfg.policy.path, aim, text, "front", has_tokenizer=has_tokenizer)
+    tags = [*tags_of(adapter), "front"]
+    card = model_card(cfg.policy.path, aim, text, *tags, has_tokenizer=has_tokenizer)
     card.save(folder / CARD_NAME)
 
 

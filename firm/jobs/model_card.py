@@ -3,14 +3,72 @@
 import json
 import re
 from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-from huggingface_hub import ModelCard, ModelCardData
+from huggingface_hub import ModelCard, ModelCardData, try_to_load_from_cache
 
 from firm.alignment.policy_config import is_gguf
 from firm.base.sanitize import printable
 from firm.jobs.hub import is_hub_name
-from firm.run.shipped import path_in_package
+from firm.run.shipped import path_in_package, with_shipped_paths
+
+CARD_NAME = "README.md"
+"""File with the model card, in an adapter's folder."""
+_TAGS = ["firm", "lora", "multi-objective", "federated"]
+"""Tags of every adapter."""
+
+
+@dataclass(frozen=True)
+class BaseModel:
+    """An adapter's base model, as a card names it."""
+
+    name: str
+    """Name, as Markdown; without the path of a local folder."""
+    repo: str | None = None
+    """Repository on the Hugging Face hub."""
+    revision: str = ""
+    """Commit of the repository whose weights the adapter was trained on; empty if unknown."""
+    note: str = ""
+    """Another origin of the weights, as Markdown."""
+
+    @property
+    def in_words(self) -> str:
+        """The name with the revision or the origin."""
+        more = f"revision {self.revision}" if self.revision else self.note
+        return ", ".join(filter(None, (self.name, more)))
+
+
+def base_of(path: str) -> BaseModel:
+    """Returns the base model at a policy's path: a folder, a GGUF file or a name on the hub."""
+    if is_hub_name(path):
+        cached = try_to_load_from_cache(path, "config.json")  # .../snapshots/REVISION/config.json
+        return BaseModel(path, path, Path(cached).parent.name if isinstance(cached, str) else "")
+    from firm.jobs.fetch import MODELS, SOURCE_NAME  # here, since it imports torch
+
+    folder = Path(with_shipped_paths(path))
+    origin: Any = {}
+    with suppress(OSError, ValueError):
+        origin = json.loads((folder / SOURCE_NAME).read_text(encoding="utf-8"))
+    if isinstance(origin, dict) and (model := MODELS.get(str(origin.get("model")))):
+        repo, revision = model.repo, printable(str(origin.get("revision", "")))
+        note = f"the weights of {markdown_text(str(origin.get('from')))}"
+        return BaseModel(repo, repo, revision, note)
+    if snapshot := re.search(r"models--([^/]+)--([^/]+)/snapshots/([0-9a-f]{40})$", str(folder)):
+        owner, name, revision = snapshot.groups()
+        return BaseModel(f"{owner}/{name}", f"{owner}/{name}", revision)
+    return BaseModel(model_name(path))
+
+
+def tags_of(adapter: Path) -> list[str]:
+    """Returns the tags on the card in an adapter's folder, other than those of every adapter."""
+    text = ""
+    with suppress(OSError, UnicodeDecodeError):
+        text = (adapter / CARD_NAME).read_text(encoding="utf-8")
+    header = text.removeprefix("---\n").partition("\n---")[0]
+    return [tag for tag in re.findall(r"^- ([a-z0-9-]+)$", header, re.M) if tag not in _TAGS]
 
 
 def model_card(
@@ -22,17 +80,19 @@ def model_card(
         base_model: Folder, GGUF file or hub name of the adapter's base model.
         aim: Target of the alignment.
         text: Description and scores, as Markdown.
-        tags: Tags in addition to those of every FIRM adapter.
+        tags: Tags in addition to those of every FIRM adapter, such as the estimator's.
         has_tokenizer: Whether the adapter's folder also contains the tokenizer.
     """
+    base = base_of(base_model)
     header = ModelCardData(
-        base_model=base_model if is_hub_name(base_model) else None,  # the hub rejects a folder
+        base_model=base.repo,  # None for a folder, which the hub rejects
         library_name="peft",
-        tags=["firm", "ppo", "lora", "multi-objective", "federated", *tags],
+        tags=list(dict.fromkeys([*_TAGS, *tags])),
     )
     place, needed = json.dumps("path/of/the/base/model"), ""
-    if is_hub_name(base_model):
-        place = json.dumps(base_model)
+    if base.repo and (base.revision or not base.note):
+        revision = f", revision={json.dumps(base.revision)}" if base.revision else ""
+        place = json.dumps(base.repo) + revision
     elif (inside := path_in_package(base_model)) is not None:
         place = f'files("firm") / {json.dumps(inside)}'
         needed = "from importlib.resources import files\n\n"
@@ -42,7 +102,9 @@ def model_card(
 {header.to_yaml()}
 ---
 
-# {model_name(base_model)}, aligned to {aim}
+# {base.name}, aligned to {aim}
+
+Base model: {base.in_words}.
 
 {text}
 

