@@ -23,7 +23,7 @@ from firm.jobs.speakers import Speakers
 from firm.report.comparison import write_comparison
 from firm.report.record import Record
 from firm.report.samples import Sample, ScoredReply, Turn, turns_of
-from firm.run.comparison import Line, Measure, prompts_text
+from firm.run.comparison import Line, Measure, prompts_text, with_intervals
 from firm.run.config import to_yaml
 from firm.run.differences import leaves
 from firm.run.errors import UserError
@@ -271,12 +271,14 @@ def _lines(
 ) -> dict[str, list[Line]]:
     return {
         name: [
-            Line(
-                row.name,
-                Measure(row.base, row.base_se),
-                Measure(row.aligned, row.aligned_se),
-                Measure(row.change, row.change_se, row.num_prompts, row.is_partial),
-                is_score=row.name in scores,
+            with_intervals(
+                Line(
+                    row.name,
+                    Measure(row.base, row.base_se, row.num_prompts),
+                    Measure(row.aligned, row.aligned_se, row.num_prompts),
+                    Measure(row.change, row.change_se, row.num_prompts, row.is_partial),
+                    is_score=row.name in scores,
+                )
             )
             for row in table
         ]

@@ -131,7 +131,7 @@ def compare(base: Mapping[str, Any], aligned: Mapping[str, Any]) -> list[Line]:
     lines, of_pairs = [], "accuracy_change" in aligned
     if of_pairs:
         for name in aligned.get("rewards") or {}:
-            after = share_measure(_measure(aligned, "rewards", name))
+            after = _with_interval(_measure(aligned, "rewards", name))
             change = _measure(aligned, "accuracy_change", name)
             if after and change and after.interval:
                 low, high = (end - CHANCE for end in after.interval)
@@ -143,43 +143,49 @@ def compare(base: Mapping[str, Any], aligned: Mapping[str, Any]) -> list[Line]:
     title = "{}, margin" if of_pairs else "{}"
     for name in aligned.get("scores") or {}:
         before, after = (_measure(row, "scores", name) for row in (base, aligned))
-        change = _measure(aligned, "change", name)
-        if not of_pairs and _is_share(name, before, after):
-            before, after = share_measure(before), share_measure(after)
-            change = _paired(change, aligned)
-        lines.append(Line(title.format(name), before, after, change))
+        line = Line(title.format(name), before, after, _measure(aligned, "change", name))
+        lines.append(line if of_pairs else with_intervals(line, is_single=_is_single(aligned)))
     for name in (each.name for each in drawn() if each.kind == "evaluation"):
         if isinstance(aligned.get(name), int | float):
+            count = aligned.get("num_prompts") if name in SHARES else None
             before, after = (
-                None if row.get(name) is None else Measure(row[name], row.get(f"{name}_se"))
+                None if row.get(name) is None else Measure(row[name], row.get(f"{name}_se"), count)
                 for row in (base, aligned)
             )
             change = Measure(after.mean - before.mean) if before and after else None
-            if name in SHARES:
-                count = aligned.get("num_prompts")
-                before, after = (
-                    share_measure(own and replace(own, num_prompts=count))
-                    for own in (before, after)
-                )
-            lines.append(Line(name, before, after, change, is_score=False))
+            lines.append(with_intervals(Line(name, before, after, change, is_score=False)))
     return lines
 
 
-def _is_share(name: str, *ends: Measure | None) -> bool:
-    """Returns whether a score of base and aligned model is a share of the replies.
+def with_intervals(line: Line, *, is_single: bool = False) -> Line:
+    """Returns a line with exact intervals if it is a share of the replies, else the line.
 
-    With one reply per prompt, scores that are 0 or 1 have the variance p (1 - p), and no others
-    in [0, 1] have it.
+    With one reply per prompt, scores that are 0 or 1 have the variance p (1 - p), and no others in
+    [0, 1] have it.
+
+    Args:
+        line: A score or side metric.
+        is_single: Whether every prompt has one reply, so that its share changes by -1, 0 or 1.
     """
-    sizes = [(own.mean, own.se, own.num_prompts) for own in ends if own]
+    known = [(own.mean, own.se, own.num_prompts) for own in (line.base, line.aligned) if own]
     is_binary = all(
         se is not None and num and isclose(se**2 * (num - 1), p * (1 - p), abs_tol=1e-9)
-        for p, se, num in sizes
+        for p, se, num in known
     )
-    return name in SHARES or (len(sizes) == 2 and is_binary and any(se for _, se, _ in sizes))
+    is_share = len(known) == 2 and is_binary and any(se for _, se, _ in known)
+    if not is_share and line.name not in SHARES:
+        return line
+    change = line.change
+    if is_single and change and change.se is not None and change.num_prompts:
+        from firm.fronts.confidence import paired_interval
+
+        interval = paired_interval(change.mean, change.se, change.num_prompts)
+        change = replace(change, interval=interval)
+    base, aligned = _with_interval(line.base), _with_interval(line.aligned)
+    return replace(line, base=base, aligned=aligned, change=change)
 
 
-def share_measure(measure: Measure | None) -> Measure | None:
+def _with_interval(measure: Measure | None) -> Measure | None:
     """Returns a share with its exact interval, counted by prompts: their replies are dependent."""
     # imports scipy.stats, which takes half a second
     from firm.fronts.confidence import share_interval
@@ -189,16 +195,9 @@ def share_measure(measure: Measure | None) -> Measure | None:
     return replace(measure, interval=share_interval(measure.mean, measure.num_prompts))
 
 
-def _paired(change: Measure | None, row: Mapping[str, Any]) -> Measure | None:
-    """Returns the change of a share with its exact interval, if each prompt has one reply."""
-    from firm.fronts.confidence import paired_interval
-
-    num_rows, count = row.get("num_rows"), row.get("num_prompts")
-    if change is None or change.se is None or change.is_partial or row.get("num_samples") != 1:
-        return change
-    if not count or num_rows not in (None, count):
-        return change
-    return replace(change, interval=paired_interval(change.mean, change.se, count))
+def _is_single(row: Mapping[str, Any]) -> bool:
+    """Returns whether every prompt of an evaluation has one reply."""
+    return row.get("num_samples") == 1 and row.get("num_rows") in (None, row.get("num_prompts"))
 
 
 def _measure(row: Mapping[str, Any], figures: str, name: str) -> Measure | None:
