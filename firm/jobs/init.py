@@ -25,11 +25,12 @@ from firm.base.inside import replace_text
 from firm.base.sanitize import legible, printable
 from firm.federation import Processes
 from firm.jobs.alignment_config import AlignmentConfig, client_names
-from firm.jobs.alignment_data import FEW, HELD_OUT, USES, hold_out
+from firm.jobs.alignment_data import HELD_OUT, USES, hold_out
 from firm.jobs.configs import InitConfig
 from firm.jobs.plan import make_plan
 from firm.jobs.sources import check_data, check_policy, check_reward, is_file
 from firm.report.formats import duration
+from firm.run.comparison import FEW_PROMPTS
 from firm.run.config import compose
 from firm.run.errors import UserError
 from firm.run.shipped import CONFIGS, with_shipped_paths
@@ -353,7 +354,7 @@ def _prompts(prompts: str, test_prompts: str) -> Source:
     if is_file(prompts) and not test_prompts:
         rows = _rows("prompts", prompts, "[:]") or []
         num_distinct = len({loose_text(row.transcript) for row in rows})
-        share = 1 / HELD_OUT if num_distinct >= FEW * HELD_OUT else 2 / HELD_OUT
+        share = 1 / HELD_OUT if num_distinct >= FEW_PROMPTS * HELD_OUT else 2 / HELD_OUT
         try:
             parts = hold_out(rows, USES, share, seed=0, key="prompts")
         except UserError as error:
@@ -456,7 +457,7 @@ def _in_words(written: Written) -> list[str]:
     if source.num_rows is not None:
         lines.append(f"data     {source.num_rows:,} {noun} for {config.num_clients} clients")
         if source.num_test is not None:
-            few = f", too few to measure most changes: add {noun}" * (source.num_test < FEW)
+            few = f", too few to measure most changes: add {noun}" * (source.num_test < FEW_PROMPTS)
             lines[-1] += f", {source.num_test:,} held out for testing{few}"
     length = f"{config.rounds} rounds, replies of up to {config.rollout.max_new_tokens} tokens"
     if written.seconds is not None:

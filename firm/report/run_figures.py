@@ -206,7 +206,7 @@ def evaluation_line(run: Setting, field: str, name: str, color: str) -> Trace:
     ses: list[Error | None] = list(run.errors(quantity, name).values())
     record = run.records[0]
     if record.learns_from_pairs and field == record.main_field:
-        rows = {row["round"]: row for row in record.evaluations["validation"]}
+        rows = {row["round"]: row for row in record.evaluations.get("validation", [])}
         ses = [main_error(record, rows[at], name) for at in points]
     return curve(LegendEntry(GLOBAL_MODEL.label, color), points.items(), width=2.5, size=7, ses=ses)
 

@@ -157,6 +157,7 @@ def test_pairs_take_the_place_of_prompts_and_rewards(tmp_path, monkeypatch, caps
     assert splits == ["[:]", "[0:250]+[375:625]+[750:1000]+[1125:1375]"]
     assert (cfg.rollout.max_prompt_tokens, cfg.rollout.max_new_tokens) == (16, 16)
     assert align(cfg)
+    assert "could not be drawn" not in Path("run/report.html").read_text()
     main(InitConfig(POLICY, pairs=pairs, full=True, out=Path("full.yaml")))
     cfg = parse(AlignmentConfig, ["--config", "full.yaml"])
     assert [own.split for own in cfg.pairs.values()] == ["[:]", "[:]"]
