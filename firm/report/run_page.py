@@ -16,6 +16,7 @@ from firm.report import formats, front_tables
 from firm.report import run_figures as figures
 from firm.report.comparison import Comparison, best_comparison, comparison_table
 from firm.report.drawing import INK, MUTED, LegendEntry, constant
+from firm.report.formats import NBSP
 from firm.report.front_page import plane_section, preference_section
 from firm.report.ledger import total_bytes, uploads_so_far
 from firm.report.page import (
@@ -216,7 +217,8 @@ def _spread(comparison: Comparison, record: Record) -> str:
     exact = {bool(line.change.interval) for line in lines if line.change}
     if exact == {True}:
         return "with its exact 95 % interval"
-    return f"± standard error{', or with the exact 95 % interval of a share' if any(exact) else ''}"
+    of_shares = ", or with the exact 95 % interval of a share" if any(exact) else ""
+    return f"±{NBSP}standard error{of_shares}"
 
 
 def _front_ends(record: Record) -> dict[str, tuple[float, float]]:
@@ -268,7 +270,8 @@ def _stats(record: Record, comparison: Comparison | None) -> list[tuple[str, str
             values = [row[name] for row in front if row.get(name) is not None]
             value = formats.number(line.aligned and line.aligned.mean)
             if line.aligned and line.aligned.interval:
-                value = formats.measure(line.aligned)
+                interval = formats.measure(line.aligned).partition(" ")[2].replace(NBSP, " ")
+                base = ", ".join(filter(None, [interval, base]))
             if values and not line.is_score:
                 value = " – ".join(formats.number(end) for end in (min(values), max(values)))
                 base = ", ".join(filter(None, ["by preference", base]))
