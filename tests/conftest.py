@@ -85,6 +85,7 @@ SECOND_TIER = (
     "benchmarks",
     "docs",
     "fmoo/test_data.py",
+    "fmoo/test_models.py",
     "jobs/test_explore.py",
     "jobs/test_hub.py",
     "jobs/test_links.py",
