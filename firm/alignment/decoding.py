@@ -1,6 +1,8 @@
 """Sampling with a cache: equal prompts are passed once, and finished rows are dropped."""
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any, Protocol
 
 import torch
@@ -23,75 +25,125 @@ class DecodedRows(Protocol):
     counts: list[int]
     """Rows of each part."""
 
-    def span(self, index: int) -> slice:
-        """Returns the slice of a part's rows."""
-        ...
-
     def restrict(self, kept: list[torch.Tensor]) -> torch.Tensor:
         """Keeps the rows of each part at these indices; returns their indices in the batch."""
         ...
 
 
+@dataclass(frozen=True, eq=False)
+class Part:
+    """Prompts whose replies are sampled with the same settings and generator."""
+
+    token_ids: torch.Tensor
+    """The prompts, [b, Q]."""
+    draw: Callable[[int], torch.Tensor]
+    """Returns the `random_numbers` of all b rows, from the size of the vocabulary."""
+    temperature: float
+    """Sampling temperature."""
+    max_new_tokens: int
+    """Maximum length of a reply."""
+    end_ids: Sequence[int]
+    """Tokens that end a reply."""
+
+
 class SamplingState:
-    """State of sampling the replies to the prompts of a part.
+    """State of sampling the replies to the prompts of several parts, N rows.
 
     Args:
-        token_ids: The prompts, [b, Q].
-        draw: Returns the `random_numbers` of all b rows, from the size of the vocabulary.
-        temperature: Sampling temperature.
-        max_new_tokens: Maximum length of a reply.
-        end_ids: Tokens that end a reply.
+        parts: The prompts.
     """
 
-    def __init__(
-        self,
-        token_ids: torch.Tensor,
-        draw: Callable[[int], torch.Tensor],
-        *,
-        temperature: float,
-        max_new_tokens: int,
-        end_ids: Sequence[int],
-    ) -> None:
-        self._prompts, self._draw = token_ids, draw
-        self._temperature = temperature + TEMPERATURE_GUARD
-        self._max_new_tokens = max_new_tokens
+    def __init__(self, parts: Sequence[Part]) -> None:
+        self._parts = parts
+        counts = [len(part.token_ids) for part in parts]
+        ends = list(accumulate(counts))
+        self._spans = [slice(end - own, end) for end, own in zip(ends, counts, strict=True)]
+        device = parts[0].token_ids.device
+        temperatures = [part.temperature + TEMPERATURE_GUARD for part in parts]
+        self._temperature: Any = temperatures[0]
+        if len(set(temperatures)) > 1:
+            values = torch.tensor(temperatures, device=device)
+            self._temperature = values.repeat_interleave(torch.tensor(counts, device=device))[
+                :, None
+            ]
         self._tokens: list[torch.Tensor] = []
         self._logprobs: list[torch.Tensor] = []
-        device = token_ids.device
-        self._is_open = torch.ones(len(token_ids), dtype=torch.bool, device=device)
-        self._rows = torch.arange(len(token_ids), device=device)  # still in the batch
-        self._ends = torch.tensor(list(end_ids), device=device)
-        self.num_open = len(self._rows)
-        """Number of unfinished replies; 0 at the maximum length."""
+        self._is_open = torch.ones(ends[-1], dtype=torch.bool, device=device)
+        self._rows = torch.arange(ends[-1], device=device)  # still in the batch
+        self._counts = counts
+        self._ends = [torch.tensor(list(part.end_ids), device=device) for part in parts]
+        self._has_same_ends = len({tuple(part.end_ids) for part in parts}) == 1
+        self._lengths: list[int | None] = [None] * len(parts)
+        self.num_open = counts
+        """Number of unfinished replies of each part; 0 at its maximum length."""
 
     def sample(self, logits: torch.Tensor) -> torch.Tensor:
         """Samples the next tokens [n] of the rows in the batch from their logits [n, V]."""
-        if not self.num_open:
-            return torch.zeros_like(self._rows)
-        # generators advance as for all rows, so finished rows must consume random numbers too
-        numbers = self._draw(logits.size(-1))[self._rows]
-        chosen, own_logprobs = sampled_tokens(logits / self._temperature, numbers)
-        tokens = torch.full_like(self._is_open, -1, dtype=torch.long)  # of all b rows
+        numbers = self._numbers(logits)
+        temperature = self._temperature
+        if isinstance(temperature, torch.Tensor):
+            temperature = temperature[self._rows]
+        chosen, own_logprobs = sampled_tokens(logits / temperature, numbers)
+        tokens = torch.full_like(self._is_open, -1, dtype=torch.long)  # of all N rows
         logprobs = own_logprobs.new_full(tokens.shape, INVALID_LOGPROB)
         tokens[self._rows] = chosen
         logprobs[self._rows] = own_logprobs
         self._tokens.append(tokens.masked_fill(~self._is_open, -1))
         self._logprobs.append(logprobs)
-        self._is_open = self._is_open & ~torch.isin(tokens, self._ends)
-        is_longest = len(self._tokens) == self._max_new_tokens
-        self.num_open = 0 if is_longest else int(self._is_open.sum())
+        self._is_open = self._is_open & ~self._is_end(tokens)
+        open_rows = self._is_open.tolist()  # the only value of a token that is waited for
+        self.num_open = [sum(open_rows[span]) for span in self._spans]
+        for at, part in enumerate(self._parts):
+            if self._lengths[at] is not None or len(self._tokens) == part.max_new_tokens:
+                self.num_open[at] = 0
+            if not self.num_open[at] and self._lengths[at] is None:
+                self._lengths[at] = len(self._tokens)
         return chosen
 
-    def keep(self, count: int) -> torch.Tensor:
-        """Keeps `count` rows in the batch, including all unfinished ones; returns their indices."""
-        places = self._is_open[self._rows].int().argsort(descending=True, stable=True)[:count]
-        self._rows = self._rows[places]
+    def _numbers(self, logits: torch.Tensor) -> torch.Tensor:
+        # generators advance as for all rows, so finished rows must consume random numbers too
+        drawn = [
+            part.draw(logits.size(-1)) if self._lengths[at] is None else None
+            for at, part in enumerate(self._parts)
+        ]
+        like = next(own for own in drawn if own is not None)
+        every = [
+            like.new_ones(len(part.token_ids), *like.shape[1:]) if own is None else own
+            for part, own in zip(self._parts, drawn, strict=True)
+        ]
+        return torch.cat(every)[self._rows] if len(every) > 1 else every[0][self._rows]
+
+    def _is_end(self, tokens: torch.Tensor) -> torch.Tensor:
+        if self._has_same_ends:
+            return torch.isin(tokens, self._ends[0])
+        own = zip(self._spans, self._ends, strict=True)
+        return torch.cat([torch.isin(tokens[span], ends) for span, ends in own])
+
+    def keep(self, count: int) -> list[torch.Tensor]:
+        """Keeps `count` rows of each part in the batch, including all unfinished ones.
+
+        Returns:
+            Indices of each part's rows among its rows in the batch.
+        """
+        places, rows = [], []
+        for own in self._rows.split(self._counts):
+            chosen = self._is_open[own].int().argsort(descending=True, stable=True)[:count]
+            places.append(chosen)
+            rows.append(own[chosen])
+        self._rows, self._counts = torch.cat(rows), [len(own) for own in rows]
         return places
 
-    def result(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Returns token ids [b, Q + T], -1 after the end, and log-probabilities [b, T]."""
-        tokens = torch.stack(self._tokens, dim=1)
-        return torch.cat([self._prompts, tokens], 1), torch.stack(self._logprobs, dim=1)
+    def results(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """Returns each part's token ids [b, Q + T], -1 after the end, and log-probabilities [b, T].
+
+        T is the length of the part's longest reply.
+        """
+        tokens, logprobs = torch.stack(self._tokens, 1), torch.stack(self._logprobs, 1)
+        found = []
+        for part, span, length in zip(self._parts, self._spans, self._lengths, strict=True):
+            ids = torch.cat([part.token_ids, tokens[span, :length]], 1)
+            found.append((ids, logprobs[span, :length]))
+        return found
 
 
 def decode_(
@@ -99,7 +151,9 @@ def decode_(
     prompts: DecodedRows,
     index: torch.Tensor | None,
     rows: DecodedRows,
-    replies: Sequence[SamplingState],
+    replies: SamplingState,
+    *,
+    prepares_masks: bool,
 ) -> None:
     """Samples the replies of all parts until they end.
 
@@ -109,7 +163,9 @@ def decode_(
         prompts: Rows with the distinct prompts.
         index: The row among `prompts` of each row, [N]; None if they are the same.
         rows: Rows of the replies; in the end those that are still in the batch.
-        replies: State of each part.
+        replies: State of their parts.
+        prepares_masks: Whether `run` gets attention's masks of single tokens, [n, 1, 1, L] or None
+            without padding, by which it need not look for padding; see `takes_attention_masks`.
     """
     positions = prompts.mask.cumsum(1) - prompts.mask.long()
     ids = prompts.token_ids.masked_fill(~prompts.mask, 0)
@@ -121,18 +177,23 @@ def decode_(
     if index is not None:
         cache.reorder_cache(index)  # also copies states of linear attention
         logits, positions = logits[index], positions[index]
+    is_padded = (~mask).any(1).tolist() if prepares_masks else []
     while True:
-        tokens = torch.cat([r.sample(logits[rows.span(at)]) for at, r in enumerate(replies)])
-        num_open = max(reply.num_open for reply in replies)
+        tokens = replies.sample(logits)
+        num_open = max(replies.num_open)
         if not num_open:
             return
         positions = positions + 1
         mask = torch.cat([mask, mask.new_ones(len(mask), 1)], dim=1)
         if num_open <= KEPT_SHARE * max(rows.counts):
-            kept = rows.restrict([reply.keep(num_open) for reply in replies])
+            kept = rows.restrict(replies.keep(num_open))
             cache.reorder_cache(kept)
             tokens, positions, mask = tokens[kept], positions[kept], mask[kept]
-        output = run(rows, tokens[:, None], mask, positions, cache)
+            is_padded = (~mask).any(1).tolist() if prepares_masks else []
+        own_mask: torch.Tensor | None = mask
+        if prepares_masks:
+            own_mask = mask[:, None, None] if any(is_padded) else None
+        output = run(rows, tokens[:, None], own_mask, positions, cache)
         logits = output.logits[:, -1].to(device, torch.float32)  # [N, V]
 
 

@@ -13,7 +13,7 @@ from transformers import GenerationConfig
 from firm.alignment.adapters.forward import forward_of
 from firm.alignment.head import head_of
 from firm.alignment.policy import adapter_parameters, set_mode
-from firm.alignment.sequences import forward
+from firm.alignment.sequences import forward, takes_attention_masks
 from firm.base.sanitize import first_line
 from firm.gradients.per_sequence import PerSequenceGradients
 
@@ -61,6 +61,7 @@ def check_passes(policy: Any, path: str) -> None:
             set_mode(policy, is_training=True)
             update = _logprobs(policy, ids, mask)  # as in an update
             set_mode(policy, is_training=False)
+            takes_attention_masks(policy)  # compares masks now, as well
             together = _logprobs(policy, ids, mask)
             # the first row without padding
             alone = _logprobs(policy, ids[:1, -SHORTER:], mask[:1, -SHORTER:])

@@ -5,12 +5,14 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, fields, replace
 from typing import Any, Self
+from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
 from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer
 
+from firm.alignment.adapters.forward import OwnRows
 from firm.alignment.head import Head, chosen_logprobs, head_inputs, head_of, no_positions
 from firm.alignment.prompts import Prompt
 from firm.federation.engines.processes import Team
@@ -469,7 +471,11 @@ def cached_states(
 
 
 def _continued_pass(
-    model: Any, token_ids: torch.Tensor, mask: torch.Tensor, positions: torch.Tensor, cache: Any
+    model: Any,
+    token_ids: torch.Tensor,
+    mask: torch.Tensor | None,
+    positions: torch.Tensor,
+    cache: Any,
 ) -> Any:
     return model(
         input_ids=token_ids,
@@ -513,9 +519,15 @@ def forward_options(model: Any) -> Mapping[str, Any]:
 
 
 def cached_pass(
-    model: Any, token_ids: torch.Tensor, mask: torch.Tensor, positions: torch.Tensor, cache: Any
+    model: Any,
+    token_ids: torch.Tensor,
+    mask: torch.Tensor | None,
+    positions: torch.Tensor,
+    cache: Any,
 ) -> Any:
     """Returns the output of a pass over the next tokens [n, L], with the last logits, [n, 1, V].
+
+    The mask is of all tokens up to them, or attention's own if `takes_attention_masks`.
 
     For a large head, their hidden states are copied to adjacent memory: torch would multiply a view
     of some positions, as transformers' `logits_to_keep` makes one, by a copy of the head per row.
@@ -527,6 +539,57 @@ def cached_pass(
 
     with head_inputs(model, last_position):
         return _continued_pass(model, token_ids, mask, positions, cache)
+
+
+_takes_attention_masks: WeakKeyDictionary[torch.nn.Module, bool] = WeakKeyDictionary()
+
+
+def takes_attention_masks(model: Any) -> bool:
+    """Returns whether passes over single tokens may get attention's masks, [n, 1, 1, L] or None.
+
+    From a mask of tokens [n, L] transformers makes these in each pass, and waits for the device to
+    learn whether any token is padding. Models whose layers all attend to all tokens by torch's own
+    attention use nothing else of a mask; that is compared on a few tokens, once.
+    """
+    base = model.get_base_model() if hasattr(model, "get_base_model") else model
+    if base not in _takes_attention_masks:
+        _takes_attention_masks[base] = has_plain_cache(base) and _is_same_by_any_mask(model)
+    return _takes_attention_masks[base]
+
+
+def has_plain_cache(model: Any) -> bool:
+    """Returns whether a model keeps all keys and values, for torch's own attention."""
+    base = model.get_base_model() if hasattr(model, "get_base_model") else model
+    return (
+        "past_key_values" in forward_options(model)
+        and not base._is_stateful
+        and base.config.get_text_config(decoder=True)._attn_implementation == "sdpa"
+        and all(type(layer) is DynamicLayer for layer in new_cache(base).layers)
+    )
+
+
+@torch.no_grad()
+def _is_same_by_any_mask(model: Any) -> bool:
+    """Returns whether a token's logits are the same by a mask of tokens and by attention's."""
+    ids = torch.arange(1, 5, device=model.get_input_embeddings().weight.device).expand(2, -1)
+    adapter = getattr(model, "adapter_forward", None)
+    with nullcontext() if adapter is None else adapter.of(OwnRows()):
+        for is_padded in (True, False):
+            mask = torch.ones_like(ids, dtype=torch.bool)
+            mask[0, 0] = not is_padded
+            positions = mask.cumsum(1) - mask.long()
+            found = []
+            for own in (mask, mask[:, None, None] if is_padded else None):
+                cache = new_cache(model)
+                _continued_pass(model, ids[:, :-1], mask[:, :-1], positions[:, :-1], cache)
+                try:
+                    output = _continued_pass(model, ids[:, -1:], own, positions[:, -1:], cache)
+                except (RuntimeError, ValueError, TypeError, AttributeError, LookupError):
+                    return False  # the model reads the mask of tokens
+                found.append(output.logits)
+            if not torch.equal(*found):
+                return False
+    return True
 
 
 def set_preferences(model: Any, preferences: torch.Tensor | None) -> None:

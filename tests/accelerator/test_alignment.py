@@ -10,6 +10,7 @@ from itertools import count
 import pytest
 import torch
 
+from benchmarks.decode import per_token
 from firm.alignment import head as heads
 from firm.alignment.placement import place_
 from firm.alignment.policy import load_policy
@@ -24,6 +25,7 @@ from firm.jobs.configs import ChatConfig, CompareConfig
 from firm.jobs.finished_runs import parse_over_run
 from firm.jobs.plan import make_plan
 from tests.accelerator.device import IS_PRETEND, NAME, accelerator, limited_memory, second
+from tests.alignment.test_decoding import own_samplers
 from tests.alignment.test_gpu import python
 from tests.nursery import two_processes
 from tests.runs import read_adapter, read_rows
@@ -136,6 +138,12 @@ VARIANTS = {
 def test_every_variant_runs(tmp_path, name):
     run(*TINY, *shlex.split(VARIANTS[name]), "--out", tmp_path / "run")
     assert read_rows(tmp_path / "run", "round")[0]["failures"] == []
+
+
+@pytest.mark.parametrize("conditioned", [False, True])
+def test_a_token_waits_once_for_the_device(conditioned):
+    for name, sample in own_samplers(2, conditioned=conditioned, device=NAME).items():
+        assert per_token(sample, 8)[1] == 1, name
 
 
 @pytest.mark.parametrize("engine", ["local", "stacked"])

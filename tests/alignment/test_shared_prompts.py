@@ -18,7 +18,13 @@ from firm.alignment.policy_config import PolicyConfig
 from firm.alignment.prompts import Prompt
 from firm.alignment.rollout_config import RolloutConfig
 from firm.alignment.rollout_engines import SampleRequest, transformers
-from firm.alignment.sequences import Queries, Sequences, left_padded, may_pass_prompts_once
+from firm.alignment.sequences import (
+    Queries,
+    Sequences,
+    left_padded,
+    may_pass_prompts_once,
+    takes_attention_masks,
+)
 from firm.alignment.stacked import model as stacked_model
 from firm.alignment.stacked.model import Losses, StackedModel, Weighted
 from firm.alignment.stacked.passes import ClientPart
@@ -71,6 +77,7 @@ def test_every_architecture_samples_as_with_a_prompt_in_each_row(
     asked = prompts(model.config.get_text_config().vocab_size, [0, 0, 1, 0, 2, 3, 1, 1])
     config = RolloutConfig(max_new_tokens=8, temperature=1.0, stop_strings=[])
     heads.head_of(model)  # compares its formula, in a pass of its own
+    takes_attention_masks(model)  # as well
     results, rows = [], []
     handle = model.register_forward_pre_hook(
         lambda _module, _args, options: rows.append(len(options["input_ids"])), with_kwargs=True
@@ -93,6 +100,7 @@ def test_a_large_head_multiplies_adjacent_states_of_the_last_position(tokenizer,
     # torch copies the head's matrix once per row for a view of some positions
     model = ARCHITECTURES["llama"].model(SPECIAL).requires_grad_(False)
     heads.head_of(model)
+    takes_attention_masks(model)
     states = []
     model.get_output_embeddings().register_forward_hook(
         lambda _module, inputs, _output: states.append(
@@ -146,6 +154,7 @@ def test_finished_rows_leave_the_batch_and_change_no_token(
     make_model, tokenizer, large, monkeypatch
 ):
     model = make_model().requires_grad_(False)
+    takes_attention_masks(model)
     asked = prompts(15, [0, 1, 2, 3] * 4)
     config = RolloutConfig(max_new_tokens=12, temperature=1.0, stop_strings=[])
     sizes = []

@@ -5,18 +5,21 @@ PEFT's layers compute plain LoRA. For other kinds, and if rows of several client
 of the pass.
 """
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
 import torch
 
+from firm.alignment.adapters.folded import FoldedAdapters, folds
 from firm.alignment.adapters.lora import Lora, LoraSettings, PassRows, adapted_modules
 
 
 class OwnRows:
     """Rows that all use the policy's own adapter, with PEFT's modules."""
+
+    members = None  # one adapter, as `FoldedRows` has it
 
     def __init__(self) -> None:
         self.preferences: torch.Tensor | None = None
@@ -45,6 +48,7 @@ class AdapterForward:
         self.kind = kind
         self.rows: PassRows = OwnRows()
         self._latest: tuple[torch.Tensor, torch.Tensor] | None = None  # an input, and it widened
+        self._folded: FoldedAdapters | None = None
 
     def install_(self, policy: Any) -> None:
         """Replaces the forward methods of the policy's adapted layers."""
@@ -60,11 +64,27 @@ class AdapterForward:
         finally:
             self.rows, self._latest = outer, None
 
+    @contextmanager
+    def using(self, policy: Any, folded: FoldedAdapters) -> Iterator[None]:
+        """Uses converted adapters in passes inside the context."""
+        layers = [m for m in adapted_modules(policy).values() if "forward" not in vars(m)]
+        for layer in layers:  # PEFT computes them otherwise
+            layer.forward = partial(self, layer)
+        self._folded = folded
+        try:
+            yield
+        finally:
+            self._folded = None
+            for layer in layers:
+                del layer.forward
+
     def __call__(self, layer: Any, x: torch.Tensor, *args: Any, **options: Any) -> torch.Tensor:
         """Returns a layer's output for x [b, ..., in]; other arguments go to the base layer."""
         result = layer.base_layer(x, *args, **options)
         if self.rows.is_base(layer):
             return result
+        if self._folded is not None:
+            return self._folded.output(layer, self.rows, x, result)  # type: ignore[arg-type]
         return self.kind.output(layer, self.rows, self._widen(layer, x), result)
 
     def _widen(self, layer: Any, x: torch.Tensor) -> torch.Tensor:
@@ -92,6 +112,29 @@ def adapt_(policy: Any, kind: Lora) -> None:
     is_peft_own = type(kind).update is Lora.update and type(kind).output is Lora.output
     if not is_peft_own:  # PEFT's own layers already compute plain LoRA
         forward.install_(policy)
+
+
+def cast_once(
+    policy: Any, adapters: Sequence[Mapping[str, torch.Tensor] | None] = (None,)
+) -> AbstractContextManager[None]:
+    """Returns a context for sampling, whose passes use adapters in the base model's precision.
+
+    It has no effect on adapters that already have it, and on kinds that no LoRA adapter equals.
+
+    Args:
+        policy: A policy, or a model without an adapter.
+        adapters: Parameters of the adapters of the rows; None for those in the slot.
+    """
+    if not any("lora_" in name for name, _ in policy.named_parameters()):
+        return nullcontext()
+    forward = forward_of(policy)
+    is_lower = any(
+        layer.get_base_layer().weight.dtype != layer.lora_A["default"].weight.dtype
+        for layer in adapted_modules(policy).values()
+    )
+    if not is_lower or not folds(policy, forward.kind):
+        return nullcontext()
+    return forward.using(policy, FoldedAdapters(policy, forward.kind, adapters))
 
 
 def forward_of(policy: Any) -> AdapterForward:

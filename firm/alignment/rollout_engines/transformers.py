@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from itertools import count
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -13,7 +14,8 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
-from firm.alignment.decoding import SamplingState, decode_, random_numbers, sampled_tokens
+from firm.alignment.adapters.forward import cast_once
+from firm.alignment.decoding import Part, SamplingState, decode_, random_numbers, sampled_tokens
 from firm.alignment.rollout_engines.engine import SampledTokens, SampleRequest
 from firm.alignment.sequences import (
     INVALID_LOGPROB,
@@ -23,6 +25,7 @@ from firm.alignment.sequences import (
     pad_right,
     set_preferences,
     shares_prompts,
+    takes_attention_masks,
 )
 
 if TYPE_CHECKING:  # its default is the configuration below
@@ -148,22 +151,34 @@ def _decode_with_own_loop(
     """Returns token ids [B, Q + T], -1 after the end, and log-probabilities [B, T]."""
     queries = request.queries
 
+    num_tokens = count()
+
     def run(rows: _OwnRows, token_ids: Any, mask: Any, positions: Any, cache: Any) -> Any:
-        request.on_token(mask.size(1) - queries.token_ids.size(1))
+        request.on_token(next(num_tokens))
         set_preferences(model, rows.preferences)
         return cached_pass(model, token_ids, mask, positions, cache)
 
     first, index = queries.distinct()
-    reply = SamplingState(
+    config = request.config
+    part = Part(
         queries.token_ids,
         draws.draw,
-        temperature=request.config.temperature,
-        max_new_tokens=request.config.max_new_tokens,
+        temperature=config.temperature,
+        max_new_tokens=config.max_new_tokens,
         end_ids=request.end_ids,
     )
+    replies = SamplingState([part])
     rows, prompts = _OwnRows(queries), _OwnRows(queries.rows(first))
-    decode_(run, prompts, index if len(first) < queries.num_rows else None, rows, [reply])
-    return reply.result()
+    with cast_once(model):
+        decode_(
+            run,
+            prompts,
+            index if len(first) < queries.num_rows else None,
+            rows,
+            replies,
+            prepares_masks=takes_attention_masks(model),
+        )
+    return replies.results()[0]
 
 
 class _OwnRows:
@@ -173,10 +188,6 @@ class _OwnRows:
         self.token_ids, self.mask = queries.token_ids, queries.mask
         self.counts = [queries.num_rows]
         self.preferences = queries.preferences
-
-    def span(self, index: int) -> slice:
-        """Returns the slice of all rows."""
-        return slice(None)
 
     def restrict(self, kept: list[torch.Tensor]) -> torch.Tensor:
         """Keeps the rows at these indices; see `DecodedRows`."""

@@ -13,8 +13,8 @@ from typing import Any
 
 import torch
 
-from firm.alignment.adapters.forward import forward_of
-from firm.alignment.decoding import SamplingState, decode_, random_numbers
+from firm.alignment.adapters.forward import cast_once, forward_of
+from firm.alignment.decoding import Part, SamplingState, decode_, random_numbers
 from firm.alignment.head import head_of
 from firm.alignment.policy import adapter_parameters, set_mode
 from firm.alignment.rollout_engines import SampledTokens, SampleRequest
@@ -26,6 +26,7 @@ from firm.alignment.sequences import (
     new_cache,
     shares_prompts,
     states_of_replies,
+    takes_attention_masks,
 )
 from firm.alignment.stacked.passes import ClientPart, Output, Pass, PassPosition, RepliesOutput
 from firm.federation.lockstep import outcome_of
@@ -252,10 +253,18 @@ class StackedModel:
         adapters: Any = [request.adapter for request in requests]
         parts = zip(requests, adapters, strict=True)
         joint = self._pass([ClientPart(each.queries, adapter) for each, adapter in parts])
-        replies = [_sampling(request) for request in requests]
+        replies = SamplingState([_part(request) for request in requests])
         prompts, index = self._prompts(joint)
-        decode_(self._cached_pass, prompts, index, joint, replies)
-        return [SampledTokens(*reply.result()) for reply in replies]
+        with cast_once(self.policy, adapters):
+            decode_(
+                self._cached_pass,
+                prompts,
+                index,
+                joint,
+                replies,
+                prepares_masks=takes_attention_masks(self.policy),
+            )
+        return [SampledTokens(*own) for own in replies.results()]
 
     def _prompts(self, joint: Pass) -> tuple[Pass, torch.Tensor | None]:
         """Returns a pass over each part's distinct prompts, and the row of every prompt in it.
@@ -276,7 +285,7 @@ class StackedModel:
         self,
         joint: Pass,
         token_ids: torch.Tensor,
-        mask: torch.Tensor,
+        mask: torch.Tensor | None,
         positions: torch.Tensor,
         cache: Any,
     ) -> Any:
@@ -288,10 +297,10 @@ class StackedModel:
         return Pass(parts, {parameter: name for name, parameter in self._slot.items()}, prompts)
 
 
-def _sampling(request: SampleRequest) -> SamplingState:
+def _part(request: SampleRequest) -> Part:
     ids = request.queries.token_ids
     draw = partial(random_numbers, len(ids), device=ids.device, generator=request.generator)
-    return SamplingState(
+    return Part(
         ids,
         draw,
         temperature=request.config.temperature,

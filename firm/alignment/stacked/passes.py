@@ -131,6 +131,11 @@ class Pass:
         self._arrange()
 
     @property
+    def members(self) -> torch.Tensor | None:
+        """The part of each row, [N]; None if all have equally many; see `FoldedRows`."""
+        return None if self._is_even else self._members
+
+    @property
     def is_wanted(self) -> bool:
         """True if some clients' gradients are still pending."""
         return bool(self._waiting)
