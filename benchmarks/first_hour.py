@@ -57,7 +57,7 @@ def install(wheel: Path) -> Task:
     pip = "venv/bin/python -m pip install --disable-pip-version-check"
     return Task(
         "install",
-        (f"{sys.executable} -m venv venv", f"{pip} -c {ROOT / 'constraints.txt'} {wheel}"),
+        (f"{sys.executable} -m venv venv", f"{pip} -c {ROOT / 'constraints.txt'} '{wheel}[real]'"),
         r"Successfully installed .*\bfirm-align",
     )
 
@@ -79,7 +79,7 @@ TASKS = (
     Task(
         "its reward misspelt",
         ("firm align --config own.yaml --rewards.brief.name brevty",),
-        r"did you mean brevity",
+        r"did you mean 'brevity'",
         2,
     ),
     Task(

@@ -132,7 +132,10 @@ COMMANDS = {
         "configs:RewardConfig",
     ),
     "plan": replace(
-        _ALIGN, text="Prints the sizes, bytes, memory and steps of a run.", more=("--plan",)
+        _ALIGN,
+        text="Prints the sizes, bytes, memory and steps of a run.",
+        job="plan.tables:print_plan",
+        more=("--plan",),
     ),
     "rollout-server": replace(
         _ALIGN,

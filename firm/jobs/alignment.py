@@ -185,11 +185,10 @@ class Report:
 
 def main(cfg: AlignmentConfig) -> Path | None:
     """Runs or plans the alignment; returns the run's directory, or None after a plan."""
-    if not cfg.plan:
-        fetch_policy(cfg.policy.path)
-    check_sources(with_shipped_paths(cfg))
     if cfg.plan:
         return print_plan(cfg)
+    fetch_policy(cfg.policy.path)
+    check_sources(with_shipped_paths(cfg))
     out = run_folder(cfg)
     with continued_later(out):
         result = align(replace(cfg, out=out))

@@ -342,8 +342,10 @@ def _lay_section(
             break
         hints = get_type_hints(section.form)
         if key not in (names := [f.name for f in init_fields(section.form)]):
-            near = [other for other in section.key_paths() if other.endswith(f".{key}")]
-            near += difflib.get_close_matches(spelled_out(key), names, n=1)
+            whole, paths = spelled_out(key), [*section.key_paths()]
+            near = [other for other in paths if other.endswith(f".{whole}")]
+            near += difflib.get_close_matches(whole, names, n=1)
+            near += [other for other in paths if other.endswith(f"_{whole}") and whole != key]
             near += [join(free, key, *rest) for free in names if hints[free] == dict[str, Any]]
             remedy = (
                 f"did you mean {join(path, near[0])}?"

@@ -84,6 +84,9 @@ def test_the_keys_of_other_trainers_are_known(refusal):
     for short, own in (("actor_lr", "actor_learning_rate"), ("bs", "batch_size")):
         line = refusal(main, ["align", f"--estimator.{short}", "1"])
         assert f"unknown key estimator.{short}; did you mean estimator.{own}?" in line
+    for short in ("actor_lr", "lr"):  # in another section
+        line = refusal(main, ["align", f"--{short}", "1"])
+        assert f"unknown key {short}; did you mean estimator.actor_learning_rate?" in line
 
 
 @pytest.mark.parametrize("name", COMMANDS)

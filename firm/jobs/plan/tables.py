@@ -15,6 +15,7 @@ from firm.jobs.alarms import alarms_at_start
 from firm.jobs.alignment_config import AlignmentConfig, client_names
 from firm.jobs.plan.planning import make_plan
 from firm.jobs.plan.record import Passes, RunPlan, Seconds, Work
+from firm.jobs.sources import check_sources
 from firm.report import formats
 from firm.run.progress import print_table
 from firm.run.shipped import with_shipped_paths
@@ -35,8 +36,10 @@ def print_plan(cfg: AlignmentConfig) -> None:
     """Prints the plan of a run, in the first of a launcher's processes.
 
     Raises:
+        UserError: A source of data or a reward model does not exist.
         SystemExit: With code 1, if the policy's configuration could not be read.
     """
+    check_sources(with_shipped_paths(cfg))
     if int(os.environ.get("RANK", 0)):
         return
     processes = Processes(0, int(os.environ.get("WORLD_SIZE", 1)), cfg.processes_per_client)
