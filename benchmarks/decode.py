@@ -4,10 +4,10 @@
     python benchmarks/decode.py --shape tinyllama --rows 16    # its true widths, random weights
     python benchmarks/decode.py --model FOLDER --dtype float32
 
-A dispatch is an operation that Python starts on the device, without views; a step that was compiled
-is one. A wait is a value that Python reads back. Both are what a token costs beside arithmetic, and
-equal on every machine; milliseconds are those of this one. All are differences of two lengths, so
-prompts and the ends of a rollout do not count.
+A dispatch is an operation that Python starts on the device, without views; a compiled step is one,
+as the replay of its graph is on a GPU. A wait is a value that Python reads back. Both are what a
+token costs beside arithmetic, and equal on every machine; milliseconds are those of this one. All
+are differences of two lengths, so prompts and the ends of a rollout do not count.
 """
 
 import argparse
@@ -18,17 +18,20 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
+from unittest import mock
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 import torch
 from peft import LoraConfig, get_peft_model
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from benchmarks.random_models import TINYLLAMA
+from firm.alignment import compiled
 from firm.alignment.adapters import Conditioned, Lora, LoraSettings, adapt_, forward_of
+from firm.alignment.compiled import BLOCK, CompiledDecoder
 from firm.alignment.policy import without_needless_warnings
 from firm.alignment.prompts import Prompt
 from firm.alignment.rollout_config import RolloutConfig
@@ -100,6 +103,22 @@ class _Reads(TorchFunctionMode):
             return func(*args, **(kwargs or {}))
 
 
+@contextmanager
+def steps_as_one_call() -> Iterator[None]:
+    """Counts a compiled step as one operation inside the context, without compiling it."""
+
+    def one_call(decoder: CompiledDecoder, step: Any) -> None:
+        torch.zeros(())
+        with _disable_current_modes():
+            step.step()
+
+    with (
+        mock.patch.object(CompiledDecoder, "_replay", one_call),
+        mock.patch.object(compiled, "CompiledDecoder", partial(CompiledDecoder, backend=None)),
+    ):
+        yield
+
+
 class _Tokenizer:
     pad_token_id = 0
 
@@ -108,7 +127,9 @@ Sample = Callable[[int, int], Any]
 """Samples so many tokens of each of so many replies."""
 
 
-def samplers(policy: Any, base: Any, *, prompt_tokens: int, clients: int) -> dict[str, Sample]:
+def samplers(
+    policy: Any, base: Any, *, prompt_tokens: int, clients: int, compiles: bool = False
+) -> dict[str, Sample]:
     """Returns what is compared, by name; each without end tokens, so that all replies are long.
 
     Args:
@@ -116,6 +137,7 @@ def samplers(policy: Any, base: Any, *, prompt_tokens: int, clients: int) -> dic
         base: A base model without one.
         prompt_tokens: Length of the prompts, all different and without padding.
         clients: Stacked clients, which share the rows.
+        compiles: Value of `rollout.compile`.
     """
     vocabulary, device = base.config.vocab_size, base.device
     generator = torch.Generator().manual_seed(0)
@@ -132,7 +154,8 @@ def samplers(policy: Any, base: Any, *, prompt_tokens: int, clients: int) -> dic
 
     def request(count: int, length: int, *, conditioned: bool = False, **own: Any) -> SampleRequest:
         asked = queries(count, conditioned=conditioned)
-        return SampleRequest(asked, RolloutConfig(max_new_tokens=length), end_ids=[], **own)
+        config = RolloutConfig(max_new_tokens=length, compile=compiles)
+        return SampleRequest(asked, config, end_ids=[], **own)
 
     def generate(cache: str | None, rows: int, length: int) -> None:
         """Samples with the adapter in the slot, by PEFT's layers."""
@@ -253,6 +276,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--clients", type=int, default=8)
     parser.add_argument("--prompt-tokens", type=int, default=32)
     parser.add_argument("--tokens", type=int, default=8, help="timed tokens; 0: counts only")
+    parser.add_argument("--compile", action="store_true", help="time compiled steps: minutes")
     options = parser.parse_args(arguments)
     device = named_device(options.device)
     print("| sampler | rows | dispatches | waits | ms |\n|---|---:|---:|---:|---:|")
@@ -260,15 +284,22 @@ def main(arguments: Sequence[str] | None = None) -> None:
         base = new_base(options, device)
         policy = adapted(base, conditioned=conditioned)
         sizes = {"prompt_tokens": options.prompt_tokens, "clients": options.clients}
-        for name, sample in samplers(policy, policy.get_base_model(), **sizes).items():
-            for rows in options.rows:
-                counts = per_token(sample, rows)
-                own = ""
-                if options.tokens:
-                    own = f"{milliseconds(sample, rows, device, tokens=options.tokens):.1f}"
-                print(
-                    f"| {name} | {rows} | {counts[0]:.0f} | {counts[1]:.1f} | {own} |", flush=True
-                )
+        for compiles in (False, True):
+            chosen = samplers(policy, policy.get_base_model(), **sizes, compiles=compiles)
+            for name, sample in chosen.items():
+                if compiles and "generate" in name:
+                    continue
+                for rows in options.rows:
+                    with steps_as_one_call():
+                        lengths = (BLOCK, 3 * BLOCK) if compiles else (3, 7)
+                        counts = per_token(sample, rows, lengths)
+                    vars(policy).pop("compiled_decoder", None)  # its steps are not compiled
+                    cells = [name + ", compiled" * compiles, str(rows)]
+                    cells += [f"{counts[0]:.0f}", f"{counts[1]:.2f}", ""]
+                    if options.tokens and (options.compile or not compiles):
+                        taken = milliseconds(sample, rows, device, tokens=options.tokens)
+                        cells[-1] = f"{taken:.1f}"
+                    print(f"| {' | '.join(cells)} |", flush=True)
 
 
 if __name__ == "__main__":

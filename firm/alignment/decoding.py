@@ -30,20 +30,41 @@ class DecodedRows(Protocol):
         ...
 
 
+class Draws(Protocol):
+    """Random numbers of the rows of a part, token by token."""
+
+    def draw(self, vocabulary: int) -> torch.Tensor:
+        """Returns the `random_numbers` of all rows for a token."""
+        ...
+
+    def save(self) -> Any:
+        """Returns the state of the generator."""
+        ...
+
+    def restore(self, state: Any) -> None:
+        """Restores a state returned by `save`."""
+        ...
+
+
 @dataclass(frozen=True, eq=False)
 class Part:
     """Prompts whose replies are sampled with the same settings and generator."""
 
     token_ids: torch.Tensor
     """The prompts, [b, Q]."""
-    draw: Callable[[int], torch.Tensor]
-    """Returns the `random_numbers` of all b rows, from the size of the vocabulary."""
+    draws: Draws
+    """Random numbers of all b rows."""
     temperature: float
     """Sampling temperature."""
     max_new_tokens: int
     """Maximum length of a reply."""
     end_ids: Sequence[int]
     """Tokens that end a reply."""
+
+
+Run = Callable[..., Any]
+"""Returns a model's output, from some rows, their next token ids [n, L], the mask of all tokens up
+to them, the ids' positions and the cache."""
 
 
 class SamplingState:
@@ -103,7 +124,7 @@ class SamplingState:
     def _numbers(self, logits: torch.Tensor) -> torch.Tensor:
         # generators advance as for all rows, so finished rows must consume random numbers too
         drawn = [
-            part.draw(logits.size(-1)) if self._lengths[at] is None else None
+            part.draws.draw(logits.size(-1)) if self._lengths[at] is None else None
             for at, part in enumerate(self._parts)
         ]
         like = next(own for own in drawn if own is not None)
@@ -146,10 +167,39 @@ class SamplingState:
         return found
 
 
+@dataclass(frozen=True, eq=False)
+class Prefilled:
+    """Result of the pass over D distinct prompts, of which N rows are to be continued."""
+
+    cache: Any
+    """Keys and values of the prompts, or another state."""
+    logits: torch.Tensor
+    """Logits of the first tokens, [D, V]."""
+    positions: torch.Tensor
+    """Positions of the prompts' last tokens, [D, 1]."""
+    index: torch.Tensor | None
+    """The prompt of each row, [N]; None if they are the same."""
+
+
+def prefill(run: Run, prompts: DecodedRows, index: torch.Tensor | None) -> Prefilled:
+    """Passes prompts through a model.
+
+    Args:
+        run: The model.
+        prompts: Rows with the distinct prompts.
+        index: The row among `prompts` of each row, [N]; None if they are the same.
+    """
+    positions = prompts.mask.cumsum(1) - prompts.mask.long()
+    ids = prompts.token_ids.masked_fill(~prompts.mask, 0)
+    output = run(prompts, ids, prompts.mask, positions, None)
+    # a head may be on another device
+    logits = output.logits[:, -1].to(prompts.mask.device, torch.float32)
+    return Prefilled(output.past_key_values, logits, positions[:, -1:], index)
+
+
 def decode_(
-    run: Callable[..., Any],
-    prompts: DecodedRows,
-    index: torch.Tensor | None,
+    run: Run,
+    first: Prefilled,
     rows: DecodedRows,
     replies: SamplingState,
     *,
@@ -158,25 +208,19 @@ def decode_(
     """Samples the replies of all parts until they end.
 
     Args:
-        run: Returns a model's output, from some rows, their next token ids [n, L], the mask of all
-            tokens up to them, the ids' positions and the cache.
-        prompts: Rows with the distinct prompts.
-        index: The row among `prompts` of each row, [N]; None if they are the same.
+        run: The model.
+        first: Result of the pass over the prompts; its cache is overwritten.
         rows: Rows of the replies; in the end those that are still in the batch.
         replies: State of their parts.
         prepares_masks: Whether `run` gets attention's masks of single tokens, [n, 1, 1, L] or None
             without padding, by which it need not look for padding; see `takes_attention_masks`.
     """
-    positions = prompts.mask.cumsum(1) - prompts.mask.long()
-    ids = prompts.token_ids.masked_fill(~prompts.mask, 0)
-    output = run(prompts, ids, prompts.mask, positions, None)
-    cache = output.past_key_values
-    device = prompts.mask.device  # a head may be on another one
-    logits = output.logits[:, -1].to(device, torch.float32)  # [D, V]
-    mask, positions = rows.mask, positions[:, -1:]
-    if index is not None:
-        cache.reorder_cache(index)  # also copies states of linear attention
-        logits, positions = logits[index], positions[index]
+    cache, logits, positions = first.cache, first.logits, first.positions
+    mask = rows.mask
+    device = mask.device
+    if first.index is not None:
+        cache.reorder_cache(first.index)  # also copies states of linear attention
+        logits, positions = logits[first.index], positions[first.index]
     is_padded = (~mask).any(1).tolist() if prepares_masks else []
     while True:
         tokens = replies.sample(logits)
@@ -197,6 +241,11 @@ def decode_(
         logits = output.logits[:, -1].to(device, torch.float32)  # [N, V]
 
 
+def is_uniform(vocabulary: int) -> bool:
+    """Returns whether `random_numbers` are one uniform variate per row."""
+    return vocabulary >= LARGE_VOCABULARY
+
+
 def random_numbers(
     num_rows: int,
     vocabulary: int,
@@ -210,7 +259,7 @@ def random_numbers(
         Exponential variates [N, V], as `torch.multinomial` draws; or, for large vocabularies, for
         which these take longer than a model's layers, one uniform variate per row, [N].
     """
-    if vocabulary < LARGE_VOCABULARY:
+    if not is_uniform(vocabulary):
         draws = torch.empty(num_rows, vocabulary, device=device)
         return draws.exponential_(generator=generator)
     # sums in float32 would end before the rarest tokens; "mps" has nothing else

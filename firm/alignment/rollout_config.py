@@ -331,6 +331,10 @@ class RolloutConfig:
     cache: Annotated[Literal["dynamic", "static"], NOT_IN_PAPER] = "dynamic"
     """Key-value cache: dynamic grows with each token; static is allocated at the maximum length, so
     that transformers compiles the steps on a GPU, which takes a minute for each batch size."""
+    compile: Annotated[bool | Literal["auto"], NOT_IN_PAPER] = "auto"
+    """Sample by steps that are compiled once per bucket of rows and lengths. Python starts a token
+    with one call instead of a thousand, which pays on a GPU; compiling takes up to a minute per
+    bucket. auto compiles on CUDA devices in runs of many tokens."""
     logprobs: Annotated[Literal["generation", "forward"] | None, NOT_IN_PAPER] = None
     """Source of the sampling policy's log-probabilities: generation, the cached steps that
     generated the response (as in TRL); or forward, a forward pass of the same shape as the
@@ -341,6 +345,11 @@ class RolloutConfig:
     """Engine that samples the responses."""
 
     def __post_init__(self) -> None:
+        if self.compile is True and self.cache == "static":
+            raise ValueError(
+                "rollout.cache must be dynamic with rollout.compile true, whose steps have a cache "
+                "of their own, got static."
+            )
         if self.engine.samples_itself and self.logprobs == "generation":
             raise ValueError(
                 f"rollout.logprobs must be forward or null with rollout.engine.name "

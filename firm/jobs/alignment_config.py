@@ -390,6 +390,7 @@ def _check_objectives(cfg: AlignmentConfig) -> None:
     rollout, default = cfg.rollout, RolloutConfig()
     for key, value, needed in (
         ("cache", rollout.cache, default.cache),
+        ("compile", rollout.compile, default.compile),
         ("logprobs", rollout.logprobs, default.logprobs),
         ("engine.name", rollout.engine.name, default.engine.name),
     ):
@@ -561,6 +562,23 @@ def _check_engine(cfg: AlignmentConfig) -> None:
         )
 
 
+COMPILED_TOKENS = 5_000
+"""Tokens, of all replies of a batch, from which compiling their steps pays on a GPU: each saves
+about 30 ms of Python, and the buckets of a run take some minutes to compile."""
+
+
+def compiles_rollouts(cfg: AlignmentConfig, device_type: str) -> bool:
+    """Returns whether a run compiles the steps of its rollouts; see `RolloutConfig.compile`."""
+    if cfg.rollout.compile != "auto":
+        return cfg.rollout.compile
+    if cfg.rollout.engine.samples_itself or cfg.policy.shard or cfg.policy.device_map:
+        return False
+    batches = 1 if cfg.engine == "stacked" else cfg.num_clients
+    steps = cfg.rounds * cfg.strategy.num_local_steps * batches
+    is_long = steps * cfg.rollout.max_new_tokens >= COMPILED_TOKENS
+    return device_type == "cuda" and cfg.rollout.cache == "dynamic" and is_long
+
+
 def _check_division(cfg: AlignmentConfig) -> None:
     """Raises ``ValueError`` if the policy cannot be divided among processes or devices."""
     size, estimator = cfg.processes_per_client, cfg.estimator
@@ -570,6 +588,7 @@ def _check_division(cfg: AlignmentConfig) -> None:
             ("policy.shard", cfg.policy.shard, False),
             ("engine", cfg.engine, "local"),
             ("rollout.cache", cfg.rollout.cache, "dynamic"),
+            ("rollout.compile", cfg.rollout.compile is True, False),
         ):
             if value != default:
                 raise ValueError(
@@ -589,11 +608,15 @@ def _check_division(cfg: AlignmentConfig) -> None:
             "estimator.critic must be heads with policy.shard, since a value network would not be "
             "sharded, got network."
         )
-    if cfg.rollout.cache == "static":
-        raise ValueError(
-            "rollout.cache must be dynamic with policy.shard, whose layers cannot be compiled, got "
-            "static."
-        )
+    for key, value, needed in (
+        ("rollout.cache", cfg.rollout.cache, "dynamic"),
+        ("rollout.compile", str(cfg.rollout.compile).lower(), "false"),
+    ):
+        if value not in (needed, "auto"):
+            raise ValueError(
+                f"{key} must be {needed} with policy.shard, whose layers cannot be compiled, got "
+                f"{value}."
+            )
 
 
 def _check_rollout_engine(cfg: AlignmentConfig) -> None:
@@ -606,6 +629,7 @@ def _check_rollout_engine(cfg: AlignmentConfig) -> None:
         ("processes_per_client", shared, 1),
         ("rollout.cache", cfg.rollout.cache, "dynamic"),
         ("policy.shard", cfg.policy.shard, False),
+        ("rollout.compile", cfg.rollout.compile is True, False),
     ):
         if value != needed:
             raise ValueError(

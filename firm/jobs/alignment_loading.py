@@ -1,7 +1,7 @@
 """Loads the models and data of an alignment run, and builds its clients and engine."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -45,6 +45,7 @@ from firm.jobs.alignment_config import (
     AlignmentConfig,
     GroupConfig,
     client_names,
+    compiles_rollouts,
     reward_configs,
 )
 from firm.jobs.alignment_data import Splits, data_of
@@ -152,7 +153,7 @@ def load(
     with RandomStream(cfg.seed, "critic"):  # a value network is initialized randomly
         trainer = build_trainer(
             cfg.estimator,
-            rollout_config=cfg.rollout,
+            rollout_config=replace(cfg.rollout, compile=compiles_rollouts(cfg, device.type)),
             prompt_format=cfg.policy.prompt,
             policy=policy,
             tokenizer=tokenizer,

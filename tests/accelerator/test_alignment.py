@@ -10,8 +10,9 @@ from itertools import count
 import pytest
 import torch
 
-from benchmarks.decode import per_token
+from benchmarks.decode import per_token, steps_as_one_call
 from firm.alignment import head as heads
+from firm.alignment.compiled import BLOCK
 from firm.alignment.placement import place_
 from firm.alignment.policy import load_policy
 from firm.alignment.rollout_engines import transformers as transformers_engine
@@ -144,6 +145,13 @@ def test_every_variant_runs(tmp_path, name):
 def test_a_token_waits_once_for_the_device(conditioned):
     for name, sample in own_samplers(2, conditioned=conditioned, device=NAME).items():
         assert per_token(sample, 8)[1] == 1, name
+    steps = own_samplers(2, conditioned=conditioned, device=NAME, compiles=True)
+    for name, sample in steps.items():
+        if "generate" not in name:
+            with steps_as_one_call():
+                operations, waits = per_token(sample, 8, (BLOCK, 3 * BLOCK))
+            assert 0 < waits <= 0.1, name
+            assert operations <= 60, name
 
 
 @pytest.mark.parametrize("engine", ["local", "stacked"])

@@ -64,6 +64,7 @@ SAMPLING: dict[str, list[Any]] = {
     "end_tokens": [["."], ["nothing"]],
     "forward_batch_size": [2],
     "cache": ["static"],
+    "compile": [False],
     "logprobs": ["forward"],
     "engine": [{"name": "vllm"}],
 }
@@ -146,7 +147,7 @@ def test_every_setting_of_sampling_has_an_effect(folder, key):
             replies = run.trainer.sample(run.trainer.encode(run.data.train))
             found = run.trainer.with_logprobs(replies)
         tokens, logprobs = found.query_responses.tolist(), found.logprobs.tolist()
-        return tokens, found.completions, logprobs, cfg.rollout.cache
+        return tokens, found.completions, logprobs, cfg.rollout.cache, cfg.rollout.compile
 
     for value in SAMPLING[key]:
         assert has_effect(sampled, key, value)

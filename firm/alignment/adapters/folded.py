@@ -21,6 +21,8 @@ class FoldedRows(Protocol):
     """Shares of the objectives by row, [N, M]; None for equal shares."""
     members: torch.Tensor | None
     """Index of each row's adapter, [N]; None if all have N / C adjacent rows."""
+    is_overwritten: bool
+    """True if the preferences are a buffer whose values change."""
 
 
 class FoldedAdapters:
@@ -46,7 +48,7 @@ class FoldedAdapters:
             for layer, first, second in self._found(adapters)
         }
         """A [C, in, r] and the scaled B [C, M r, out] of each layer."""
-        self._gates: tuple[torch.Tensor, torch.Tensor] | None = None
+        self._latest: tuple[torch.Tensor, torch.Tensor] | None = None  # preferences, and factors
 
     def write_(self, adapters: Sequence[Mapping[str, torch.Tensor] | None]) -> None:
         """Overwrites the matrices by those of other adapters."""
@@ -91,7 +93,7 @@ class FoldedAdapters:
         else:
             inputs = inputs.reshape(len(first), -1, inputs.size(-1))
         hidden = torch.bmm(inputs, first)
-        shares = self._shares(rows.preferences, hidden)
+        shares = self._shares(rows, hidden)
         if shares is not None:  # [N, 1, M] and [N, L, r], to [N, L, M r]
             each = hidden.view(len(shares), -1, 1, hidden.size(-1))
             hidden = (shares[:, None, :, None] * each).view(*hidden.shape[:2], -1)
@@ -100,14 +102,21 @@ class FoldedAdapters:
         outputs = result.reshape(*hidden.shape[:2], -1).to(first.dtype)
         return torch.baddbmm(outputs, hidden, second).view(result.shape).to(result.dtype)
 
-    def _shares(self, preferences: torch.Tensor | None, like: torch.Tensor) -> torch.Tensor | None:
+    def _shares(self, rows: FoldedRows, like: torch.Tensor) -> torch.Tensor | None:
         """Returns the factors of B_0 to B_{M-1}, [N, M]; computed once for the same preferences."""
+        preferences = rows.preferences
         if preferences is None or self._num_shares == 1:
             return None
-        if self._gates is None or self._gates[0] is not preferences:
-            ones = preferences.new_ones(len(preferences), 1)
-            self._gates = preferences, torch.cat([ones, gates(preferences)], 1).to(like)
-        return self._gates[1].to(like.device)
+        if rows.is_overwritten:
+            return self._factors(preferences).to(like)
+        if self._latest is None or self._latest[0] is not preferences:
+            self._latest = preferences, self._factors(preferences).to(like)
+        return self._latest[1].to(like.device)
+
+    @staticmethod
+    def _factors(preferences: torch.Tensor) -> torch.Tensor:
+        ones = preferences.new_ones(len(preferences), 1)
+        return torch.cat([ones, gates(preferences)], 1)
 
 
 def folds(policy: Any, kind: Lora) -> bool:

@@ -20,6 +20,7 @@ class OwnRows:
     """Rows that all use the policy's own adapter, with PEFT's modules."""
 
     members = None  # one adapter, as `FoldedRows` has it
+    is_overwritten = False
 
     def __init__(self) -> None:
         self.preferences: torch.Tensor | None = None
@@ -49,6 +50,7 @@ class AdapterForward:
         self.rows: PassRows = OwnRows()
         self._latest: tuple[torch.Tensor, torch.Tensor] | None = None  # an input, and it widened
         self._folded: FoldedAdapters | None = None
+        self._methods: dict[Any, Any] = {}  # of the layers; the same ones, for compiled passes
 
     def install_(self, policy: Any) -> None:
         """Replaces the forward methods of the policy's adapted layers."""
@@ -69,7 +71,7 @@ class AdapterForward:
         """Uses converted adapters in passes inside the context."""
         layers = [m for m in adapted_modules(policy).values() if "forward" not in vars(m)]
         for layer in layers:  # PEFT computes them otherwise
-            layer.forward = partial(self, layer)
+            layer.forward = self._methods.setdefault(layer, partial(self, layer))
         self._folded = folded
         try:
             yield

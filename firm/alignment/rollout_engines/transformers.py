@@ -15,7 +15,16 @@ from transformers import (
 )
 
 from firm.alignment.adapters.forward import cast_once
-from firm.alignment.decoding import Part, SamplingState, decode_, random_numbers, sampled_tokens
+from firm.alignment.adapters.lora import adapted_modules
+from firm.alignment.compiled import compiles, sample_compiled
+from firm.alignment.decoding import (
+    Part,
+    SamplingState,
+    decode_,
+    prefill,
+    random_numbers,
+    sampled_tokens,
+)
 from firm.alignment.rollout_engines.engine import SampledTokens, SampleRequest
 from firm.alignment.sequences import (
     INVALID_LOGPROB,
@@ -27,6 +36,7 @@ from firm.alignment.sequences import (
     shares_prompts,
     takes_attention_masks,
 )
+from firm.base.devices import copy_of_generator, set_generator
 
 if TYPE_CHECKING:  # its default is the configuration below
     from firm.alignment.rollout_config import RolloutConfig
@@ -108,7 +118,8 @@ def _generate(
     query_ids = request.queries.token_ids
     if not len(query_ids):  # the batch has fewer rows than the team has processes
         return query_ids, torch.empty(0, 0, device=query_ids.device)
-    if request.config.cache == "dynamic" and shares_prompts(model):
+    is_dynamic = request.config.cache == "dynamic"
+    if is_dynamic and (shares_prompts(model) or compiles(model, request.config)):
         sequences, logprobs = _decode_with_own_loop(model, request, draws)
     else:
         sequences = _generate_with_transformers(model, request, draws)
@@ -162,22 +173,30 @@ def _decode_with_own_loop(
     config = request.config
     part = Part(
         queries.token_ids,
-        draws.draw,
+        draws,
         temperature=config.temperature,
         max_new_tokens=config.max_new_tokens,
         end_ids=request.end_ids,
     )
-    replies = SamplingState([part])
     rows, prompts = _OwnRows(queries), _OwnRows(queries.rows(first))
+    prepares_masks = takes_attention_masks(model)  # its own passes are of other rows
     with cast_once(model):
-        decode_(
-            run,
-            prompts,
-            index if len(first) < queries.num_rows else None,
-            rows,
-            replies,
-            prepares_masks=takes_attention_masks(model),
-        )
+        passed = prefill(run, prompts, index if len(first) < queries.num_rows else None)
+        if compiles(model, config):
+            results = sample_compiled(
+                model,
+                passed,
+                [part],
+                mask=queries.mask,
+                preferences=queries.preferences,
+                adapters=[None],
+                is_base=any(layer.disable_adapters for layer in adapted_modules(model).values()),
+                on_token=request.on_token,
+            )
+            if results is not None:
+                return results[0]
+        replies = SamplingState([part])
+        decode_(run, passed, rows, replies, prepares_masks=prepares_masks)
     return replies.results()[0]
 
 
@@ -250,6 +269,15 @@ class _Draws(LogitsProcessor):
         self.vocabulary = vocabulary
         self._num_drawn += 1
         return random_numbers(self._num_rows, vocabulary, device=self._device)[self.rows]
+
+    def save(self) -> Any:
+        """Returns the state of the generator, and the number of tokens drawn."""
+        return copy_of_generator(self._device), self._num_drawn
+
+    def restore(self, state: Any) -> None:
+        """Restores a state returned by `save`."""
+        generator, self._num_drawn = state
+        set_generator(generator)
 
     def skip_to(self, num_tokens: int) -> None:
         """Draws for the remaining tokens of the team's longest row, to keep generators equal."""

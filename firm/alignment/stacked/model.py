@@ -8,13 +8,13 @@ pass does.
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
 
 import torch
 
 from firm.alignment.adapters.forward import cast_once, forward_of
-from firm.alignment.decoding import Part, SamplingState, decode_, random_numbers
+from firm.alignment.compiled import compiles, sample_compiled
+from firm.alignment.decoding import Part, SamplingState, decode_, prefill, random_numbers
 from firm.alignment.head import head_of
 from firm.alignment.policy import adapter_parameters, set_mode
 from firm.alignment.rollout_engines import SampledTokens, SampleRequest
@@ -29,6 +29,7 @@ from firm.alignment.sequences import (
     takes_attention_masks,
 )
 from firm.alignment.stacked.passes import ClientPart, Output, Pass, PassPosition, RepliesOutput
+from firm.base.devices import copy_of_generator, set_generator
 from firm.federation.lockstep import outcome_of
 from firm.gradients.jacobian import check_losses, jacobian_buffer
 from firm.gradients.per_sequence import SharedRows, by_sequence, check_sequences, taken_rows
@@ -253,18 +254,27 @@ class StackedModel:
         adapters: Any = [request.adapter for request in requests]
         parts = zip(requests, adapters, strict=True)
         joint = self._pass([ClientPart(each.queries, adapter) for each, adapter in parts])
-        replies = SamplingState([_part(request) for request in requests])
+        every = [_part(request) for request in requests]
         prompts, index = self._prompts(joint)
+        prepares_masks = takes_attention_masks(self.policy)  # its own passes are of other rows
         with cast_once(self.policy, adapters):
-            decode_(
-                self._cached_pass,
-                prompts,
-                index,
-                joint,
-                replies,
-                prepares_masks=takes_attention_masks(self.policy),
-            )
-        return [SampledTokens(*own) for own in replies.results()]
+            first = prefill(self._cached_pass, prompts, index)
+            results = None
+            if compiles(self.policy, requests[0].config):
+                results = sample_compiled(
+                    self.policy,
+                    first,
+                    every,
+                    mask=joint.mask,
+                    preferences=joint.preferences,
+                    adapters=adapters,
+                    is_base=not joint.stacked,
+                )
+            if results is None:
+                replies = SamplingState(every)
+                decode_(self._cached_pass, first, joint, replies, prepares_masks=prepares_masks)
+                results = replies.results()
+        return [SampledTokens(*own) for own in results]
 
     def _prompts(self, joint: Pass) -> tuple[Pass, torch.Tensor | None]:
         """Returns a pass over each part's distinct prompts, and the row of every prompt in it.
@@ -297,14 +307,41 @@ class StackedModel:
         return Pass(parts, {parameter: name for name, parameter in self._slot.items()}, prompts)
 
 
+class _Draws:
+    """Random numbers of a request's rows from its generator; implements `Draws`."""
+
+    def __init__(self, request: SampleRequest) -> None:
+        ids = request.queries.token_ids
+        self._num_rows, self._device = len(ids), ids.device
+        self._generator = request.generator
+
+    def draw(self, vocabulary: int) -> torch.Tensor:
+        """Returns the random numbers of all rows for a token."""
+        return random_numbers(
+            self._num_rows, vocabulary, device=self._device, generator=self._generator
+        )
+
+    def save(self) -> Any:
+        """Returns the state of the generator."""
+        if self._generator is None:
+            return copy_of_generator(self._device)
+        return self._generator.get_state()
+
+    def restore(self, state: Any) -> None:
+        """Restores a state returned by `save`."""
+        if self._generator is None:
+            set_generator(state)
+        else:
+            self._generator.set_state(state)
+
+
 def _part(request: SampleRequest) -> Part:
-    ids = request.queries.token_ids
-    draw = partial(random_numbers, len(ids), device=ids.device, generator=request.generator)
+    config = request.config
     return Part(
-        ids,
-        draw,
-        temperature=request.config.temperature,
-        max_new_tokens=request.config.max_new_tokens,
+        request.queries.token_ids,
+        _Draws(request),
+        temperature=config.temperature,
+        max_new_tokens=config.max_new_tokens,
         end_ids=request.end_ids,
     )
 

@@ -90,6 +90,8 @@ class Pass:
             continues with their responses.
     """
 
+    is_overwritten = False  # as `FoldedRows` has it
+
     def __init__(
         self,
         parts: Sequence[ClientPart],

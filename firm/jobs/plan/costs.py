@@ -58,7 +58,7 @@ def estimate_costs(
     The time is None if the policy's device is not on this machine, another engine samples, or the
     speeds cannot be measured, which `notes` then say.
     """
-    device = _device_here(cfg.policy.device)
+    device = device_here(cfg.policy.device)
     models = _models(architecture, policy, cfg)
     rehearsals = [_rehearse(each, cfg, traffic, work, device) for each in models]
     num_further = architecture.num_hidden_layers - DEPTH if len(models) > 1 else 0
@@ -221,7 +221,7 @@ def _seconds(cfg: AlignmentConfig, rehearsal: Rehearsed, work: Work, speeds: Spe
     return Seconds(sampling, trained, evaluated, work.rounds)
 
 
-def _device_here(name: str) -> torch.device:
+def device_here(name: str) -> torch.device:
     """Returns the policy's device, or the CPU if the device is not on this machine."""
     try:
         device = named_device(name)

@@ -21,6 +21,7 @@ from firm.federation.engines.processes import Processes
 from firm.federation.traffic import Traffic, round_traffic
 from firm.jobs.alignment_config import (
     AlignmentConfig,
+    compiles_rollouts,
     every_source,
     is_front_due,
     measured_preferences,
@@ -28,7 +29,7 @@ from firm.jobs.alignment_config import (
     training_sources,
 )
 from firm.jobs.alignment_data import data_of
-from firm.jobs.plan.costs import estimate_costs, policy_without_storage
+from firm.jobs.plan.costs import device_here, estimate_costs, policy_without_storage
 from firm.jobs.plan.passes import num_passes, rollouts, updates
 from firm.jobs.plan.record import Placement, PolicyFigures, RewardFigures, RunPlan, Work
 from firm.jobs.rollout_server import server_commands
@@ -103,6 +104,12 @@ def make_plan(cfg: AlignmentConfig, clients: Sequence[str], processes: Processes
             "needed for limits on tokens, are not on this machine."
         )
     work = _work(cfg, len(clients), traffic, busiest, counts)
+    if compiles_rollouts(cfg, device_here(cfg.policy.device).type):
+        notes.append(
+            "rollout.compile: the first batch of each number of rows, a power of 2, compiles its "
+            "step for up to a minute; later runs on this machine take seconds. The time leaves it "
+            "out."
+        )
     if architecture is not None and policy is not None:
         try:
             memory, seconds = estimate_costs(
