@@ -5,12 +5,13 @@
     python benchmarks/gpu.py --shape tiny --device cpu             # every part, in a minute
     python benchmarks/gpu.py --shape tinyllama-short --device cpu  # the true models, two clients
 
-Rounds of FIRM with random bfloat16 weights: PPO with value heads and the critic-free estimator,
-sequential clients (engine local), also with a static cache, and stacked ones, beside TRL's
-GRPOTrainer with one adapter and as many replies, epochs and minibatches, also with vLLM, whose row
-says so where it is not installed. The cases that say most come first; the page is written after
-each. Cases run in processes of their own: one that fails is a row with its error, and the next
-starts a new process.
+A sampled token of 16 and of 128 replies, by compiled steps and without them, beside transformers'
+`generate`. Rounds of FIRM with random bfloat16 weights: PPO with value heads and the critic-free
+estimator, sequential clients (engine local), also with a static cache, and stacked ones, beside
+TRL's GRPOTrainer with one adapter and as many replies, epochs and minibatches, also with vLLM,
+whose row says so where it is not installed. The cases that say most come first; the page is written
+after each. Cases run in processes of their own: one that fails is a row with its error, and the
+next starts a new process.
 
 On any accelerator that torch finds, a round of the same passes warms up, and the next one is
 measured, so small differences say nothing. Stages wait for the device before and
@@ -48,12 +49,19 @@ import datasets
 import torch
 import transformers
 from peft import LoraConfig
-from transformers import AutoModelForCausalLM, AutoTokenizer, PrinterCallback, TrainerCallback
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    LlamaForCausalLM,
+    PrinterCallback,
+    TrainerCallback,
+)
 from transformers.utils.import_utils import is_torch_bf16_gpu_available
 from trl.trainer.grpo_config import GRPOConfig
 from trl.trainer.grpo_trainer import GRPOTrainer
 
-from benchmarks.gpu_page import STAGES, STATIC, Case, Row, Setting, page_of
+from benchmarks.decode import adapted, milliseconds, samplers
+from benchmarks.gpu_page import DECODING, STAGES, STATIC, Case, Row, Setting, page_of
 from benchmarks.measure import one_round, peak_resident
 from benchmarks.random_models import SHAPES, prompts, save_models
 from firm.alignment import MultiObjectiveTrainer
@@ -81,6 +89,14 @@ ENGINES = ("local", "stacked")
 NUM_REPLIES = 4  # to a prompt, critic-free
 PATIENCE = 300
 """Most seconds that a case which began within the budget may take beyond it; at most the budget."""
+SAMPLERS = (
+    ("one slot, compiled", 16),
+    ("8 stacked clients, compiled", 128),
+    ("generate", 16),
+    ("one slot", 16),
+    ("8 stacked clients", 128),
+)
+"""Samplers whose tokens are timed, as `benchmarks.decode` names them, and their replies."""
 VLLM = "trl, vLLM"
 """TRL's trainer with vLLM for its replies, as a row names it."""
 
@@ -134,10 +150,11 @@ def write_page(options: argparse.Namespace, device: torch.device) -> None:
 
 
 def cases(clients: Sequence[int]) -> list[Case]:
-    """Returns the cases by value: stacked clients, TRL, sequential ones, then fewer clients."""
+    """Returns the cases by value: tokens, stacked clients, TRL, sequential ones, fewer clients."""
     few, many = clients[0], clients[-1]
     peers = ["trl", VLLM]
-    chosen = [Case("critic_free", engine, many) for engine in ("stacked", *peers, "local")]
+    chosen = [Case(DECODING, name, rows) for name, rows in SAMPLERS]
+    chosen += [Case("critic_free", engine, many) for engine in ("stacked", *peers, "local")]
     chosen += [Case("ppo", engine, many) for engine in ("stacked", "local")]
     chosen += [Case("critic_free", STATIC, many)]
     chosen += [Case(e, engine, c) for c in clients for e in ESTIMATORS for engine in ENGINES]
@@ -211,6 +228,8 @@ def _row(setting: Setting, case: Case) -> Row:
     try:
         gc.collect()  # of the case before
         release_memory(torch.device(setting.device))
+        if case.is_decoding:
+            return _token_row(setting, case)
         return (_peer_row if case.is_peer else _own_row)(setting, case)
     except torch.OutOfMemoryError:
         return Row(case, "out of memory")
@@ -218,6 +237,31 @@ def _row(setting: Setting, case: Case) -> Row:
         traceback.print_exc()
         reason = printable(first_line(error), max_length=160)
         return Row(case, f"failed: {type(error).__name__}: {reason}")
+
+
+# --- Tokens --------------------------------------------------------------------------------------
+
+
+def _token_row(setting: Setting, case: Case) -> Row:
+    """Returns what a token of all replies takes."""
+    device, shape = torch.device(setting.device), setting.shape
+    name = case.engine.removesuffix(", compiled")
+    compiles = name != case.engine
+    if compiles and device.type != "cuda":
+        return Row(case, "not run: compiled steps are replayed on CUDA devices only")
+    _loaded.cache_clear()
+    gc.collect()
+    policy = adapted(_random_policy(setting), conditioned=False)
+    sizes = {"prompt_tokens": shape.rollout.max_prompt_tokens, "clients": 8, "compiles": compiles}
+    sample = samplers(policy, policy.get_base_model(), **sizes)[name]
+    tokens = min(64, shape.rollout.max_new_tokens)
+    return Row(case, seconds=milliseconds(sample, case.num_clients, device, tokens=tokens) / 1e3)
+
+
+def _random_policy(setting: Setting) -> Any:
+    torch.manual_seed(0)
+    with torch.device(setting.device):
+        return LlamaForCausalLM(setting.shape.policy).bfloat16().eval()
 
 
 # --- Rounds of FIRM -------------------------------------------------------------------------------

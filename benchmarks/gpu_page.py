@@ -27,6 +27,10 @@ STATIC = "local, static cache"
 """The engine local with ``rollout.cache`` static, as a row names it."""
 
 
+DECODING = "decoding"
+"""The estimator of rows about a sampled token, whose engine is the sampler."""
+
+
 @dataclass(frozen=True)
 class Case:
     """What a row of the page is about."""
@@ -34,6 +38,11 @@ class Case:
     estimator: str
     engine: str
     num_clients: int
+
+    @property
+    def is_decoding(self) -> bool:
+        """Whether tokens are sampled, of as many replies as the row has clients."""
+        return self.estimator == DECODING
 
     @property
     def is_peer(self) -> bool:
@@ -49,6 +58,7 @@ class Row:
     note: str = ""
     """Why there are no figures."""
     seconds: float = 0.0
+    """Of a round; of a token in rows about decoding."""
     stages: dict[str, float] = field(default_factory=dict)
     tokens_per_second: float | None = None
     """Sampled, in rollouts."""
@@ -81,7 +91,16 @@ class Setting:
 
 def page_of(setting: Setting, rows: Sequence[Row], *, tests: str, peak_flops: float) -> str:
     """Returns the page in Markdown."""
-    shape, own = setting.shape, [row for row in rows if not row.case.is_peer]
+    shape = setting.shape
+    own = [row for row in rows if not (row.case.is_peer or row.case.is_decoding)]
+    tokens = _table(
+        ["sampler", "replies", "ms"],
+        (
+            [row.case.engine, str(row.case.num_clients), row.note or f"{1e3 * row.seconds:.3g}"]
+            for row in rows
+            if row.case.is_decoding
+        ),
+    )
     name = device_title(torch.device(setting.device)) or setting.device
     if setting.device == "cpu":
         name = f"{platform.machine()} CPU, {torch.get_num_threads()} threads"
@@ -116,6 +135,13 @@ replies of up to {shape.rollout.max_new_tokens} tokens to prompts of
 epochs, {checkpointing} gradient checkpointing. Every figure is from one round.
 
 Tests that need an accelerator: {tests}
+
+## Milliseconds of a token
+
+Of all replies, after the prompts, without end tokens; the adapter of `generate` is PEFT's.
+Compiling is left out.
+
+{tokens}
 
 ## Seconds by stage
 

@@ -74,6 +74,11 @@ def test_the_page_of_costs_has_every_case_with_its_figures(tmp_path, monkeypatch
         assert all(float(cell.split()[0]) > 0 for cell in (tokens, share, peak, planned))
         sizes = [int(cell.replace(",", "")) for cell in (up, planned_up)]
         assert sizes[0] == pytest.approx(sizes[1], rel=0.05)
+    times = {name: milliseconds for name, _, milliseconds in cells(page, "Milliseconds of a token")}
+    assert all(
+        value.startswith("not run: compiled") if "compiled" in name else float(value) > 0
+        for name, value in times.items()
+    )
     (replies, peer, *figures), vllm = cells(page, "Beside TRL")
     assert (replies, peer) == ("8", "trl")
     assert vllm[:3] == ["8", "trl, vLLM", "not installed"]
@@ -103,7 +108,9 @@ def test_cases_that_come_too_late_say_so(tmp_path):
     options = ("--shape", "tiny", "--device", "cpu", "--clients", "1", "--budget", "0")
     gpu.main([*options, "--out", str(out)])
     page = out.read_text()
-    assert {row[3] for row in cells(page, "Seconds by stage")} == {"not run: 0 seconds were over"}
+    late = "not run: 0 seconds were over"
+    assert {row[3] for row in cells(page, "Seconds by stage")} == {late}
+    assert {row[2] for row in cells(page, "Milliseconds of a token")} == {late}
 
 
 def test_a_case_that_fails_is_a_row_of_the_page(tmp_path, monkeypatch):
@@ -117,7 +124,7 @@ def test_a_case_that_fails_is_a_row_of_the_page(tmp_path, monkeypatch):
         sizes = {"bytes_up": 1, "planned_up": 1}
         return Row(case, seconds=1.0, stages=stages, tokens_per_second=1.0, **sizes)
 
-    for name in ("_own_row", "_peer_row"):
+    for name in ("_token_row", "_own_row", "_peer_row"):
         monkeypatch.setattr(gpu, name, measured)
     monkeypatch.setattr(gpu, "Worker", Here)
     out = tmp_path / "page.md"
@@ -162,14 +169,15 @@ def test_the_page_is_written_after_every_case(tmp_path, monkeypatch):
         before.append(out.read_text() if out.exists() else "")
         raise RuntimeError("no kernel")
 
-    for name in ("_own_row", "_peer_row"):
+    for name in ("_token_row", "_own_row", "_peer_row"):
         monkeypatch.setattr(gpu, name, measured)
     monkeypatch.setattr(gpu, "Worker", Here)
     monkeypatch.setattr(gpu, "find_spec", lambda name: None)
     gpu.main([*("--shape", "tiny", "--device", "cpu", "--clients", "2"), "--out", str(out)])
     written = [cells(page, "Seconds by stage") if page else [] for page in before]
     failed = [sum("no kernel" in row[3] for row in rows) for rows in written]
-    assert failed == [0, 1, 1, 2, 3, 4]  # the second is TRL's, in a table of its own
+    tokens = [0] * len(gpu.SAMPLERS)  # in a table of their own, as TRL's, which is the second
+    assert failed == [*tokens, 0, 1, 1, 2, 3, 4]
 
 
 @pytest.mark.skipif(torch.accelerator.is_available(), reason="there is an accelerator")
