@@ -1,17 +1,21 @@
 """Tokens per second of the rollout engines, for several clients with an adapter each.
 
     .venv-vllm/bin/python benchmarks/rollout_engines.py --model FOLDER   # after `make test-vllm`
+    python benchmarks/rollout_engines.py --model FOLDER --urls http://127.0.0.1:8001 http://127.0.0.1:8002
 
 All clients' replies are sampled in one batch: by the policy's joint passes (transformers), and by
-vLLM. Replies have no end token, so that both sample equally many tokens. Batches alternate; figures
+vLLM; with `--urls`, by one and by all of these servers, whose start `firm rollout-server` prints.
+Replies have no end token, so that both sample equally many tokens. Batches alternate; figures
 are medians of wall-clock time, without the first batch of each. The adapters are new in each batch,
 as after a local step.
 """
 
 import argparse
+import tempfile
 import time
 from argparse import Namespace
 from collections.abc import Callable, Sequence
+from importlib.util import find_spec
 from statistics import median
 from typing import Any
 
@@ -20,7 +24,7 @@ import torch
 from firm.alignment import PolicyConfig, Prompt, PromptFormat, RolloutConfig
 from firm.alignment.policy import load_policy, load_tokenizer
 from firm.alignment.rollout import encode_prompts
-from firm.alignment.rollout_config import TransformersConfig, VLLMConfig
+from firm.alignment.rollout_config import TransformersConfig, VLLMConfig, VLLMServerConfig
 from firm.alignment.rollout_engines import SampledTokens, SampleRequest
 from firm.alignment.stacked.model import StackedModel
 from firm.federation import RandomStream
@@ -38,8 +42,14 @@ def main(options: Namespace) -> None:
     )
     engines: dict[str, Any] = {
         "transformers": TransformersConfig(),
-        "vllm": VLLMConfig(max_loras=options.clients, cache_gb=options.cache_gb),
     }
+    if find_spec("vllm"):
+        engines["vllm"] = VLLMConfig(max_loras=options.clients, cache_gb=options.cache_gb)
+    shared = tempfile.TemporaryDirectory()  # removed at the end of this process
+    for number in sorted({min(1, len(options.urls)), len(options.urls)} - {0}):
+        engines[f"servers: {number}"] = VLLMServerConfig(
+            urls=options.urls[:number], shared_folder=shared.name, max_loras=options.clients
+        )
     samplers: dict[str, Sample] = {}
     for name, settings in engines.items():
         engine = settings.engine(policy, tokenizer, config)
@@ -77,6 +87,7 @@ def main(options: Namespace) -> None:
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--model", required=True, help="folder of the model")
+    parser.add_argument("--urls", nargs="*", default=[], help="addresses of vLLM's servers")
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--clients", type=int, default=4)
     parser.add_argument("--replies", type=int, default=16)
