@@ -16,13 +16,18 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from transformers.cache_utils import Cache, CacheLayerMixin
+from transformers.cache_utils import Cache, StaticLayer
 
 from firm.alignment.adapters.folded import FoldedAdapters, folds
 from firm.alignment.adapters.forward import forward_of
 from firm.alignment.decoding import Part, Prefilled, is_uniform, sampled_tokens
 from firm.alignment.rollout_config import RolloutConfig
-from firm.alignment.sequences import INVALID_LOGPROB, TEMPERATURE_GUARD, takes_attention_masks
+from firm.alignment.sequences import (
+    INVALID_LOGPROB,
+    TEMPERATURE_GUARD,
+    has_plain_cache,
+    takes_attention_masks,
+)
 from firm.base.sanitize import first_line
 
 logger = logging.getLogger(__name__)
@@ -35,19 +40,13 @@ NUM_ENDS = 16
 Adapters = Sequence[Mapping[str, torch.Tensor] | None]
 
 
-class StaticLayer(CacheLayerMixin):
-    """Keys and values of a layer in buffers of fixed length, [R, H, L, D]."""
-
-    is_compileable = True
-    is_sliding = False
+class BufferLayer(StaticLayer):
+    """Keys and values of a layer in given buffers, [R, H, L, D], written at a given column."""
 
     def __init__(self, keys: torch.Tensor, values: torch.Tensor, column: torch.Tensor) -> None:
-        super().__init__()
+        super().__init__(max_cache_len=keys.size(2))
         self.keys, self.values, self.column = keys, values, column
         self.is_initialized = True
-
-    def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
-        """Does nothing, since the buffers are given."""
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
@@ -58,19 +57,6 @@ class StaticLayer(CacheLayerMixin):
         self.keys.index_copy_(2, self.column, key_states)
         self.values.index_copy_(2, self.column, value_states)
         return self.keys, self.values
-
-    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """Returns the length, and no offset."""
-        return self.get_max_length(), 0
-
-    def get_seq_length(self) -> int:
-        """Returns 0; positions and masks are given."""
-        return 0
-
-    def get_max_length(self) -> int:
-        """Returns the length L."""
-        assert self.keys is not None
-        return self.keys.size(2)
 
 
 class StepRows:
@@ -154,7 +140,7 @@ class Step:
         self._columns = {device: self.column}
         for keys, _ in layers:  # of a policy on several devices
             self._columns.setdefault(keys.device, self.column.to(keys.device))
-        self.layers: list[Any] = [StaticLayer(k, v, self._columns[k.device]) for k, v in layers]
+        self.layers: list[Any] = [BufferLayer(k, v, self._columns[k.device]) for k, v in layers]
         self.cache = Cache(self.layers)
         self.replay: Callable[[], Any] = self.step
 
@@ -276,6 +262,7 @@ class CompiledDecoder:
             at = source.to(layer.keys.device)
             own.keys[:, :, :width] = layer.keys[at]
             own.values[:, :, :width] = layer.values[at]
+        first.cache.reset()  # its memory is not needed any more
         step.mask.zero_()
         step.mask[:, :width] = mask[places]
         step.positions.copy_(first.positions[source])
@@ -468,12 +455,9 @@ class CompiledDecoder:
             return None
         seconds = time.perf_counter() - start
         self.seconds += seconds
-        logger.info(
-            "compiled a step of %d rows and %d tokens in %.0f seconds",
-            num_rows,
-            key.length,
-            seconds,
-        )
+        if self._backend is not None:
+            size = f"{num_rows} rows and {key.length} tokens"
+            logger.warning("compiled the sampling of %s in %.0f seconds", size, seconds)
         self._steps[key] = step
         return step
 
@@ -536,11 +520,10 @@ def compiles(model: Any, config: RolloutConfig) -> bool:
         return False
     base = model.get_base_model() if hasattr(model, "get_base_model") else model
     if not takes_attention_masks(model):
-        _explain(
-            model,
-            f"{type(base).__name__} does not keep the keys and values of all tokens for torch's "
-            "own attention",
-        )
+        reason = "does not keep the keys and values of all tokens for torch's own attention"
+        if has_plain_cache(model):
+            reason = "needs the mask of tokens, not attention's alone"
+        _explain(model, f"{type(base).__name__} {reason}")
         return False
     if len({parameter.device for parameter in base.parameters()}) > 1:
         _explain(model, "the policy's layers are on several devices")
@@ -560,7 +543,7 @@ def sample_compiled(
         return _explain(model, "the clients have different settings of rollouts")
     if len(ends) > NUM_ENDS:
         return _explain(model, f"there are {len(ends)} end tokens, more than {NUM_ENDS}")
-    decoder = getattr(model, "compiled_decoder", None)
+    decoder = vars(model).get("compiled_decoder")  # not that of a model inside
     if decoder is None:
         model.compiled_decoder = decoder = CompiledDecoder(model)
     results = decoder.sample(first, parts, **rows)
@@ -571,7 +554,7 @@ def sample_compiled(
 
 def _explain(model: Any, reason: str) -> None:
     """Logs why a model's steps are not compiled; once per model."""
-    if not getattr(model, "is_not_compiled", False):
+    if "is_not_compiled" not in vars(model):
         model.is_not_compiled = True
         logger.warning("rollout.compile: replies are sampled without compiled steps: %s", reason)
 

@@ -21,8 +21,11 @@ from firm.alignment.compiled import (
 from firm.alignment.policy import add_adapter, without_needless_warnings
 from firm.alignment.rollout_config import RolloutConfig
 from firm.alignment.rollout_engines import SampleRequest, TransformersEngine
+from firm.alignment.sequences import has_plain_cache, takes_attention_masks
 from firm.alignment.stacked.model import StackedModel
-from firm.jobs.alignment_config import compiles_rollouts
+from firm.federation import Processes
+from firm.jobs.alignment_config import client_names, compiles_rollouts
+from firm.jobs.plan import costs, planning
 from firm.run.errors import UserError
 from tests.alignment.test_decoding import own_samplers
 from tests.runs import read_adapter
@@ -185,6 +188,27 @@ def test_python_starts_few_operations_of_a_compiled_token_and_waits_once_in_a_bl
             assert 0 < waits <= 0.1, name
 
 
+SPECIAL = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+
+
+def test_every_architecture_samples_the_same_tokens_by_steps_unless_it_is_refused():
+    taken = set()
+    rows = queries(torch.tensor([[8, 9, 10, 11], [0, 0, 12, 9], [13, 8, 8, 10], [13, 8, 8, 10]]))
+    for name, architecture in ARCHITECTURES.items():
+        if architecture.refused:
+            continue
+        model = architecture.model(SPECIAL).requires_grad_(False)
+        if takes_attention_masks(model):
+            taken.add(name)
+            model.compiled_decoder = CompiledDecoder(model, backend=None)
+            own, expected = (slot(model, rows, compiles=each) for each in (True, False))
+            assert all(map(torch.equal, own, expected)), name
+            assert model.compiled_decoder._steps, name
+        elif has_plain_cache(model):
+            assert name == "falcon_alibi"  # whose positions come from the mask of tokens
+    assert taken >= {"llama", "qwen2", "qwen3", "gemma", "gpt2", "opt", "mixtral", "deepseek_v3"}
+
+
 def test_models_without_plain_caches_are_named_and_sample_as_before(caplog):
     for name in ("mistral", "bloom", "falcon_h1"):  # windows, positions by masks, other states
         model = ARCHITECTURES[name].model({}).requires_grad_(False)
@@ -240,6 +264,16 @@ def test_long_runs_on_cuda_devices_compile_by_default():
         options = ("--rollout.max_new_tokens", 128, "--rounds", 16, "--engine", "local", *change)
         assert not compiles_rollouts(config(*options), "cuda"), change
     assert compiles_rollouts(config("--rollout.compile", "true"), "cpu")
+
+
+def test_a_plan_counts_the_buffers_of_compiled_rollouts(monkeypatch):
+    cfg = config("--rollout.max_new_tokens", 20, "--rollout.max_prompt_tokens", 30)
+    for module in (costs, planning):
+        monkeypatch.setattr(module, "compiles_rollouts", lambda cfg, device: True)
+    plan = planning.make_plan(cfg, client_names(cfg), Processes())
+    assert plan.memory is not None
+    assert plan.memory.engine == plan.memory.cache * 64 // 50  # lengths are rounded up
+    assert any("rollout.compile" in note for note in plan.notes)
 
 
 @pytest.mark.parametrize(

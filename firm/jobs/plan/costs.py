@@ -15,6 +15,7 @@ import torch
 from transformers import AutoModelForCausalLM, PretrainedConfig
 
 from firm.alignment import threads
+from firm.alignment.compiled import bucket_of_lengths, bucket_of_rows
 from firm.alignment.policy import PolicyConfig, adapter_parameters, add_adapter
 from firm.alignment.rehearsal import REHEARSALS, Sampled, Update
 from firm.alignment.rollout import logprobs_from
@@ -24,7 +25,11 @@ from firm.base.devices import dtype_note, named_device
 from firm.base.sanitize import first_line
 from firm.federation.objective_training import ObjectiveTraining
 from firm.federation.traffic import Traffic
-from firm.jobs.alignment_config import AlignmentConfig, solves_at_preferences
+from firm.jobs.alignment_config import (
+    AlignmentConfig,
+    compiles_rollouts,
+    solves_at_preferences,
+)
 from firm.jobs.plan.passes import minibatch_share, preferences_of_minibatch
 from firm.jobs.plan.record import Memory, PolicyFigures, Seconds, Work
 
@@ -64,6 +69,8 @@ def estimate_costs(
     num_further = architecture.num_hidden_layers - DEPTH if len(models) > 1 else 0
     stages = (_extrapolate(each, num_further) for each in zip(*rehearsals, strict=True))
     memory = _memory(Rehearsed(*stages), policy, cfg, num_clients)
+    if compiles_rollouts(cfg, device.type):
+        memory = replace(memory, engine=_static_cache_bytes(memory.cache, cfg, work))
     is_here = cfg.policy.device.partition(":")[0] in ("auto", device.type)
     if not is_here or not isinstance(cfg.rollout.engine, TransformersConfig):
         return memory, None
@@ -186,6 +193,20 @@ def _memory(
         engine=cfg.rollout.engine.num_bytes(frozen_bytes, policy.adapter_bytes),
         engine_devices=cfg.rollout.engine.own_devices,
     )
+
+
+def _static_cache_bytes(cache: int, cfg: AlignmentConfig, work: Work) -> int:
+    """Returns the bytes of the keys and values of compiled steps, which are kept between rollouts.
+
+    Args:
+        cache: Bytes of those of the same rows and tokens.
+        cfg: The run.
+        work: Its work.
+    """
+    rows = -(-work.rollouts.rows // work.rollouts.clients)
+    length = cfg.rollout.max_prompt_tokens + cfg.rollout.max_new_tokens
+    padded = bucket_of_rows(rows) * bucket_of_lengths(length)
+    return cache * padded // (rows * length)
 
 
 def evaluated_rows(cfg: AlignmentConfig) -> int:
