@@ -99,6 +99,7 @@ SECOND_TIER = (
     "recipes/paper",
     "recipes/theory",
     "report/test_browser.py",
+    "report/test_front_page.py",
     "report/test_outcome_figures.py",
     "report/test_own_quantity.py",
     "report/test_poisoned_runs.py",
