@@ -23,11 +23,13 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from firm.run import print_table
 
 ROOT = Path(__file__).parents[1]
 GUIDE = ROOT / "docs" / "guide" / "extending.md"
+QUESTIONS = ROOT / "firm" / "questions"
 CHECKPOINTS = ROOT / "firm" / "miniature" / "checkpoints"
 OFFLINE = {"HF_HUB_OFFLINE": "1", "HF_HUB_DISABLE_TELEMETRY": "1"}
 REWARDS = '''"""A reward function in the form of TRL's."""
@@ -153,14 +155,14 @@ TASKS = (
 
 REAL = (
     Task(
-        "SmolLM2, own prompts",
+        "SmolLM2, own chats",
         (
             "firm fetch smollm2",
-            "firm init --policy firm/models/smollm2 --prompts prompts.jsonl --out real.yaml "
+            "firm init --policy firm/models/smollm2 --prompts chats.jsonl --out real.yaml "
             "--rewards '{brief: brevity, plain: reading_ease}'",
             "firm align --config real.yaml --out real",
         ),
-        r"plain .*±.*",
+        r"brief .*±.*",
     ),
     Task("plan SmolLM2", ("firm plan --config smollm2",), r"time on this machine.*"),
 )
@@ -174,6 +176,13 @@ def write_files(folder: Path) -> None:
     prompts = [json.loads(line)["prompt"] for line in lines]
     rows = [{"prompt": prompt} for prompt in prompts]
     write_rows(folder / "prompts.jsonl", rows)
+    asked = [
+        json.loads(line)["prompt"]
+        for file in sorted(QUESTIONS.glob("*.jsonl"))
+        for line in file.read_text(encoding="utf-8").splitlines()
+    ]
+    chats = [{"messages": [{"role": "user", "content": question}]} for question in asked]
+    write_rows(folder / "chats.jsonl", chats)
     replies = {"chosen": " You can.", "rejected": " You can paint it, and then you can clean it."}
     write_rows(folder / "pairs.jsonl", [{**row, **replies} for row in rows])
     (folder / "rewards.py").write_text(REWARDS, encoding="utf-8")
@@ -181,7 +190,7 @@ def write_files(folder: Path) -> None:
     (folder / "momentum.py").write_text(strategy, encoding="utf-8")
 
 
-def write_rows(file: Path, rows: Sequence[dict[str, str]]) -> None:
+def write_rows(file: Path, rows: Sequence[dict[str, Any]]) -> None:
     """Writes JSON lines."""
     file.write_text("".join(f"{json.dumps(row)}\n" for row in rows), encoding="utf-8")
 
