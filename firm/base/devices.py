@@ -155,13 +155,20 @@ def dtype_note(device: torch.device, dtype: torch.dtype, key: str) -> str | None
 
 
 def product_seconds(dtype: torch.dtype) -> float:
-    """Benchmarks a product of small square matrices on the CPU; returns the shortest time."""
+    """Benchmarks a product of small square matrices on the CPU; returns the shortest time.
+
+    One thread computes it: several would wait for a processor on which other work runs.
+    """
     matrix = torch.ones(PRODUCT_SIDE, PRODUCT_SIDE, dtype=dtype)
-    seconds = []
-    for _ in range(3):  # the first product initializes kernels
-        start = time.perf_counter()
-        torch.mm(matrix, matrix)
-        seconds.append(time.perf_counter() - start)
+    seconds, num_threads = [], torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        for _ in range(3):  # the first product initializes kernels
+            start = time.perf_counter()
+            torch.mm(matrix, matrix)
+            seconds.append(time.perf_counter() - start)
+    finally:
+        torch.set_num_threads(num_threads)
     return min(seconds)
 
 
