@@ -19,7 +19,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from firm.base.devices import synchronize
 
-REPEATS, MEASURED_S = 3, 0.05
+REPEATS, MEASURED_S = 3, 0.02
 """Fewest measurements of a speed, and the seconds that they fill; the fastest counts. On a busy
 machine most wait, for many times as long as they take, for a thread that has no processor."""
 SMALLEST_SIDE, LARGEST_SIDE = 256, 8_192

@@ -47,6 +47,8 @@ class Command:
     """Key of the words before the first `--key`."""
     below: str | None = None
     """Configuration whose keys may be given without the prefix `overrides.`."""
+    begins: str = ""
+    """Line to print before the job is imported, which takes seconds."""
 
     def parse(self, argv: Sequence[str] | None = None, *, description: str = "") -> Any:
         """Parses a command line, by default sys.argv, to a configuration.
@@ -82,6 +84,8 @@ class Command:
             cfg = self.parse(argv, description=description)
             if self.check:
                 load(self.check)(cfg)
+        if self.begins:
+            print(self.begins, flush=True)
         job = load(self.job)
         with exit_on_user_error():
             job(cfg)
@@ -136,6 +140,7 @@ COMMANDS = {
         text="Prints the sizes, bytes, memory and steps of a run.",
         job="plan.tables:print_plan",
         more=("--plan",),
+        begins="rehearsing a step without weights, which takes about ten seconds",
     ),
     "rollout-server": replace(
         _ALIGN,

@@ -67,6 +67,24 @@ def test_help_is_printed_without_the_libraries_that_take_seconds():
     assert ends(ended.stdout) == ["exit 0"] * len(HELP), ended.stderr
 
 
+def test_a_plan_says_what_takes_seconds_before_it_does():
+    code = """
+import sys
+from firm.cli import main
+
+def load(place, own=main.load):
+    if place.startswith("plan."):
+        raise SystemExit(" ".join({HEAVY} & sys.modules.keys()))
+    return own(place)
+
+main.load = load
+main.main(["plan", "--config", "smoke"])
+""".replace("{HEAVY}", str(HEAVY))
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert ended.stdout.startswith("rehearsing a step without weights"), ended.stderr
+    assert ended.stderr.strip() == ""
+
+
 def test_typos_are_reported_before_the_libraries_that_take_seconds_are_imported():
     ended = run_all(TYPOS)
     assert ends(ended.stdout) == ["exit 2"] * len(TYPOS), ended.stderr
