@@ -118,8 +118,9 @@ def test_rows_of_all_adapters_and_preferences_are_the_policys(start, policy, que
     first, second, third = samples[0].versions
     assert first == third != second
     assert all(server.names.keys() == {first, second, *samples[1].versions} for server in servers)
-    # of each server the base model's probe, the temperature's, three versions', and three rows
-    assert [server.num_replies for server in servers] == [8, 8]
+    # of each server the base model's probe, the temperature's and three versions'; and six rows
+    assert sum(server.num_replies for server in servers) == 2 * 5 + 6
+    assert all(server.num_replies > 5 for server in servers)
     # seeds are the rows' own: one server gives the same replies as two
     again = start(SmallServer(PATH)).sample(
         [request(q, a, seed=n) for n, (q, a) in enumerate(zip(asked, adapters, strict=True))]
