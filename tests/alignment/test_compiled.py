@@ -306,6 +306,7 @@ def test_buckets_hold_what_they_are_for():
 
 
 @pytest.mark.slow
+@pytest.mark.filterwarnings("default")  # the compiler's own
 def test_torchs_own_compiler_gives_the_same_tokens():
     policy = policy_of("lora", num_objectives=3)
     rows = asked(3)

@@ -119,3 +119,13 @@ def test_an_adapter_in_bfloat16_adds_no_more_error_than_the_model_has():
     assert errors[1] < 2 * errors[0] < 0.002  # nats
     for name, parameter in rounded.named_parameters():
         assert parameter.dtype == (torch.float32 if "lora_" in name else torch.bfloat16)
+
+
+def test_adapters_of_any_name_are_sampled_as_they_are():
+    policy = policy_of("bfloat16", "lora")
+    settings = policy.peft_config["default"]
+    policy.add_adapter("other", settings)
+    policy.set_adapter("other")
+    policy.delete_adapter("default")  # as `firm evaluate` names those that it compares
+    with cast_once(policy), torch.no_grad():
+        assert policy(input_ids=torch.tensor([[1, 2, 3]])).logits.isfinite().all()

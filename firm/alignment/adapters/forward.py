@@ -131,8 +131,9 @@ def cast_once(
         return nullcontext()
     forward = forward_of(policy)
     is_lower = any(
-        layer.get_base_layer().weight.dtype != layer.lora_A["default"].weight.dtype
+        layer.get_base_layer().weight.dtype != own.weight.dtype
         for layer in adapted_modules(policy).values()
+        for own in layer.lora_A.values()  # `firm evaluate` names adapters in its own way
     )
     if not is_lower or not folds(policy, forward.kind):
         return nullcontext()
