@@ -23,7 +23,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 from uuid import uuid4
 
 import httpx
@@ -57,6 +57,8 @@ MAX_DIFFERENCE = {torch.float32: 0.01, torch.float64: 0.01}
 """Largest root mean square difference of the base models' log-probabilities in nats, by dtype."""
 MAX_ROUNDING = 0.2
 """The same in lower precision."""
+Read = TypeVar("Read")
+
 KEY = "VLLM_API_KEY"
 """Environment variable with the servers' key, if they ask for one."""
 
@@ -127,17 +129,37 @@ class Server:
                     "list each of them in rollout.engine.urls"
                 )
             raise RuntimeError(f"{self.url} refuses a request: {_message(answer)}{hint}.")
-        try:
-            found = answer.json()
-            (choice,) = found["choices"]
-        except (KeyError, TypeError, ValueError) as error:
-            raise RuntimeError(f"{self.url} does not answer as vLLM does: {error!r}.") from error
-        if found.get("model") != content["model"]:
+        model, choice = self.read(answer, lambda found: (found["model"], dict(found["choices"][0])))
+        if model != content["model"]:
             raise RuntimeError(
-                f"{self.url} answered with the model {found.get('model')}, but {content['model']} "
+                f"{self.url} answered with the model {printable(model)}, but {content['model']} "
                 "was requested: use another release of vLLM, or another rollout engine."
             )
         return choice
+
+    def models(self) -> list[dict[str, Any]]:
+        """Returns the base model and the adapters, as the server lists them.
+
+        Raises:
+            ServerLost: There is no answer.
+            RuntimeError: The answer is no such list.
+        """
+        return self.read(self.ask("/v1/models"), lambda found: [dict(own) for own in found["data"]])
+
+    def read(self, answer: httpx.Response, take: Callable[[Any], Read]) -> Read:
+        """Returns what is taken from an answer's JSON, which may come from any program.
+
+        Raises:
+            RuntimeError: It is not there.
+        """
+        try:
+            return take(answer.json())
+        except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
+            raise RuntimeError(
+                f"{self.url} does not answer as vLLM does (status {answer.status_code}, "
+                f"{type(error).__name__}: {printable(error, max_length=200)}): use vLLM 0.32 or "
+                "newer, at this address."
+            ) from error
 
 
 class VLLMServerEngine:
@@ -285,7 +307,7 @@ class VLLMServerEngine:
             except ServerLost as error:
                 self._leave_out(server, error)
         self._check_left()
-        for folder in self._folder.iterdir():
+        for folder in self._folder.glob("*"):  # none yet, where a process has no rows
             if not any(folder.name in server.versions for server in self._servers):
                 shutil.rmtree(folder, ignore_errors=True)
 
@@ -309,22 +331,17 @@ class VLLMServerEngine:
             ServerLost: It does not answer.
             RuntimeError: It serves another model, or in another way than it must.
         """
-        answer = server.ask("/v1/models")
-        try:
-            models = [model for model in answer.json()["data"] if not model.get("parent")]
-            name, length = models[0]["id"], models[0].get("max_model_len")
-        except (KeyError, IndexError, TypeError, ValueError) as error:
-            raise RuntimeError(
-                f"{server.url} does not list its models as vLLM does, but answers with status "
-                f"{answer.status_code}. Start a server: {self._command}"
-            ) from error
+        base = next((model for model in server.models() if not model.get("parent")), {})
+        name, length = base.get("id"), base.get("max_model_len")
+        if not isinstance(name, str) or not isinstance(length, int | None):
+            raise self._unfit(server, "lists no base model")
         if length is not None and length < self._num_tokens:
             raise self._unfit(server, f"takes {length} tokens, fewer than {self._num_tokens}")
         content = {"model": name, "prompt": PROBE, "add_special_tokens": False}
         answer = server.ask("/tokenize", content)
         if answer.status_code == 200:
-            ids = answer.json().get("tokens", [])[: len(self._probe)]
-            if ids != self._probe:
+            ids = server.read(answer, lambda found: list(found["tokens"]))
+            if ids[: len(self._probe)] != self._probe:
                 raise self._unfit(server, "has another tokenizer than the policy")
         server.base = self._probe_of(server, name)
         if self._base is None:
@@ -386,8 +403,7 @@ class VLLMServerEngine:
         is_loaded = answer.status_code == 400 and "already" in _message(answer)
         if answer.status_code != 200 and not is_loaded:
             raise self._unfit(server, f"cannot load the adapter {path}: {_message(answer)}")
-        listed = server.ask("/v1/models").json()["data"]
-        if not any(model["id"] == name for model in listed):
+        if not any(model.get("id") == name for model in server.models()):
             raise RuntimeError(
                 f"{server.url} does not list the adapter that it loaded, so several servers answer "
                 "at this address: list each of them in rollout.engine.urls."
@@ -419,16 +435,22 @@ class VLLMServerEngine:
             model=name, prompt=self._probe, max_tokens=1, temperature=1.0, prompt_logprobs=0
         )
         try:
-            steps = choice["prompt_logprobs"][1:]
-            values = [
-                step[str(token)]["logprob"]
-                for step, token in zip(steps, self._probe[1:], strict=True)
-            ]
-        except (KeyError, TypeError, ValueError) as error:
+            values = torch.tensor(
+                [
+                    float(step[str(token)]["logprob"])
+                    for step, token in zip(
+                        choice["prompt_logprobs"][1:], self._probe[1:], strict=True
+                    )
+                ]
+            )
+        except (KeyError, TypeError, ValueError):
+            values = torch.tensor([torch.nan])
+        if not values.isfinite().all():  # a comparison with NaN would find no difference
             raise RuntimeError(
-                f"{server.url} does not give log-probabilities of prompts as vLLM does: {error!r}."
-            ) from error
-        return torch.tensor(values)
+                f"{server.url} must give a finite log-probability for each of a prompt's tokens, "
+                f"and gives others for {name}: use vLLM 0.32 or newer."
+            )
+        return values
 
     @torch.no_grad()
     def _own_probe(

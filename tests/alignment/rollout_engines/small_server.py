@@ -37,6 +37,10 @@ class SmallServer:
     other_name: str = ""
     broken: Any = None
     """Answer in place of a completion's choice."""
+    nan_probes: bool = False
+    """Log-probabilities of prompts under adapters are NaN."""
+    answers: dict[str, Any] = field(default_factory=dict)
+    """Answers in place of all others, by path."""
     fails_after: int | None = None
     """Number of replies after which every request fails."""
     names: dict[str, str] = field(default_factory=dict)
@@ -63,6 +67,8 @@ class SmallServer:
             "/v1/unload_lora_adapter": self._unload,
             "/v1/completions": self._complete,
         }
+        if path in self.answers:
+            return 200, self.answers[path]
         if "lora_adapter" in path and not self.loads_adapters:
             return 404, {"detail": "Not Found"}
         with self._lock:
@@ -124,6 +130,8 @@ class SmallServer:
         if "prompt_logprobs" in content:
             rows = self._logits(name, ids).log_softmax(-1)
             own = [{str(n): {"logprob": row[n].item()}} for n, row in zip(ids[1:], rows)]  # noqa: B905
+            if self.nan_probes and name != BASE:
+                own = [{token: {"logprob": float("nan")} for token in step} for step in own]
             before = [None, *own]
         generator = torch.Generator().manual_seed(content.get("seed") or 0)
         tokens, logprobs = [], []

@@ -204,6 +204,14 @@ def test_a_request_is_tried_again_before_a_server_is_left_out(start, policy, que
         ({"shift": 1}, "has another tokenizer than the policy"),
         ({"scale": 1.1}, "has another base model or dtype than the policy"),
         ({"other_name": "base"}, "answered with the model base, but"),
+        ({"nan_probes": True}, "must give a finite log-probability for each of a prompt's tokens"),
+        (
+            {"answers": {"/v1/models": {"data": [1]}}},
+            "does not answer as vLLM does .status 200, Ty",
+        ),
+        ({"answers": {"/v1/models": {"data": []}}}, "lists no base model. Start it as follows: V"),
+        ({"answers": {"/tokenize": {"tokens": 3}}}, "does not answer as vLLM does"),
+        ({"answers": {"/v1/completions": {"choices": ["x"]}}}, "does not answer as vLLM does"),
         ({"broken": {"token_ids": [3], "logprobs": None}}, "must answer with 1 to"),
         ({"broken": {"token_ids": [-3], "logprobs": {"token_logprobs": [0.0]}}}, "must answer wi"),
     ],
@@ -212,6 +220,13 @@ def test_a_server_that_does_not_fit_is_refused(faults, message, start, policy, q
     engine = start(SmallServer(PATH, **faults), SmallServer(PATH, **faults))
     with pytest.raises(RuntimeError, match=message):
         engine.sample([request(queries, changed(policy, 1))])
+
+
+def test_a_process_without_rows_asks_for_none(start, policy, queries):
+    server = SmallServer(PATH)
+    (samples,) = start(server).sample([request(queries.rows(slice(0)), changed(policy, 1))])
+    assert samples.versions == []
+    assert not server.names
 
 
 def test_an_adapter_without_effect_is_no_fault(start, policy, queries):
