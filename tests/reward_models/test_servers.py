@@ -1,9 +1,6 @@
 """Reward models on servers: a classifier's logits, and a judge that scores by a rubric."""
 
 import json
-import threading
-from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 import torch
@@ -12,43 +9,12 @@ from transformers import AutoModelForSequenceClassification
 from firm.alignment.rewards import score
 from firm.run.plugins import code_in
 from reward_models import RewardModelConfig, load_reward_model
+from tests.json_server import serving
 from tests.smoke import ROOT
 
 PATH = str(ROOT / "firm/miniature/checkpoints/helpful")
 PROMPTS = ["\n\nHuman: Hi\n\nAssistant:", "\n\nHuman: How are you?\n\nAssistant:"]
 REPLIES = [" Hello!", " Fine, thank you, and you?"]
-
-
-@contextmanager
-def serving(answer):
-    """Serves the JSON that a function of path and content returns, with a status."""
-
-    class Handler(BaseHTTPRequestHandler):
-        def do_POST(self):
-            length = int(self.headers["Content-Length"])
-            status, found = answer(self.path, json.loads(self.rfile.read(length)))
-            body = json.dumps(found).encode()
-            self.send_response(status)
-            self.send_header("Content-Length", str(len(body)))
-            self.end_headers()
-            self.wfile.write(body)
-
-        def log_message(self, format, *arguments):
-            """Prints nothing."""
-
-    class Http(ThreadingHTTPServer):
-        daemon_threads = True
-        request_queue_size = 256
-
-    http = Http(("127.0.0.1", 0), Handler)
-    thread = threading.Thread(target=http.serve_forever, daemon=True)
-    thread.start()
-    try:
-        yield f"http://127.0.0.1:{http.server_address[1]}"
-    finally:
-        http.shutdown()
-        http.server_close()
-        thread.join()
 
 
 def classifier():

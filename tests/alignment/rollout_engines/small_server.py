@@ -3,15 +3,15 @@
 import json
 import threading
 import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 import torch
 from peft import PeftModel
 from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from tests.json_server import serving
 
 BASE = "base"
 
@@ -113,7 +113,7 @@ class SmallServer:
         model = self._base if self._model is None else self._model
         tokens = torch.tensor([ids])
         if self._model is None or name == BASE or self.serves_base:
-            with self._model.disable_adapter() if self._model is not None else _nothing():
+            with self._model.disable_adapter() if self._model is not None else nullcontext():
                 return self.scale * model(input_ids=tokens).logits[0]
         model.set_adapter(name)
         return self.scale * model(input_ids=tokens).logits[0]
@@ -154,50 +154,10 @@ class SmallServer:
         return 200, {"model": self.other_name or name, "choices": choices}
 
 
-@contextmanager
-def served(server: SmallServer) -> Iterator[str]:
+def served(server: SmallServer) -> AbstractContextManager[str]:
     """Serves at a free port of this machine; yields the address."""
-
-    class Handler(BaseHTTPRequestHandler):
-        protocol_version = "HTTP/1.1"
-
-        def do_GET(self) -> None:
-            self._answer({})
-
-        def do_POST(self) -> None:
-            length = int(self.headers["Content-Length"])
-            self._answer(json.loads(self.rfile.read(length)))
-
-        def _answer(self, content: dict[str, Any]) -> None:
-            status, found = server.answer(self.path, content)
-            body = found.encode() if isinstance(found, str) else json.dumps(found).encode()
-            self.send_response(status)
-            self.send_header("Content-Length", str(len(body)))
-            self.end_headers()
-            self.wfile.write(body)
-
-        def log_message(self, format: str, *arguments: object) -> None:
-            """Prints nothing."""
-
-    class Http(ThreadingHTTPServer):
-        daemon_threads = True
-        request_queue_size = 1024  # connections that wait
-
-    http = Http(("127.0.0.1", 0), Handler)
-    thread = threading.Thread(target=http.serve_forever, daemon=True)
-    thread.start()
-    try:
-        yield f"http://127.0.0.1:{http.server_address[1]}"
-    finally:
-        http.shutdown()
-        http.server_close()
-        thread.join()
+    return serving(lambda path, content: server.answer(path, content))
 
 
 def _error(message: str) -> dict[str, Any]:
     return {"error": {"message": message, "type": "BadRequestError"}}
-
-
-@contextmanager
-def _nothing() -> Iterator[None]:
-    yield

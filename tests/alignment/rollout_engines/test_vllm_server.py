@@ -25,6 +25,7 @@ from firm.jobs.alignment import main as align
 from firm.jobs.alignment_config import AlignmentConfig
 from firm.run import compose
 from tests.alignment.rollout_engines.small_server import SmallServer, served
+from tests.alignment.rollout_engines.test_vllm import changed as with_random_b
 from tests.runs import read_rows
 from tests.smoke import ROOT, SMOKE
 
@@ -72,13 +73,8 @@ def start(tmp_path, policy, tokenizer):
 
 
 def changed(policy, seed, *, size=0.3):
-    """Returns the policy's adapter with random matrices B."""
-    generator = torch.Generator().manual_seed(seed)
-    adapter = copy_adapter(adapter_parameters(policy))
-    for name, values in adapter.items():
-        if "lora_B" in name:
-            values.copy_(size * torch.randn(values.shape, generator=generator))
-    return adapter
+    """Returns the policy's adapter with random matrices B, larger than for a deep model."""
+    return with_random_b(policy, seed, size=size)
 
 
 def request(queries, adapter, *, seed=0, temperature=1.0):
