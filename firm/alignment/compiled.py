@@ -25,6 +25,7 @@ from firm.alignment.rollout_config import RolloutConfig
 from firm.alignment.sequences import (
     INVALID_LOGPROB,
     TEMPERATURE_GUARD,
+    continued_pass,
     has_plain_cache,
     takes_attention_masks,
 )
@@ -415,14 +416,7 @@ class CompiledDecoder:
     def _run(
         self, token_ids: torch.Tensor, mask: torch.Tensor, positions: torch.Tensor, cache: Cache
     ) -> torch.Tensor:
-        return self._base(
-            input_ids=token_ids,
-            attention_mask=mask,
-            position_ids=positions,
-            past_key_values=cache,
-            use_cache=True,
-            return_dict=True,
-        ).logits
+        return continued_pass(self._base, token_ids, mask, positions, cache).logits
 
     def _step(self, key: Key, like: Any) -> Step | None:
         """Returns the step of a bucket, compiled where it is new; None if that fails."""

@@ -466,17 +466,18 @@ def cached_states(
     token_ids = token_ids.masked_fill(~mask[:, -width:], 0)
     positions = (mask.cumsum(1) - mask.long())[:, -width:]  # padding does not count
     with head_inputs(model, no_positions) as states:
-        _continued_pass(model, token_ids, mask, positions, cache)
+        continued_pass(model, token_ids, mask, positions, cache)
     return states[0]
 
 
-def _continued_pass(
+def continued_pass(
     model: Any,
     token_ids: torch.Tensor,
     mask: torch.Tensor | None,
     positions: torch.Tensor,
     cache: Any,
 ) -> Any:
+    """Returns the output of a pass over the next tokens, whose keys and values the cache takes."""
     return model(
         input_ids=token_ids,
         attention_mask=mask,
@@ -538,7 +539,7 @@ def cached_pass(
         return states[:, -1:].contiguous() if is_large else states[:, -1:]
 
     with head_inputs(model, last_position):
-        return _continued_pass(model, token_ids, mask, positions, cache)
+        return continued_pass(model, token_ids, mask, positions, cache)
 
 
 _takes_attention_masks: WeakKeyDictionary[torch.nn.Module, bool] = WeakKeyDictionary()
@@ -581,9 +582,9 @@ def _is_same_by_any_mask(model: Any) -> bool:
             found = []
             for own in (mask, mask[:, None, None] if is_padded else None):
                 cache = new_cache(model)
-                _continued_pass(model, ids[:, :-1], mask[:, :-1], positions[:, :-1], cache)
+                continued_pass(model, ids[:, :-1], mask[:, :-1], positions[:, :-1], cache)
                 try:
-                    output = _continued_pass(model, ids[:, -1:], own, positions[:, -1:], cache)
+                    output = continued_pass(model, ids[:, -1:], own, positions[:, -1:], cache)
                 except (RuntimeError, ValueError, TypeError, AttributeError, LookupError):
                     return False  # the model reads the mask of tokens
                 found.append(output.logits)
