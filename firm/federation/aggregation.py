@@ -130,15 +130,8 @@ def zero_updates(
 
 
 def shares(updates: Sequence[Any], *, by: Aggregation) -> list[int]:
-    """Returns each client's unnormalised weight: 1, or the update's ``num_examples``.
-
-    Raises:
-        ValueError: When a size is negative, or all are zero.
-    """
-    counts = [1 if by == "uniform" else update.num_examples for update in updates]
-    if min(counts) < 0 or sum(counts) <= 0:
-        raise ValueError(f"Client sizes must be non-negative and not all 0, got {counts}.")
-    return counts
+    """Returns each client's unnormalised weight: 1, or the update's ``num_examples``."""
+    return [1 if by == "uniform" else update.num_examples for update in updates]
 
 
 def weighted_mean(adapters: Sequence[Adapter], weights: Sequence[float]) -> Adapter:

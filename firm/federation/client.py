@@ -5,7 +5,7 @@ model that computes one gradient per objective and takes optimizer steps.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, ClassVar, Protocol
@@ -185,6 +185,25 @@ class Client(ABC):
         Engines call it after a failure, once they have restored the accepted state: a client that
         drew the same batch again would fail in every round. By default no batches are skipped.
         """
+
+
+class LazyClients(Sequence[Client]):
+    """Clients that are built when they are needed, such as those sampled for a round.
+
+    Args:
+        names: Their names.
+        build: Returns the client of a name in its initial state.
+    """
+
+    def __init__(self, names: Sequence[str], build: Callable[[str], Client]) -> None:
+        self.names, self.build = names, build
+
+    def __len__(self) -> int:
+        return len(self.names)
+
+    def __getitem__(self, index: int) -> Client:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """Builds the client at an index."""
+        return self.build(self.names[index])
 
 
 @dataclass(frozen=True)

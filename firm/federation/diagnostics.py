@@ -96,6 +96,17 @@ register(
         reference=INERT_EFFECT,
         axis=PERCENT,
     ),
+    _gradient(
+        "step_share",
+        "Share of the step by objective",
+        "share of the squared length",
+        "An objective's share of a step's squared length is, to second order, its share of the KL "
+        "that the step adds; below zero it holds the others back.",
+        type=ByObjective[Finite | None],
+        lines="means",
+        reference=0.0,
+        axis=PERCENT,
+    ),
     Quantity("gram", type=Gram, needs=("weights",)),
     Quantity(
         "drift",
@@ -175,6 +186,18 @@ def solve_figures(grams: torch.Tensor, weights: torch.Tensor) -> dict[str, Any]:
         "cosines": cosines(grams).tolist(),
         "beta_effect": list(map(beta_effect, weights, firm_weights(grams, beta=0.0))),
     }
+
+
+def step_parts(gram: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+    """Returns each gradient's part of a step's squared length, λ_j (Gλ)_j, [M, M] and [M] to [M].
+
+    The parts sum to λᵀGλ, the squared length of the direction d = Σ_j λ_j g_j. To second order the
+    KL of a small step is ½ dᵀFd, so where the Fisher matrix F is near a multiple of the identity,
+    a part's share of the sum is the share of the KL that its objective causes. It is a share of
+    the gradients' own step: Adam's scales and the proximal term are left out. A part is negative
+    where an objective's gradient opposes the direction. At the min-norm weights the share is λ_j.
+    """
+    return weights * (gram @ weights)
 
 
 def beta_for_effect(gram: torch.Tensor, effect: float) -> float:

@@ -5,6 +5,7 @@ a client, unless sizes are fixed or only some of the clients are selected.
 """
 
 from collections.abc import Hashable, Sequence
+from heapq import heapify, heapreplace
 from typing import Any
 
 import numpy as np
@@ -59,9 +60,13 @@ def dirichlet_partition(
         parts = np.split(generator.permutation(indices), cuts)
         for shard, part in zip(shards, parts, strict=True):
             shard.extend(part.tolist())
+    largest = [(-len(shard), index) for index, shard in enumerate(shards)]
+    heapify(largest)
     for shard in shards:
         while len(shard) < min_examples:
-            shard.append(max(shards, key=len).pop())
+            size, index = largest[0]
+            shard.append(shards[index].pop())
+            heapreplace(largest, (size + 1, index))
     return [sorted(shard) for shard in shards]
 
 

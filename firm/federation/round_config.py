@@ -4,8 +4,9 @@ Configurations are read without torch, so that methods import what computes with
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from math import inf
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self
 
 from annotated_types import Ge
 
@@ -21,6 +22,7 @@ from firm.base.fields import (
 )
 from firm.federation.capabilities import Capabilities, Capability, missing
 from firm.federation.option import Option, Requests
+from firm.federation.schedule import ScheduleConfig
 
 if TYPE_CHECKING:
     from firm.federation.aggregation import ServerStep, Transform
@@ -64,6 +66,9 @@ class RoundConfig:
     server_learning_rate: PositiveFloat = 1.0
     """Server learning rate η, a factor of the combined update; 1 sets the model to the clients'
     mean, as in Algorithm 1 of FIRM."""
+    schedule: Annotated[ScheduleConfig | None, NOT_IN_PAPER] = None
+    """Course of the strategy's weights or preference over the rounds, in their place; null: the
+    same in all rounds."""
 
     preference_key: ClassVar[str | None] = None
     """Name of the key for a preference of the objectives; None if the strategy has none."""
@@ -85,6 +90,7 @@ class RoundConfig:
                 "num_local_steps and num_local_epochs are mutually exclusive, got "
                 f"{self.num_local_steps} and {self.num_local_epochs}; remove one of them."
             )
+        self._check_schedule()
         if len(set(self.always)) < len(self.always):
             raise ValueError(f"always must name each client once, got {list(self.always)}.")
         if self.clients_per_round is not None and self.clients_per_round <= len(self.always):
@@ -120,8 +126,35 @@ class RoundConfig:
             steps = option.steps(steps, self)
         return chain(*steps)
 
+    def _check_schedule(self) -> None:
+        if self.schedule is None:
+            return
+        key = self.preference_key
+        if key is None:
+            raise ValueError(
+                f"schedule needs a strategy with weights or a preference, got {self.name}; choose "
+                "firm or fedavg, for example."
+            )
+        if getattr(self, key) is not None:
+            raise ValueError(
+                f"{key} must be left out with a schedule, which sets it in each round, got "
+                f"{list(getattr(self, key))}."
+            )
+
     def check(self, objectives: Sequence[str]) -> None:
         """Raises ``ValueError`` if the settings do not fit these objectives; never by default."""
+
+    def at_round(self, number: int, objectives: Sequence[str]) -> Self:
+        """Returns the settings of a round, with the weights or preference of the schedule.
+
+        Raises:
+            ValueError: The schedule does not fit the objectives, or its function fails.
+        """
+        if self.schedule is None:
+            return self
+        assert self.preference_key is not None
+        shares = self.schedule.at(number, objectives)
+        return replace(self, schedule=None, **{self.preference_key: shares})
 
     def requests(self, objectives: Sequence[str]) -> Requests:
         """Returns the fields of every request of a round by its type, except ``ENVELOPE``.

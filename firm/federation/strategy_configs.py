@@ -21,15 +21,18 @@ from firm.base.fields import (
     configuration,
 )
 from firm.base.quantities import Quantity, register
-from firm.base.registry import did_you_mean
+from firm.base.registry import OneOf, did_you_mean
 from firm.base.schema import ByObjective, Finite, NonNegative
 from firm.federation.option import DECIDED_BY_SERVER, Requests
 from firm.federation.strategy import StrategyConfig, shipped
-from firm.solvers.settings import Solver, check_shares, check_steps, check_strength, check_targets
+from firm.solvers.settings import check_shares, check_steps, check_strength, check_targets
+from firm.solvers.torchjd import METHODS, NAMES, PREFIX, check_method
 
 if TYPE_CHECKING:
     from firm.federation.aggregation import Transform
 
+SOLVERS = ("exact", "cvxpy", "raco", *NAMES)
+"""Solvers of a client's weights."""
 PAPER_BETA = 0.01
 """β of the paper's experiments (A.1), which moves the weights by little."""
 BIASED = ("low_rank", "top_k", "random_mask")
@@ -43,17 +46,12 @@ two-way formula neglects."""
 
 
 @configuration
-class ScalarConfig(StrategyConfig):
-    """Options of local training on a fixed weighted sum of the objectives."""
+class WeightedConfig(StrategyConfig):
+    """Options common to strategies with a weight for each objective."""
 
     weights: tuple[float, ...] | None = None
     """Weight of each objective, in order or by name, such as `helpful=0.7,harmless=0.3`; scaled to
     sum 1. null weights them equally."""
-    proximal: Annotated[NonNegativeFloat, Hint("0 is off")] = 0.0
-    """Strength μ of the proximal term μ/2 ‖θ - θ_t‖² in the local loss."""
-    decay: Annotated[float, Interval(gt=0, le=1), Hint("1 is none")] = 1.0
-    """Factor of the server learning rate every 100 rounds, in (0, 1]. FedMGDA+ uses β = D^(100/T)
-    for a total decay by D in T rounds: 0.891 for a decay to a tenth in 2000 rounds."""
 
     preference_key: ClassVar[str | None] = "weights"
 
@@ -65,7 +63,18 @@ class ScalarConfig(StrategyConfig):
     def check(self, objectives: Sequence[str]) -> None:
         """Raises ``ValueError`` if the weights do not fit these objectives."""
         if self.weights is not None:
-            check_shares(self.weights, len(objectives), name="weights")
+            check_shares(self.weights, objectives, name="strategy.weights")
+
+
+@configuration
+class ScalarConfig(WeightedConfig):
+    """Options of local training on a fixed weighted sum of the objectives."""
+
+    proximal: Annotated[NonNegativeFloat, Hint("0 is off")] = 0.0
+    """Strength μ of the proximal term μ/2 ‖θ - θ_t‖² in the local loss."""
+    decay: Annotated[float, Interval(gt=0, le=1), Hint("1 is none")] = 1.0
+    """Factor of the server learning rate every 100 rounds, in (0, 1]. FedMGDA+ uses β = D^(100/T)
+    for a total decay by D in T rounds: 0.891 for a decay to a tenth in 2000 rounds."""
 
     def local_training(self) -> dict[str, Any]:
         """Returns the fields of each round's ``LocalTraining`` request."""
@@ -203,9 +212,14 @@ class FirmConfig(StrategyConfig):
     norm_power: Annotated[float, NOT_IN_PAPER] = 0.0
     """Each gradient is divided by this power of its norm for the solve: 0 as in the paper, 1 for
     unit gradients, as in GAPO (arXiv:2507.01915)."""
-    solver: Solver = "exact"
-    """Solver of the weights; cvxpy, an optional package, supports constraints, but takes
-    milliseconds per solve."""
+    solver: Annotated[str, OneOf(SOLVERS), NOT_IN_PAPER] = "exact"
+    """Solver of the weights. exact; cvxpy, an optional package, supports constraints, but takes
+    milliseconds per solve. The others are methods of other papers in place of FIRM's, whose weights
+    need not sum to 1: raco, CAGrad clipped by the preference (``raco_weights``); torchjd/NAME, by
+    the optional package TorchJD."""
+    solver_options: Annotated[dict[str, float | str], NOT_IN_PAPER] = field(default_factory=dict)
+    """Options of a solver torchjd/NAME that differ from TorchJD's defaults, such as {c: 0.4} of
+    torchjd/cagrad; ``firm.solvers.torchjd`` lists them."""
     constraints: Annotated[tuple[str, ...], NOT_IN_PAPER] = ()
     """Linear constraints on the weights, in terms of the objectives' names, such as 'harmless >=
     0.3' or 'helpful <= 2 * harmless'; require solver cvxpy."""
@@ -218,8 +232,9 @@ class FirmConfig(StrategyConfig):
 
     def __post_init__(self) -> None:
         num_objectives = 1 if self.preference is None else max(1, len(self.preference))
-        if self.constraints and self.solver == "exact":
-            raise ValueError("constraints require solver cvxpy, got solver exact.")
+        if self.constraints and self.solver != "cvxpy":
+            raise ValueError(f"constraints require solver cvxpy, got solver {self.solver}.")
+        self._check_solver()
         self._check_weighting(num_objectives)
         for client in self.preferences:
             self.of_client(client)
@@ -227,21 +242,56 @@ class FirmConfig(StrategyConfig):
 
     def check(self, objectives: Sequence[str]) -> None:
         """Raises ``ValueError`` if the options do not fit these objectives."""
-        self._check_weighting(len(objectives))
+        self._check_weighting(objectives)
         if self.solver != "exact":
             import numpy as np
 
-            from firm.solvers.regularised import firm_weights
+            from firm.solvers.weightings import WEIGHTINGS
 
-            firm_weights(np.eye(len(objectives)), **self.weighting_options(objectives))
+            gram, served = np.eye(len(objectives)), range(len(objectives))
+            weighting = WEIGHTINGS[self.weighting]
+            weighting(gram, served=served, **self.weighting_options(objectives))
         for client in self.preferences:
             self.of_client(client).check(objectives)
 
-    def _check_weighting(self, num_objectives: int) -> None:
+    @property
+    def method(self) -> str | None:
+        """Name of TorchJD's method that computes the weights; None with FIRM's."""
+        is_torchjds = self.solver.startswith(PREFIX)
+        return self.solver.removeprefix(PREFIX) if is_torchjds else None
+
+    @property
+    def weighting(self) -> str:
+        """Name of the weighting in ``LocalTraining`` requests."""
+        if self.method is not None:
+            return "torchjd"
+        return "raco" if self.solver == "raco" else "firm"
+
+    def _check_solver(self) -> None:
+        if self.weighting == "firm":
+            if self.solver_options:
+                raise ValueError(
+                    f"solver_options require solver raco or torchjd/NAME, got "
+                    f"{self.solver_options} with solver {self.solver}."
+                )
+            return
+        if self.method is not None:
+            has_preference = self.preference is not None or bool(self.preferences)
+            check_method(self.method, self.solver_options, has_preference=has_preference)
+        elif unknown := self.solver_options.keys() - {"c"}:
+            raise ValueError(f"solver raco has the option c, got {min(unknown)!r}.")
+        own = {"beta": PAPER_BETA, "preference_strength": 1.0, "normalize": True, "norm_power": 0.0}
+        for key, default in own.items():
+            if (value := getattr(self, key)) != default:
+                raise ValueError(
+                    f"{key} has no effect with solver {self.solver}, got {value}; leave it out."
+                )
+
+    def _check_weighting(self, objectives: int | Sequence[str]) -> None:
         if self.preference is None:
             check_strength("beta", self.beta)
         else:
-            check_shares(self.preference, num_objectives, name="preference")
+            check_shares(self.preference, objectives, name="strategy.preference")
             check_strength("preference_strength", self.preference_strength)
         check_strength("norm_power", self.norm_power)
 
@@ -253,7 +303,7 @@ class FirmConfig(StrategyConfig):
 
     def alarms(self, rows: Sequence[Mapping[str, Any]]) -> list[str]:
         """Returns an alarm if a β other than the paper's has almost no effect on the weights."""
-        if self.preference is not None or self.beta == PAPER_BETA:
+        if self.preference or self.schedule or self.beta == PAPER_BETA:
             return []
         from firm.federation.diagnostics import beta_alarm
 
@@ -262,8 +312,8 @@ class FirmConfig(StrategyConfig):
         return [alarm] if alarm else []
 
     def solves_at_preferences(self, objectives: Sequence[str]) -> bool:
-        """Returns true, since clients solve for weights."""
-        return True
+        """Returns true, since clients solve for weights, except by a method without preferences."""
+        return self.method is None or METHODS[self.method].takes_preference
 
     def of_client(self, name: str) -> Self:
         """Returns the options of a client, with its own preference if it has one."""
@@ -271,7 +321,13 @@ class FirmConfig(StrategyConfig):
         return replace(self, preference=preference, preferences={})
 
     def weighting_options(self, objectives: Sequence[str] | None = None) -> dict[str, Any]:
-        """Returns the arguments of ``firm_weights``, without constraints if objectives is None."""
+        """Returns the options of the weighting, without constraints if objectives is None."""
+        if self.method is not None:
+            asked = {"method": self.method, "options": dict(self.solver_options)}
+            takes_preference = METHODS[self.method].takes_preference
+            return {**asked, **({"preference": self.preference} if takes_preference else {})}
+        if self.weighting == "raco":
+            return {"preference": self.preference, **self.solver_options}
         constraints: Sequence[Sequence[float]] = []
         if self.constraints and objectives is not None:
             from firm.solvers.constraints import linear_constraints
@@ -291,7 +347,7 @@ class FirmConfig(StrategyConfig):
         """Returns the fields of each round's ``LocalTraining`` request."""
         return {
             **self.training(),
-            "weighting": "firm",
+            "weighting": self.weighting,
             "weighting_options": self.weighting_options(objectives),
             "options_by_client": {
                 name: self.of_client(name).weighting_options(objectives)
@@ -320,9 +376,28 @@ register(
 )
 
 
+@configuration
+class ByRewardConfig(StrategyConfig):
+    """Options common to strategies whose server sets the weights by the clients' mean rewards."""
+
+    reads_rewards: ClassVar[bool] = True
+
+    def local_training(self) -> dict[str, Any]:
+        """Returns the fields of each round's ``LocalTraining`` request, without the weights."""
+        return {
+            **self.training(),
+            "weighting": "fixed",
+            "weighting_options": DECIDED_BY_SERVER,
+        }
+
+    def requests(self, objectives: Sequence[str]) -> Requests:
+        """Returns the requests of a round; see ``StrategyConfig``."""
+        return self.training_requests(self.local_training())
+
+
 @shipped
 @configuration
-class ConstrainedConfig(StrategyConfig):
+class ConstrainedConfig(ByRewardConfig):
     """Options of dual ascent on constraints."""
 
     name: Literal["constrained"] = "constrained"
@@ -337,8 +412,6 @@ class ConstrainedConfig(StrategyConfig):
     multiplier_learning_rate: PositiveFloat = 1.0
     """Step size η of the ascent on the constraints' multipliers. The default moves a multiplier by
     0.1 in a round in which its objective lacks a reward of 0.1."""
-
-    reads_rewards: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         for name, bound in self.min_rewards.items():
@@ -371,20 +444,37 @@ class ConstrainedConfig(StrategyConfig):
     def base_weights(self, objectives: Sequence[str]) -> list[float]:
         """Returns the weights w of what is maximised, shape [M], as given."""
         own = self.weights or [float(name not in self.min_rewards) for name in objectives]
-        check_shares(own, len(objectives), name="weights")
+        check_shares(own, objectives, name="strategy.weights")
         return list(own)
 
-    def local_training(self) -> dict[str, Any]:
-        """Returns the fields of each round's ``LocalTraining`` request, without the weights."""
-        return {
-            **self.training(),
-            "weighting": "fixed",
-            "weighting_options": DECIDED_BY_SERVER,
-        }
 
-    def requests(self, objectives: Sequence[str]) -> Requests:
-        """Returns the requests of a round; see ``StrategyConfig``."""
-        return self.training_requests(self.local_training())
+@shipped
+@configuration
+class TchebycheffConfig(ByRewardConfig, WeightedConfig):
+    """Options of smooth Tchebycheff scalarisation."""
+
+    name: Literal["tchebycheff"] = "tchebycheff"
+    """Strategy."""
+    smoothing: PositiveFloat = 0.1
+    """Smoothing μ of the largest weighted distance to the ideal: small values train the objective
+    that is farthest from its ideal alone, large ones all by their weights."""
+    ideal: float = 1.0
+    """Ideal reward z of every objective, which none exceeds; 1 for rewards mapped to [0, 1]."""
+
+
+@shipped
+@configuration
+class FamoConfig(ByRewardConfig):
+    """Options of FAMO."""
+
+    name: Literal["famo"] = "famo"
+    """Strategy."""
+    weights_learning_rate: PositiveFloat = 0.025
+    """Learning rate of the weights' logits ξ, by Adam."""
+    weights_decay: NonNegativeFloat = 0.001
+    """Decay γ of the logits towards equal weights."""
+    ideal: float = 1.0
+    """Ideal reward of every objective, at which its loss is 0; 1 for rewards mapped to [0, 1]."""
 
 
 @configuration
@@ -457,7 +547,7 @@ class FedCmooConfig(GramConfig):
     """Clients n' in each of the two samples; null uses the number of clients that train."""
     solver: Literal["steps", "exact", "upgrad"] = "steps"
     """Solver of the weights. steps: projected gradient steps from the last round's weights
-    (Algorithm 2); exact: the exact solution (Eq. 3); upgrad: UPGrad (``upgrad_weights``), a
+    (Algorithm 2); exact: the exact solution (Eq. 3); upgrad: UPGrad (``torchjd_weights``), a
     different algorithm that needs the extra torchjd."""
     step_size: float = 0.001
     """Step size β of Algorithm 2."""
@@ -473,9 +563,7 @@ class FedCmooConfig(GramConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.solver == "upgrad":
-            from firm.solvers.upgrad import require_torchjd
-
-            require_torchjd()
+            check_method("upgrad", {})
         check_strength("beta", self.beta)
         if self.beta > 0 and self.solver != "exact":
             raise ValueError(f"beta requires solver exact, got {self.beta} with {self.solver}.")
@@ -534,7 +622,7 @@ class FedCmooPrefConfig(GramConfig):
     def check(self, objectives: Sequence[Any]) -> None:
         """Raises ``ValueError`` if the preference does not fit these objectives."""
         multiples = self.multiples(len(objectives))
-        check_shares(multiples, len(objectives), name="preference")
+        check_shares(multiples, len(objectives), name="strategy.preference")
         check_targets(self.threshold, self.least(len(objectives)), sum(map(bool, multiples)))
 
     def multiples(self, num_objectives: int) -> tuple[float, ...]:

@@ -105,7 +105,8 @@ def round_traffic(
     traffic = Traffic(objectives, num_passes, adapter)
     state = ServerState(dict.fromkeys(adapter, torch.empty(0)), objectives=objectives, seed=0)
     with suppress(RoundFailed):
-        STRATEGIES[strategy.name](state, clients, traffic, strategy)
+        own = strategy.at_round(1, objectives)
+        STRATEGIES[strategy.name](state, clients, traffic, own)
     assert traffic.num_clients
     return traffic
 

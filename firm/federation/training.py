@@ -20,7 +20,7 @@ from firm.base.registry import OneOf
 from firm.base.schema import Finite, Named, NonNegative, PerObjective
 from firm.federation.aggregation import flat
 from firm.federation.client import Batch, Client, Gradients
-from firm.federation.diagnostics import solve_figures
+from firm.federation.diagnostics import solve_figures, step_parts
 from firm.federation.messages import (
     MAX_CLIENTS,
     Answer,
@@ -40,7 +40,7 @@ from firm.federation.schema import (
 from firm.federation.tasks import task
 from firm.gradients.jacobian import gram_matrix
 from firm.solvers.fixed import fixed_weights
-from firm.solvers.weightings import OPTION_TYPES, WEIGHTINGS
+from firm.solvers.weightings import OPTION_TYPES, STATEFUL, WEIGHTINGS
 
 SkippedBatches = Annotated[int, Interval(ge=0, le=100)]
 RoundSeed = Annotated[int, Interval(ge=0, le=2**64)]
@@ -200,6 +200,8 @@ def _train_on_solves(client: Client, request: LocalTraining) -> Update:
     shared = _start(client, request)
     options = request.options_by_client.get(client.name, request.weighting_options)
     find, served = partial(WEIGHTINGS[request.weighting], **options), served_objectives(client)
+    if request.weighting in STATEFUL:
+        find = partial(find, memory=client.carried)
     gradients_of = client.gradients
     if client.is_conditioned and "preference" in options:  # a separate problem for each preference
         gradients_of = client.gradients_by_preference
@@ -221,11 +223,16 @@ def _train_on_solves(client: Client, request: LocalTraining) -> Update:
     metrics = client.metrics()
     grams = torch.stack([solve.gram for solve in solves])
     weights = torch.stack([solve.mean for solve in solves])
+    if request.weighting != "firm":
+        weights = _as_shares(weights)
     metrics = {
         **metrics,
         **({"gram": grams[0].tolist()} if request.share_gram else {}),
         "weights": weights.tolist(),
         **solve_figures(grams, weights),
+        "step_share": _step_share(
+            client, request.objectives, torch.stack([solve.parts for solve in solves]).sum(0)
+        ),
         "num_steps": num_steps,
         "seconds": {
             **metrics.get("seconds", {}),
@@ -301,6 +308,8 @@ class _Solve(NamedTuple):
     """Mean weights of the objectives over preferences, [M]."""
     gram: torch.Tensor
     """Gram matrix of the objectives' total gradients, [M, M]."""
+    parts: torch.Tensor
+    """Each objective's part of the step's squared length, [M]."""
     gram_seconds: float
     solve_seconds: float
 
@@ -336,8 +345,31 @@ def _solve(
             )
         ]
         weights, mean = torch.cat(rows), torch.stack(rows).mean(0)
-        gram = blocks.sum((0, 2))
-    return _Solve(weights, mean, gram, gram_end - start, time.perf_counter() - gram_end)
+    solve_seconds = time.perf_counter() - gram_end
+    parts = step_parts(gram, weights).view(-1, len(mean)).sum(0)  # over preferences, [M]
+    total = gram.view(-1, len(mean), len(gram) // len(mean), len(mean)).sum((0, 2))  # [M, M]
+    return _Solve(weights, mean, total, parts, gram_end - start, solve_seconds)
+
+
+def _step_share(
+    client: Client, objectives: Sequence[str], parts: torch.Tensor
+) -> dict[str, float | None]:
+    """Returns each served objective's share of the squared length of all steps, with sum 1.
+
+    None if all steps have length 0, and for objectives that the client does not serve.
+    """
+    total = parts.sum()
+    return {
+        name: (parts[j] / total).item() if j in client.served and total > 0 else None
+        for j, name in enumerate(objectives)
+    }
+
+
+def _as_shares(weights: torch.Tensor) -> torch.Tensor:
+    """Returns weights [S, M] of other methods as they are logged: absolute, with sum 1 or 0."""
+    sizes = weights.abs()
+    total = sizes.sum(1, keepdim=True)
+    return sizes / total.where(total > 0, 1.0)
 
 
 def served_objectives(client: Client) -> tuple[int, ...]:

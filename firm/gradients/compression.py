@@ -10,8 +10,9 @@ nor is the transport's framing. A seed counts 8 bytes, on top of the budget.
 """
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Any, ClassVar, Literal
 
 import numpy as np
 import torch
@@ -21,21 +22,38 @@ from firm.gradients.jacobian import check_finite_rows
 
 SEED_BYTES = 8
 MAX_SEED = 2**63 - 1
+SEEDS = {"seed", "shared_seed"}
+"""Fields with a seed."""
 
 
 @dataclass(frozen=True)
 class JacobianMessage:
-    """A client's compressed Jacobian."""
+    """A client's compressed Jacobian.
+
+    Raises:
+        ValueError: When fields do not match, or a tensor holds NaN or infinity.
+    """
 
     shape: tuple[int, int]
     """M and d of the compressed Jacobian."""
+
+    def __post_init__(self) -> None:
+        if len(self.shape) != 2 or not all(isinstance(n, int) and n > 0 for n in self.shape):
+            raise ValueError(
+                f"shape of a message must be M and d, both at least 1, got {self.shape}."
+            )
+        for name in vars(self).keys() & SEEDS:
+            check_seed(name, getattr(self, name))
+        self._check()
+
+    def _check(self) -> None:
+        """Raises ``ValueError`` unless further fields match the shape."""
 
     @property
     def num_bytes(self) -> int:
         """Bytes of the tensors and the seed; the other fields are known to both sides."""
         tensors = sum(v.nbytes for v in vars(self).values() if isinstance(v, torch.Tensor))
-        has_seed = not vars(self).keys().isdisjoint({"seed", "shared_seed"})
-        return tensors + (SEED_BYTES if has_seed else 0)
+        return tensors + (SEED_BYTES if vars(self).keys() & SEEDS else 0)
 
     def reconstruct(self) -> torch.Tensor:
         """Returns the Jacobian reconstructed from the message, float32 [M, d]."""
@@ -50,17 +68,23 @@ class JacobianMessage:
         return [(1, self.reconstruct())]
 
 
-class Compressor(Protocol):
+@dataclass(frozen=True)
+class Compressor:
     """Turns a Jacobian into a message of about `budget` numbers."""
 
-    @property
-    def budget(self) -> int | None:
-        """Size of a message in 4-byte numbers; None means d."""
-        ...
+    message: ClassVar[type[JacobianMessage]]
+    """Type of its messages."""
+
+    budget: int | None = None
+    """Size of a message in 4-byte numbers, excluding a seed; d if None."""
+
+    def __post_init__(self) -> None:
+        if self.budget is not None and (isinstance(self.budget, bool) or self.budget < 1):
+            raise ValueError(f"budget must be at least 1, or None for d, got {self.budget}.")
 
     def compress(
         self, jacobian: torch.Tensor, *, generator: torch.Generator, shared_seed: int = 0
-    ) -> JacobianMessage:
+    ) -> Any:
         """Returns the message for a Jacobian.
 
         Args:
@@ -73,7 +97,18 @@ class Compressor(Protocol):
             ValueError: When the Jacobian is not [M, d] or holds NaN or infinity (the message names
                 the objective), or the budget is too small for it.
         """
-        ...
+        check_seed("shared_seed", shared_seed)
+        jacobian = check_jacobian(jacobian)
+        num_objectives, num_parameters = jacobian.shape
+        budget = num_parameters if self.budget is None else self.budget
+        fields = self._fields(jacobian, budget, generator, shared_seed)
+        return self.message((num_objectives, num_parameters), *fields)
+
+    def _fields(
+        self, jacobian: torch.Tensor, budget: int, generator: torch.Generator, shared_seed: int
+    ) -> Sequence[Any]:
+        """Returns the fields of the message after its shape, for a checked float32 Jacobian."""
+        raise NotImplementedError
 
 
 @dataclass(frozen=True)
@@ -85,8 +120,7 @@ class LowRankMessage(JacobianMessage):
     right: torch.Tensor
     """Right singular vectors, float32 [r, columns]."""
 
-    def __post_init__(self) -> None:
-        check_shape(self.shape)
+    def _check(self) -> None:
         rows, columns = near_square(math.prod(self.shape))
         check_values("left", self.left, (rows, self.left.size(-1)))
         check_values("right", self.right, (self.left.size(-1), columns))
@@ -97,7 +131,7 @@ class LowRankMessage(JacobianMessage):
 
 
 @dataclass(frozen=True)
-class LowRankCompressor:
+class LowRankCompressor(Compressor):
     """The paper's compressor: randomised SVD of the Jacobian reshaped to a nearly square matrix.
 
     Algorithms 3 and 6 of Askin et al. (2024), with the range finder of Halko et al. (2011,
@@ -107,8 +141,8 @@ class LowRankCompressor:
     ⌊budget / (rows + columns)⌋, which is about √(d/M)/2 at the default budget.
     """
 
-    budget: int | None = None
-    """Size of a message in 4-byte numbers; d if None."""
+    message = LowRankMessage
+
     oversampling: int = 10
     """Dimensions of the subspace beyond the rank, dropped before sending."""
     power_iterations: int = 2
@@ -116,37 +150,33 @@ class LowRankCompressor:
     transpose."""
 
     def __post_init__(self) -> None:
-        check_budget(self.budget)
+        super().__post_init__()
         if self.oversampling < 0 or self.power_iterations < 0:
             raise ValueError(
                 "oversampling and power_iterations must be non-negative, "
                 f"got {self.oversampling} and {self.power_iterations}."
             )
 
-    def compress(
-        self, jacobian: torch.Tensor, *, generator: torch.Generator, shared_seed: int = 0
-    ) -> LowRankMessage:
-        """Returns the leading components; `shared_seed` is not used."""
-        jacobian = checked_jacobian(jacobian)
-        num_objectives, num_parameters = jacobian.shape
+    def _fields(
+        self, jacobian: torch.Tensor, budget: int, generator: torch.Generator, shared_seed: int
+    ) -> Sequence[torch.Tensor]:
         rows, columns = near_square(jacobian.numel())
-        budget = num_parameters if self.budget is None else self.budget
         rank = min(budget // (rows + columns), rows, columns)
         if rank < 1:
             raise ValueError(
                 f"a budget of {budget} numbers is too small for rank 1: a component of a Jacobian "
-                f"of shape [{num_objectives}, {num_parameters}] takes {rows} + {columns}; "
+                f"of shape {list(jacobian.shape)} takes {rows} + {columns}; "
                 f"set at least {rows + columns} or send the Jacobian uncompressed."
             )
-        matrix = _padded(jacobian.reshape(-1), rows * columns).view(rows, columns)
+        padding = (0, rows * columns - jacobian.numel())
+        matrix = torch.nn.functional.pad(jacobian.reshape(-1), padding).view(rows, columns)
         width = min(rank + self.oversampling, rows, columns)
         test = torch.randn(columns, width, generator=generator).to(matrix.device)
         basis = torch.linalg.qr(matrix @ test).Q  # [rows, width]
         for _ in range(self.power_iterations):
             basis = torch.linalg.qr(matrix @ torch.linalg.qr(matrix.T @ basis).Q).Q
         u, values, vt = torch.linalg.svd(basis.T @ matrix, full_matrices=False)
-        left = basis @ (u[:, :rank] * values[:rank])
-        return LowRankMessage((num_objectives, num_parameters), left, vt[:rank].contiguous())
+        return basis @ (u[:, :rank] * values[:rank]), vt[:rank].contiguous()
 
 
 @dataclass(frozen=True)
@@ -159,8 +189,7 @@ class TopKMessage(JacobianMessage):
     """Increasing positions in the flattened Jacobian, int32 or int64 [k]; or a bitmap of all
     entries, most significant bit first, uint8 [⌈Md/8⌉]."""
 
-    def __post_init__(self) -> None:
-        check_shape(self.shape)
+    def _check(self) -> None:
         num_entries = math.prod(self.shape)
         check_values("values", self.values, (self.values.numel(),))
         if self.positions.dtype == torch.uint8:
@@ -191,27 +220,19 @@ class TopKMessage(JacobianMessage):
 
 
 @dataclass(frozen=True)
-class TopKCompressor:
+class TopKCompressor(Compressor):
     """Sends the k entries of largest absolute value unchanged; biased.
 
     Positions are encoded as a list of 4-byte indices (8 bytes beyond 2^31 entries) or as a bitmap
     of the Md entries, whichever leaves room for more values. At a budget of d that is the bitmap up
-    to M = 15: it leaves 0.94 d values at M = 2, the list d/2.
+    to M = 15: it leaves 0.94 d values at M = 2, the list d/2. The budget includes positions.
     """
 
-    budget: int | None = None
-    """Size of a message in 4-byte numbers, positions included; d if None."""
+    message = TopKMessage
 
-    def __post_init__(self) -> None:
-        check_budget(self.budget)
-
-    def compress(
-        self, jacobian: torch.Tensor, *, generator: torch.Generator, shared_seed: int = 0
-    ) -> TopKMessage:
-        """Returns the largest entries; neither `generator` nor `shared_seed` is used."""
-        jacobian = checked_jacobian(jacobian)
-        num_objectives, num_parameters = jacobian.shape
-        budget = num_parameters if self.budget is None else self.budget
+    def _fields(
+        self, jacobian: torch.Tensor, budget: int, generator: torch.Generator, shared_seed: int
+    ) -> Sequence[torch.Tensor]:
         num_kept, is_bitmap = self.num_kept(budget, jacobian.numel())
         flat = jacobian.reshape(-1)
         is_kept = torch.zeros_like(flat, dtype=torch.bool)
@@ -221,7 +242,7 @@ class TopKCompressor:
             positions = torch.from_numpy(packed).to(flat.device)
         else:
             positions = is_kept.nonzero().squeeze(1).to(index_dtype(flat.numel()))
-        return TopKMessage((num_objectives, num_parameters), flat[is_kept], positions)
+        return flat[is_kept], positions
 
     @staticmethod
     def num_kept(budget: int, num_entries: int) -> tuple[int, bool]:
@@ -253,11 +274,9 @@ class RandomMaskMessage(JacobianMessage):
     seed: int
     """Seed of the positions."""
 
-    def __post_init__(self) -> None:
-        check_shape(self.shape)
-        num_entries = math.prod(self.shape)
-        check_seed("seed", self.seed)
-        check_values("values", self.values, (min(self.values.numel(), num_entries),))
+    def _check(self) -> None:
+        num_kept = min(self.values.numel(), math.prod(self.shape))
+        check_values("values", self.values, (num_kept,))
 
     def reconstruct(self) -> torch.Tensor:
         """Returns the Jacobian with all other entries zero, float32 [M, d]."""
@@ -269,7 +288,7 @@ class RandomMaskMessage(JacobianMessage):
 
 
 @dataclass(frozen=True)
-class RandomMaskCompressor:
+class RandomMaskCompressor(Compressor):
     """Sends as many entries as the budget allows, at random positions encoded by one seed.
 
     The paper's text (Appendix B) sends a random subset of the entries unscaled: that is ``none``,
@@ -277,36 +296,29 @@ class RandomMaskCompressor:
     makes the message unbiased (Assumption 5 with q = 1/p - 1).
     """
 
-    budget: int | None = None
-    """Size of a message in 4-byte numbers, excluding the seed; d if None."""
+    message = RandomMaskMessage
+
     scaling: Literal["none", "inverse_probability"] = "none"
     """Scaling of sent entries: unscaled (biased), or divided by their sampling probability
     (unbiased)."""
 
     def __post_init__(self) -> None:
-        check_budget(self.budget)
+        super().__post_init__()
         if self.scaling not in ("none", "inverse_probability"):
             raise ValueError(
                 f"scaling must be 'none' or 'inverse_probability', got {self.scaling!r}."
             )
 
-    def compress(
-        self, jacobian: torch.Tensor, *, generator: torch.Generator, shared_seed: int = 0
-    ) -> RandomMaskMessage:
-        """Returns entries at positions drawn from `generator`; `shared_seed` is not used.
-
-        Clients draw different positions, so that their errors average out.
-        """
-        jacobian = checked_jacobian(jacobian)
-        num_objectives, num_parameters = jacobian.shape
-        budget = num_parameters if self.budget is None else self.budget
+    def _fields(
+        self, jacobian: torch.Tensor, budget: int, generator: torch.Generator, shared_seed: int
+    ) -> Sequence[Any]:
         num_kept = min(budget, jacobian.numel())
-        seed = draw_seed(generator)
+        seed = draw_seed(generator)  # others than those of other clients: errors average out
         positions = random_positions(jacobian.numel(), num_kept, seed).to(jacobian.device)
         values = jacobian.reshape(-1)[positions]
         if self.scaling == "inverse_probability":
             values *= jacobian.numel() / num_kept
-        return RandomMaskMessage((num_objectives, num_parameters), values, seed)
+        return values, seed
 
 
 def near_square(num_entries: int) -> tuple[int, int]:
@@ -319,7 +331,7 @@ def near_square(num_entries: int) -> tuple[int, int]:
     return rows, -(-num_entries // rows)
 
 
-def checked_jacobian(jacobian: torch.Tensor) -> torch.Tensor:
+def check_jacobian(jacobian: torch.Tensor) -> torch.Tensor:
     """Returns a Jacobian [M, d] detached and in float32, the dtype of messages.
 
     Raises:
@@ -335,18 +347,6 @@ def checked_jacobian(jacobian: torch.Tensor) -> torch.Tensor:
     jacobian = jacobian.detach().float()
     check_finite_rows(jacobian)
     return jacobian
-
-
-def check_budget(budget: int | None) -> None:
-    """Raises ``ValueError`` unless the budget is None or at least one number."""
-    if budget is not None and (isinstance(budget, bool) or budget < 1):
-        raise ValueError(f"budget must be at least 1, or None for d, got {budget}.")
-
-
-def check_shape(shape: tuple[int, int]) -> None:
-    """Raises ``ValueError`` unless a message's shape is two positive integers."""
-    if len(shape) != 2 or not all(isinstance(size, int) and size > 0 for size in shape):
-        raise ValueError(f"shape of a message must be M and d, both at least 1, got {shape}.")
 
 
 def check_seed(name: str, seed: int) -> None:
@@ -385,7 +385,3 @@ def index_dtype(num_entries: int) -> torch.dtype:
 
 def _num_packed(num_bits: int) -> int:
     return -(-num_bits // 8)
-
-
-def _padded(flat: torch.Tensor, length: int) -> torch.Tensor:
-    return torch.nn.functional.pad(flat, (0, length - flat.numel()))

@@ -172,21 +172,22 @@ def check_finite_rows(rows: torch.Tensor) -> None:
         )
 
 
-def check_losses(losses: torch.Tensor | Sequence[torch.Tensor]) -> None:
-    """Raises ``ValueError`` unless all M losses are finite and have a graph."""
+def check_losses(losses: torch.Tensor | Sequence[torch.Tensor], unit: str = "objective") -> None:
+    """Raises ``ValueError`` unless the losses, one per `unit`, are finite and have a graph."""
     if len(losses) == 0:
-        raise ValueError("losses must hold at least one objective's loss, got none.")
-    for objective, loss in enumerate(losses):
+        raise ValueError(f"losses must hold at least one {unit}'s loss, got none.")
+    is_stacked = isinstance(losses, torch.Tensor)
+    for at, loss in enumerate([losses] if is_stacked else losses):
         if not loss.requires_grad:
             raise ValueError(
-                f"The loss of objective {objective} has no gradient; "
+                f"The loss of {unit} {at} has no gradient; "
                 "compute it from parameters that require grad."
             )
     # before the backward passes: losses share operations, so a NaN in one reaches every row
-    stacked = torch.stack(list(losses))
+    stacked = losses if is_stacked else torch.stack(list(losses))
     is_finite = stacked.isfinite().tolist() if has_values(stacked) else []
     if not all(is_finite):
         raise ValueError(
-            f"The loss of objective {is_finite.index(False)} is not finite; "
+            f"The loss of {unit} {is_finite.index(False)} is not finite; "
             "look for NaN or infinity in its inputs and rewards, or lower the learning rate."
         )

@@ -11,19 +11,11 @@ from firm.gradients.compression import (
     Compressor,
     JacobianMessage,
     LowRankCompressor,
-    LowRankMessage,
     RandomMaskCompressor,
-    RandomMaskMessage,
     TopKCompressor,
-    TopKMessage,
 )
-from firm.gradients.quantization import QuantizedMessage, QuantizingCompressor
-from firm.gradients.sketch import (
-    CountSketchCompressor,
-    CountSketchMessage,
-    HybridCompressor,
-    HybridMessage,
-)
+from firm.gradients.quantization import QuantizingCompressor
+from firm.gradients.sketch import CountSketchCompressor, HybridCompressor
 
 COMPRESSORS: dict[str, type[Compressor]] = {
     "low_rank": LowRankCompressor,
@@ -35,14 +27,7 @@ COMPRESSORS: dict[str, type[Compressor]] = {
 }
 """Compressors by their names in configurations."""
 
-_MESSAGES: dict[str, type[JacobianMessage]] = {
-    "low_rank": LowRankMessage,
-    "top_k": TopKMessage,
-    "random_mask": RandomMaskMessage,
-    "count_sketch": CountSketchMessage,
-    "hybrid": HybridMessage,
-    "quantizing": QuantizedMessage,
-}
+_MESSAGES = {name: compressor.message for name, compressor in COMPRESSORS.items()}
 
 
 def message_to_dict(message: JacobianMessage) -> dict[str, Any]:

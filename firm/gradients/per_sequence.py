@@ -8,13 +8,14 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Protocol, Self
+from typing import Any, Self
 
 import torch
 
 from firm.gradients.jacobian import (
     Parameters,
     check_finite_rows,
+    check_losses,
     check_parameters,
     has_values,
     jacobian,
@@ -333,7 +334,7 @@ class PerSequenceGradients:
             for name, parameter in layer.named_parameters(recurse=False):
                 if parameter in self._columns and uses[parameter] > taps[parameter]:
                     raise ValueError(
-                        f"The losses use {_joined(self._names[layer], name)} {uses[parameter]} "
+                        f"The losses use {_full_name(self._names[layer], name)} {uses[parameter]} "
                         f"times, but only {taps[parameter]} times through its layer's calls inside "
                         "the with block: compute the losses there, or, if the model uses the "
                         f"parameter directly, {INSTEAD}"
@@ -477,16 +478,12 @@ class BackwardPasses:
         return jacobian(sums, self._parameters, retain_graph=retain_graph, out=out)
 
 
-class Route(Protocol):
-    """Receiver of the gradients of layers' outputs in a backward pass."""
-
-    def fold(self, layer: Any, inputs: torch.Tensor, deltas: torch.Tensor) -> None:
-        """Receives a layer's input and the gradient of its output."""
-        ...
-
-
 class Tap(torch.autograd.Function):
-    """Identity on a layer's output; its backward pass hands the gradient to the route."""
+    """Identity on a layer's output; its backward pass hands the gradient to the route.
+
+    That is an object with a method `fold`, which receives the layer, its input and the gradient of
+    its output.
+    """
 
     @staticmethod
     def forward(
@@ -494,7 +491,7 @@ class Tap(torch.autograd.Function):
         output: torch.Tensor,
         inputs: torch.Tensor,
         anchor: torch.Tensor,
-        route: Route,
+        route: Any,
         layer: Any,
     ) -> torch.Tensor:
         """Returns the output and saves the input for the backward pass."""
@@ -557,7 +554,7 @@ def _linear_layers(model: torch.nn.Module) -> dict[torch.nn.Linear, str]:
         for own_name, parameter in module.named_parameters(recurse=False):
             if parameter.requires_grad:
                 raise ValueError(
-                    f"{_joined(name, own_name)} of a {type(module).__name__} is trainable, and "
+                    f"{_full_name(name, own_name)} of a {type(module).__name__} is trainable, and "
                     "per-sequence gradients cover weights and biases of torch.nn.Linear only: "
                     f"freeze it, or {INSTEAD}"
                 )
@@ -606,14 +603,7 @@ def _check_losses(losses: torch.Tensor) -> None:
         raise ValueError(
             f"losses must have shape [B], one loss per sequence, got {list(losses.shape)}."
         )
-    if not losses.requires_grad:
-        raise ValueError("losses have no gradient; compute them from parameters that require grad.")
-    is_finite = losses.isfinite().tolist() if has_values(losses) else []
-    if not all(is_finite):
-        raise ValueError(
-            f"The loss of sequence {is_finite.index(False)} is not finite; "
-            "look for NaN or infinity in its log-probabilities."
-        )
+    check_losses(losses, "sequence")
 
 
 def _check_coefficients(coefficients: torch.Tensor, count: int, unit: str) -> None:
@@ -631,5 +621,5 @@ def _check_coefficients(coefficients: torch.Tensor, count: int, unit: str) -> No
         )
 
 
-def _joined(module_name: str, name: str) -> str:
+def _full_name(module_name: str, name: str) -> str:
     return f"{module_name}.{name}" if module_name else name

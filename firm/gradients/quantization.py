@@ -1,20 +1,18 @@
 """An unbiased quantiser of Jacobians, the compressor that FedCMOO's theory assumes."""
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 import torch
 
 from firm.base.sizes import BUCKET, FLOAT_BYTES, MAX_BITS
 from firm.gradients.compression import (
+    Compressor,
     JacobianMessage,
-    check_budget,
-    check_seed,
-    check_shape,
     check_values,
-    checked_jacobian,
     draw_seed,
     random_positions,
 )
@@ -40,10 +38,8 @@ class QuantizedMessage(JacobianMessage):
     seed: int
     """Seed of the k columns, which are the same for all objectives."""
 
-    def __post_init__(self) -> None:
-        check_shape(self.shape)
+    def _check(self) -> None:
         num_objectives, num_parameters = self.shape
-        check_seed("seed", self.seed)
         if not (2 <= self.bits <= MAX_BITS and 1 <= self.num_kept <= num_parameters):
             raise ValueError(
                 f"a quantised message needs 2 to {MAX_BITS} bits and 1 to {num_parameters} "
@@ -63,7 +59,7 @@ class QuantizedMessage(JacobianMessage):
         """Returns an unbiased estimate of the Jacobian, float32 [M, d]."""
         num_objectives, num_parameters = self.shape
         num_levels = 2 ** (self.bits - 1) - 1
-        codes = _unpacked(self.codes, num_objectives * self.num_kept, self.bits)
+        codes = _unpack(self.codes, num_objectives * self.num_kept, self.bits)
         levels = codes.view(num_objectives, self.num_kept).to(self.scales.device) - num_levels
         length = min(self.bucket, self.num_kept)  # a client may claim buckets of any length
         scales = self.scales.repeat_interleave(length, dim=1)[:, : self.num_kept]
@@ -77,7 +73,7 @@ class QuantizedMessage(JacobianMessage):
 
 
 @dataclass(frozen=True)
-class QuantizingCompressor:
+class QuantizingCompressor(Compressor):
     """Stochastic rounding after QSGD (Alistarh et al., 2017), per objective: Assumption 5.
 
     Every entry x of a bucket with largest absolute value a is rounded stochastically to one of its
@@ -92,8 +88,8 @@ class QuantizingCompressor:
     makes the steps smaller; and codes have a fixed length.
     """
 
-    budget: int | None = None
-    """Size of a message in 4-byte numbers, excluding the seed; d if None."""
+    message = QuantizedMessage
+
     bits: int | None = None
     """Bits per entry, from 2 to 16; if None, the number with the smallest q."""
     bucket: int = BUCKET
@@ -102,19 +98,17 @@ class QuantizingCompressor:
     """"random" is unbiased; "nearest" has the smallest error, but is biased."""
 
     def __post_init__(self) -> None:
-        check_budget(self.budget)
+        super().__post_init__()
         if self.bits is not None and not 2 <= self.bits <= MAX_BITS:
             raise ValueError(f"bits must be from 2 to {MAX_BITS} or None, got {self.bits}.")
         if self.bucket < 1:
             raise ValueError(f"bucket must be at least 1, got {self.bucket}.")
 
-    def compress(
-        self, jacobian: torch.Tensor, *, generator: torch.Generator, shared_seed: int = 0
-    ) -> QuantizedMessage:
-        """Returns the entries rounded with `generator`; `shared_seed` is not used."""
-        jacobian = checked_jacobian(jacobian)
+    def _fields(
+        self, jacobian: torch.Tensor, budget: int, generator: torch.Generator, shared_seed: int
+    ) -> Sequence[Any]:
         num_objectives, num_parameters = jacobian.shape
-        bits, num_kept = self._rate(num_objectives, num_parameters)
+        bits, num_kept = self._rate(num_objectives, num_parameters, budget)
         num_levels = 2 ** (bits - 1) - 1
         seed = draw_seed(generator)
         values = jacobian
@@ -134,19 +128,11 @@ class QuantizingCompressor:
             levels = floors + (draws < steps - floors)
         levels.clamp_(-num_levels, num_levels)
         codes = (levels + num_levels).view(num_objectives, -1)[:, :num_kept]
-        return QuantizedMessage(
-            (num_objectives, num_parameters),
-            _packed(codes.to(torch.int32).reshape(-1), bits).to(jacobian.device),
-            scales,
-            bits,
-            self.bucket,
-            num_kept,
-            seed,
-        )
+        packed = _pack(codes.to(torch.int32).reshape(-1), bits).to(jacobian.device)
+        return packed, scales, bits, self.bucket, num_kept, seed
 
-    def _rate(self, num_objectives: int, num_parameters: int) -> tuple[int, int]:
+    def _rate(self, num_objectives: int, num_parameters: int, budget: int) -> tuple[int, int]:
         """Returns bits per entry and entries per objective."""
-        budget = num_parameters if self.budget is None else self.budget
         available = 8 * FLOAT_BYTES * budget // num_objectives  # bits per objective
         rates: list[tuple[int, int]] = []
         for bits in range(2, MAX_BITS + 1) if self.bits is None else [self.bits]:
@@ -168,7 +154,7 @@ class QuantizingCompressor:
         return num_parameters / num_kept * (1 + rounding) - 1
 
 
-def _packed(codes: torch.Tensor, bits: int) -> torch.Tensor:
+def _pack(codes: torch.Tensor, bits: int) -> torch.Tensor:
     """Returns codes below 2^bits [N] packed, most significant bits first, uint8 [⌈N·bits/8⌉]."""
     shifts = np.arange(bits - 1, -1, -1)
     pieces = [
@@ -178,8 +164,8 @@ def _packed(codes: torch.Tensor, bits: int) -> torch.Tensor:
     return torch.from_numpy(np.concatenate(pieces))
 
 
-def _unpacked(packed: torch.Tensor, num_codes: int, bits: int) -> torch.Tensor:
-    """Returns the codes that `_packed` packed, int32 [N] on the CPU."""
+def _unpack(packed: torch.Tensor, num_codes: int, bits: int) -> torch.Tensor:
+    """Returns the codes that `_pack` packed, int32 [N] on the CPU."""
     powers = 2 ** np.arange(bits - 1, -1, -1, dtype=np.int32)
     num_bytes = CHUNK * bits // 8
     pieces = [

@@ -6,26 +6,25 @@ aggregation, which reveals only the sum, and the Gram matrix is computed from th
 without decompression.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
 from firm.base.sizes import FLOAT_BYTES
 from firm.gradients.compression import (
+    Compressor,
     JacobianMessage,
     LowRankCompressor,
     LowRankMessage,
-    check_budget,
-    check_seed,
-    check_shape,
     check_values,
-    checked_jacobian,
     index_dtype,
     near_square,
 )
 
 CHUNK = 65_536
-"""Columns sketched per chunk; bounds the memory and does not affect the result."""
+"""Columns summed per chunk; bounds the memory and does not affect the result."""
 
 
 @dataclass(frozen=True)
@@ -37,9 +36,7 @@ class CountSketchMessage(JacobianMessage):
     shared_seed: int
     """Seed of C; the same for all clients of a round."""
 
-    def __post_init__(self) -> None:
-        check_shape(self.shape)
-        check_seed("shared_seed", self.shared_seed)
+    def _check(self) -> None:
         check_values("sketch", self.sketch, (self.shape[0], self.sketch.size(-1)))
 
     def reconstruct(self) -> torch.Tensor:
@@ -47,7 +44,7 @@ class CountSketchMessage(JacobianMessage):
 
         The Gram matrix of this estimate is biased by its noise; that of `parts` is not.
         """
-        return unsketched(self.sketch, self.shape[1], self.shared_seed)
+        return from_sketch(self.sketch, self.shape[1], self.shared_seed)
 
     def parts(self) -> list[tuple[int, torch.Tensor]]:
         """Returns the sketch, whose inner products are unbiased estimates of the Jacobian's."""
@@ -73,7 +70,7 @@ class CountSketchMessage(JacobianMessage):
 
 
 @dataclass(frozen=True)
-class CountSketchCompressor:
+class CountSketchCompressor(Compressor):
     """Sums columns with random signs in k = ⌊budget / M⌋ buckets; inner products are unbiased.
 
     CountSketch after Charikar, Chen and Farach-Colton (2002), with one departure: buckets are
@@ -88,28 +85,19 @@ class CountSketchCompressor:
     on a GPU, so that they agree on all machines with the same release of torch.
     """
 
-    budget: int | None = None
-    """Size of a message in 4-byte numbers, excluding the seed; d if None."""
+    message = CountSketchMessage
 
-    def __post_init__(self) -> None:
-        check_budget(self.budget)
-
-    def compress(
-        self, jacobian: torch.Tensor, *, generator: torch.Generator, shared_seed: int = 0
-    ) -> CountSketchMessage:
-        """Returns the sketch with the C of `shared_seed`; `generator` is not used."""
-        jacobian = checked_jacobian(jacobian)
-        check_seed("shared_seed", shared_seed)
+    def _fields(
+        self, jacobian: torch.Tensor, budget: int, generator: torch.Generator, shared_seed: int
+    ) -> Sequence[Any]:
         num_objectives, num_parameters = jacobian.shape
-        budget = num_parameters if self.budget is None else self.budget
         num_buckets = min(budget // num_objectives, num_parameters)
         if num_buckets < 1:
             raise ValueError(
                 f"a budget of {budget} numbers is too small for one bucket for each of the "
                 f"{num_objectives} objectives; set at least {num_objectives}."
             )
-        sketch = sketched(jacobian, num_buckets, shared_seed)
-        return CountSketchMessage((num_objectives, num_parameters), sketch, shared_seed)
+        return to_sketch(jacobian, num_buckets, shared_seed), shared_seed
 
 
 @dataclass(frozen=True)
@@ -125,7 +113,7 @@ class HybridMessage(JacobianMessage):
     shared_seed: int
     """Seed of C; the same for all clients of a round."""
 
-    def __post_init__(self) -> None:
+    def _check(self) -> None:
         self._split()
 
     def reconstruct(self) -> torch.Tensor:
@@ -143,7 +131,7 @@ class HybridMessage(JacobianMessage):
         sketch's noise in S Sᵀ entirely. The estimate may be indefinite.
         """
         low_rank = self._split()[0].reconstruct()
-        sketch = sketched(low_rank, self.sketch.size(1), self.shared_seed)
+        sketch = to_sketch(low_rank, self.sketch.size(1), self.shared_seed)
         return [(1, low_rank), (-1, sketch), (1, sketch + self.sketch)]
 
     def _split(self) -> tuple[LowRankMessage, CountSketchMessage]:
@@ -154,7 +142,7 @@ class HybridMessage(JacobianMessage):
 
 
 @dataclass(frozen=True)
-class HybridCompressor:
+class HybridCompressor(LowRankCompressor):
     """Spends half of the budget on the leading components and the rest on a sketch of the residual.
 
     Not in the paper. More accurate than either part alone if the spectrum falls fast but not to
@@ -162,23 +150,11 @@ class HybridCompressor:
     the sum of the low-rank parts.
     """
 
-    budget: int | None = None
-    """Size of a message in 4-byte numbers, excluding the seed; d if None."""
-    oversampling: int = 10
-    """As in `LowRankCompressor`."""
-    power_iterations: int = 2
-    """As in `LowRankCompressor`."""
+    message = HybridMessage
 
-    def __post_init__(self) -> None:
-        check_budget(self.budget)
-        LowRankCompressor(None, self.oversampling, self.power_iterations)
-
-    def compress(
-        self, jacobian: torch.Tensor, *, generator: torch.Generator, shared_seed: int = 0
-    ) -> HybridMessage:
-        """Returns both parts; the subspace differs by client, the sketch's C is shared."""
-        jacobian = checked_jacobian(jacobian)
-        budget = jacobian.size(1) if self.budget is None else self.budget
+    def _fields(
+        self, jacobian: torch.Tensor, budget: int, generator: torch.Generator, shared_seed: int
+    ) -> Sequence[Any]:
         component = sum(near_square(jacobian.numel()))
         if budget // 2 < component:
             raise ValueError(
@@ -186,18 +162,16 @@ class HybridCompressor:
                 f"Jacobian of shape {list(jacobian.shape)} takes {component}; set at least "
                 f"{2 * component} or use count_sketch."
             )
-        low_rank = LowRankCompressor(
-            budget // 2, self.oversampling, self.power_iterations
-        ).compress(jacobian, generator=generator)
+        # the subspace differs by client, the sketch's C is shared
+        left, right = super()._fields(jacobian, budget // 2, generator, shared_seed)
+        low_rank = LowRankMessage((jacobian.size(0), jacobian.size(1)), left, right)
         rest = CountSketchCompressor(budget - low_rank.num_bytes // FLOAT_BYTES).compress(
             jacobian - low_rank.reconstruct(), generator=generator, shared_seed=shared_seed
         )
-        return HybridMessage(
-            low_rank.shape, low_rank.left, low_rank.right, rest.sketch, shared_seed
-        )
+        return left, right, rest.sketch, shared_seed
 
 
-def sketched(jacobian: torch.Tensor, num_buckets: int, seed: int) -> torch.Tensor:
+def to_sketch(jacobian: torch.Tensor, num_buckets: int, seed: int) -> torch.Tensor:
     """Returns A C with the C of a seed: columns with random signs, summed in random buckets.
 
     A is float32 [M, d], the result float32 [M, num_buckets], with at most d buckets.
@@ -210,7 +184,7 @@ def sketched(jacobian: torch.Tensor, num_buckets: int, seed: int) -> torch.Tenso
     return sketch
 
 
-def unsketched(sketch: torch.Tensor, num_parameters: int, seed: int) -> torch.Tensor:
+def from_sketch(sketch: torch.Tensor, num_parameters: int, seed: int) -> torch.Tensor:
     """Returns the sketch [M, k] times Cᵀ: each column's signed bucket sum, float32 [M, d]."""
     buckets, signs = _buckets_and_signs(num_parameters, sketch.size(1), seed, sketch.device)
     return sketch.index_select(1, buckets) * signs

@@ -16,12 +16,23 @@ def check_strength(name: str, value: float) -> None:
         raise ValueError(f"{name} must be finite, got {value}; 1e6 has the same effect.")
 
 
-def check_shares(values: Sequence[float] | Any, num_objectives: int, *, name: str) -> None:
-    """Raises ``ValueError`` unless there is a share per objective, and one is above zero."""
+def check_shares(
+    values: Sequence[float] | Any, objectives: int | Sequence[str], *, name: str
+) -> None:
+    """Raises ``ValueError`` unless there is a share per objective, and one is above zero.
+
+    Args:
+        values: The shares.
+        objectives: Number of objectives, or their names for the message.
+        name: Key of the shares for the message.
+    """
+    num_objectives = objectives if isinstance(objectives, int) else len(objectives)
+    names = "" if isinstance(objectives, int) else f" ({', '.join(objectives)})"
     entries = list(values) if isinstance(values, Iterable) else [None]
     if len(entries) != num_objectives or not all(isinstance(each, Real) for each in entries):
         raise ValueError(
-            f"{name} must have one entry for each of the {num_objectives} objectives, got {values}."
+            f"{name} must have one entry for each of the {num_objectives} objectives{names}, got "
+            f"{values}."
         )
     if not (all(isfinite(each) and each >= 0 for each in values) and any(values)):
         raise ValueError(f"{name} must be finite, non-negative and not all zero, got {values}.")

@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
 
+import numpy as np
 import pytest
 import torch
 
@@ -58,6 +59,7 @@ class QuadraticClient(Client):
             positive, as a longer reply does.
         batches_per_epoch: By default the client cannot tell.
         parameters: Names and shapes of the d parameters; three in "first" and "second" by default.
+        rewarded: Objectives whose rewards, 1 less their mean loss in training, the client sends.
     """
 
     capabilities = frozenset({"losses"})
@@ -83,6 +85,7 @@ class QuadraticClient(Client):
         uneven_draws: bool = False,
         batches_per_epoch: int | None = None,
         parameters: Adapter | None = None,
+        rewarded: tuple[str, ...] = (),
     ):
         self.name, self.objectives, self.num_examples = name, objectives, num_examples
         self._targets, self._noise, self._num_minibatches = targets, noise, num_minibatches
@@ -104,6 +107,7 @@ class QuadraticClient(Client):
         self._scored = scored
         self._scale, self._bias, self._uneven_draws = scale, bias, uneven_draws
         self._batches_per_epoch = batches_per_epoch
+        self._rewarded = rewarded
 
     @property
     def batches_per_epoch(self) -> int:
@@ -190,7 +194,12 @@ class QuadraticClient(Client):
         list(self.batches(self._num_drawn))
 
     def metrics(self) -> dict:
-        return {"step_losses": self._losses, "seconds": {"step": 0.0}}
+        own = {"step_losses": self._losses, "seconds": {"step": 0.0}}
+        if not self._rewarded:
+            return own
+        rewards = dict(zip(self.objectives, 1 - np.mean(self._losses, axis=0), strict=True))
+        rewards |= {name: None for name in rewards if name not in self._rewarded}
+        return own | {"rewards": rewards}
 
 
 class SummingClient(QuadraticClient):

@@ -81,11 +81,6 @@ def test_updates_are_not_changed_and_not_shared():
     assert updates[0].adapter["a"].item() == 1.0
 
 
-def test_nothing_to_weigh_is_refused():
-    with pytest.raises(ValueError, match=r"must be non-negative and not all 0, got \[0, 0\]"):
-        shares([_update("x", 0, a=[1.0]), _update("y", 0, a=[1.0])], by="by_examples")
-
-
 def _point(*values):
     return {"first": torch.tensor(values[:2]), "second": torch.tensor(values[2:])}
 

@@ -171,16 +171,3 @@ def test_a_federation_with_attackers_resumes_as_if_it_had_not_stopped(
     for _ in range(2):
         state, _ = firm_round(state, names, engine, cfg)
     assert same(state.adapter, whole.adapter)
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"kind": "noise"}, "kind must be one of sign_flip, scaling, collusion, got 'noise'"),
-        ({"kind": "scaling", "scale": 0.0}, "scale must be positive and finite, got 0.0"),
-        ({"kind": "scaling", "scale": float("inf")}, "scale must be positive and finite, got inf"),
-    ],
-)
-def test_attacks_that_mean_nothing_are_refused(options, message, new_client):
-    with pytest.raises(ValueError, match=message):
-        Attacker(new_client(), **options)

@@ -17,6 +17,7 @@ from firm.federation.diagnostics import (
     gradient_norms,
     norm_ratio,
     stationarity,
+    step_parts,
     weights_spread,
 )
 from firm.solvers import firm_weights
@@ -29,6 +30,9 @@ def test_norms_and_cosines_by_hand():
     # pairs 01, 02, 03, 12, 13, 23; nothing points along a zero gradient
     assert cosines(gram).tolist() == pytest.approx([0.8, -0.6, 0, 0, 0, 0])
     assert cosines(torch.ones(1, 1)).tolist() == []
+    weights = firm_weights(gram[:3, :3], beta=0.0)
+    parts = step_parts(gram[:3, :3], weights)  # of min-norm weights
+    assert (parts / parts.sum()).tolist() == pytest.approx(weights.tolist())
 
 
 @given(cosine=st.floats(-0.9, 0.9), beta=st.floats(0.0, 10.0), ratio=st.floats(0.95, 1.05))

@@ -157,6 +157,12 @@ def test_an_update_beyond_the_norm_limit_is_refused(start):
     accept(_request(start), [far], [], cfg=StrategyConfig())  # any length without a limit
 
 
+def test_failures_are_equal_whatever_raised_them():
+    one, other = (Failure("c", "no memory", kind=k, cause=MemoryError()) for k in ("a", "b"))
+    assert one == other
+    assert one != Failure("c", "no answer")
+
+
 def test_what_no_engine_has_read_is_no_answer(start):
     replies = [Reply("a", vars(_update()), 100, 70), _reply("b", 1.0, [[0.5, 0.5]])]
     accepted, failures = accept(_request(start), replies, [], cfg=StrategyConfig())

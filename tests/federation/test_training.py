@@ -17,7 +17,7 @@ OBJECTIVES = ("left", "right")
 def _request(start, **changes):
     fields = {"num_local_steps": 3, "weighting": "firm", "weighting_options": {"beta": 0.1}}
     return LocalTraining(
-        round=1, objectives=OBJECTIVES, adapter=start.adapter, **{**fields, **changes}
+        round=1, adapter=start.adapter, **{"objectives": OBJECTIVES, **fields, **changes}
     )
 
 
@@ -61,7 +61,8 @@ def test_metrics_tell_of_every_solve_beside_what_the_client_tells(
     objectives = ("a", "b", "c")
     targets = torch.tensor([[1.0, 0, 0], [0, 1.0, 0], [0, 0, 1.0]])
     client = new_client(targets=targets, objectives=objectives, num_examples=5)
-    update = local_training(client, _request(start, solve_per=solve_per))
+    request = _request(start, objectives=objectives, solve_per=solve_per)
+    update = local_training(client, request)
     metrics = update.metrics
     assert (update.client, update.num_examples) == ("client_0", 5)
     assert metrics["num_steps"] == 3
@@ -71,6 +72,7 @@ def test_metrics_tell_of_every_solve_beside_what_the_client_tells(
     assert len(metrics["beta_effect"]) == num_solves
     assert all(0 <= effect <= 1 for effect in metrics["beta_effect"])
     assert max(metrics["beta_effect"]) > 0
+    assert sum(metrics["step_share"].values()) == pytest.approx(1)
     assert set(metrics["seconds"]) == {"step", "gram", "solve"}
     assert all(seconds >= 0 for seconds in metrics["seconds"].values())
 
@@ -85,6 +87,11 @@ def test_logged_norms_and_cosines_are_the_gradients_own(new_client, start):
     )
     cosine = (left @ right) / (left.norm() * right.norm())
     assert update.metrics["cosines"][0] == pytest.approx([cosine.item()])
+    share = update.metrics["step_share"]
+    weight = update.metrics["weights"][0][0]
+    direction = weight * left + (1 - weight) * right
+    expected = weight * (left @ direction) / (direction @ direction)
+    assert share == pytest.approx({"left": expected.item(), "right": 1 - expected.item()}, rel=1e-5)
 
 
 def test_batches_are_drawn_by_the_model_after_the_step_before(new_client, start):

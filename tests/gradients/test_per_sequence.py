@@ -565,7 +565,7 @@ def test_bad_losses_are_refused(network, gradients):
     for bad in (losses.sum(), losses[:, None], losses[:0]):
         with pytest.raises(ValueError, match=r"losses must have shape \[B\]"):
             gradients.jacobian(bad, _coefficients(2))
-    with pytest.raises(ValueError, match="losses have no gradient"):
+    with pytest.raises(ValueError, match="loss of sequence 0 has no gradient"):
         gradients.jacobian(losses.detach(), _coefficients(2))
     spoiled = losses * torch.tensor([1.0, 1.0, 1.0, torch.nan, 1.0])
     with pytest.raises(ValueError, match="loss of sequence 3 is not finite"):

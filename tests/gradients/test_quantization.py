@@ -5,8 +5,8 @@ from firm.gradients.quantization import (
     CHUNK,
     QuantizedMessage,
     QuantizingCompressor,
-    _packed,
-    _unpacked,
+    _pack,
+    _unpack,
 )
 from tests.draws import draw_rows, new_generator
 
@@ -20,15 +20,17 @@ def _draws(compressor, jacobian, number):
 
 def _bound(compressor, num_objectives, num_parameters):
     """The q of Assumption 5 for Jacobians of shape [M, d]."""
-    return compressor._bound(*compressor._rate(num_objectives, num_parameters), num_parameters)
+    budget = compressor.budget or num_parameters
+    rate = compressor._rate(num_objectives, num_parameters, budget)
+    return compressor._bound(*rate, num_parameters)
 
 
 @pytest.mark.parametrize("bits", range(2, 17))
 def test_codes_are_packed_without_loss(bits):
     codes = torch.randint(2**bits, (CHUNK + 13,), generator=new_generator(bits), dtype=torch.int32)
-    packed = _packed(codes, bits)
+    packed = _pack(codes, bits)
     assert packed.numel() == -(-codes.numel() * bits // 8)
-    assert torch.equal(_unpacked(packed, codes.numel(), bits), codes)
+    assert torch.equal(_unpack(packed, codes.numel(), bits), codes)
 
 
 def test_values_on_the_levels_come_back_exactly_by_hand():

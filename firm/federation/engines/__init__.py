@@ -2,8 +2,9 @@
 
 from firm.federation.engines.engine import ENGINES, Engine, engine
 from firm.federation.engines.local import ClientStates, LocalEngine, MemoryStates
-from firm.federation.engines.processes import Processes, ProcessesEngine, Team
+from firm.federation.engines.processes import ProcessesEngine
 from firm.federation.engines.stacked import StackedEngine
+from firm.federation.processes import Processes, Team
 
 __all__ = [
     "ENGINES",

@@ -33,7 +33,7 @@ class Engine(Protocol):
         ...
 
     def client_states(self, accepted: Mapping[str, int]) -> State:
-        """Returns the states of all clients after their last accepted rounds, for a checkpoint."""
+        """Returns the clients' states after their last accepted rounds, for a checkpoint."""
         ...
 
     def restore_client_states(self, states: State) -> None:
@@ -72,13 +72,13 @@ def split_outcomes(outcomes: Iterable[Reply | Failure]) -> tuple[list[Reply], li
     return replies, [outcome for outcome in outcomes if isinstance(outcome, Failure)]
 
 
-def check_states(states: State, clients: Collection[str]) -> None:
-    """Checks that a checkpoint has the states of exactly these clients.
+def check_states(states: State, clients: Collection[str], *, all_have_states: bool = True) -> None:
+    """Checks that a checkpoint has the states of these clients, of all or of some.
 
     Raises:
         ValueError: When the clients differ.
     """
-    if states.keys() != set(clients):
+    if states.keys() - set(clients) or (all_have_states and len(states) < len(clients)):
         raise ValueError(
             f"The checkpoint has the clients {sorted(states)}, this run has {sorted(clients)}; "
             "resume with the configuration that wrote it."

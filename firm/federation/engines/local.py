@@ -18,7 +18,7 @@ import torch
 from firm.base.errors import TeamLost
 from firm.base.state import State
 from firm.base.user_code import ENDS
-from firm.federation.client import Client, Failure, Reply
+from firm.federation.client import Client, Failure, LazyClients, Reply
 from firm.federation.engine_registry import engine
 from firm.federation.engines.engine import (
     check_states,
@@ -51,6 +51,10 @@ class StateMissing(RuntimeError):
 class ClientStates(Protocol):
     """Stores each client's states by the round after which they were taken."""
 
+    def has(self, client: str, round: int) -> bool:
+        """Returns whether there is a client's state after a round."""
+        ...
+
     def read(self, client: str, round: int) -> State:
         """Returns a client's state after a round; raises ``StateMissing`` if there is none."""
         ...
@@ -63,12 +67,25 @@ class ClientStates(Protocol):
         """Drops all states of a client except the one after the accepted round."""
         ...
 
+    def save(self, client: str, round: int, now: int) -> State:
+        """Returns what a checkpoint after the round ``now`` contains of a client's state."""
+        return {"state": self.read(client, round)}
 
-class MemoryStates:
-    """Stores states in memory; implements ``ClientStates``."""
+    def restore(self, client: str, round: int, saved: State) -> None:
+        """Restores what ``save`` returned."""
+        self.write(client, round, saved["state"])
+        self.forget(client, round)
+
+
+class MemoryStates(ClientStates):
+    """Stores states in memory."""
 
     def __init__(self) -> None:
         self._states: dict[str, dict[int, State]] = {}
+
+    def has(self, client: str, round: int) -> bool:
+        """Returns whether there is a client's state after a round."""
+        return round in self._states.get(client, {})
 
     def read(self, client: str, round: int) -> State:
         """Returns a client's state after a round."""
@@ -95,7 +112,8 @@ class LocalEngine:
 
     Args:
         clients: All clients, with distinct names and the same objectives. Their current states are
-            used as the states of round 0.
+            used as the states of round 0. Of ``LazyClients``, only those of the current round are
+            in memory, and a client has no state before its first round.
         num_workers: Threads that clients run on; 1 is the caller's thread. Each computes with the
             number of threads that torch is set to when the first client runs; with several workers
             it must be one: ``torch.set_num_threads(1)``.
@@ -126,12 +144,13 @@ class LocalEngine:
         states: ClientStates | None = None,
         on_event: Callable[..., None] | None = None,
     ) -> None:
-        self._clients = {client.name: client for client in clients}
-        if len(self._clients) < len(clients):
-            raise ValueError(
-                f"Clients need distinct names, got {[client.name for client in clients]}."
-            )
-        if len({client.objectives for client in clients}) > 1:
+        self._lazy = clients if isinstance(clients, LazyClients) else None
+        names = self._lazy.names if self._lazy else [client.name for client in clients]
+        self._names = dict.fromkeys(names)
+        if len(self._names) < len(names):
+            raise ValueError(f"Clients need distinct names, got {list(names)}.")
+        self._clients = {} if self._lazy else {client.name: client for client in clients}
+        if len({client.objectives for client in self._clients.values()}) > 1:
             raise ValueError(
                 "Clients need the same objectives in the same order, got "
                 f"{ {client.name: client.objectives for client in clients} }."
@@ -153,6 +172,7 @@ class LocalEngine:
             else None
         )
         self._states = MemoryStates() if states is None else states
+        self._round = 0
         for name, client in self._clients.items():
             self._states.write(name, 0, _state_of(client))
 
@@ -165,16 +185,23 @@ class LocalEngine:
         """
         if self._timeout is not None and threading.current_thread() is not threading.main_thread():
             raise RuntimeError("a time limit can only be enforced from the program's main thread.")
+        self._build_clients(request, clients)
         run = partial(self._run_and_tell, request)
         return split_outcomes(
             list(self._pool.map(run, clients) if self._pool else map(run, clients))
         )
 
     def client_states(self, accepted: Mapping[str, int]) -> State:
-        """Returns {client: {"round": last accepted round, "state": its state then}}."""
+        """Returns {client: {"round": last accepted round, "state": its state then}}.
+
+        Another storage than memory may have saved a state by itself, and refers to it instead.
+        Clients that have not been asked yet have no state.
+        """
+        now = max(accepted.values(), default=0)
         return {
-            name: {"round": round_number, "state": self._states.read(name, round_number)}
-            for name, round_number in ((name, accepted.get(name, 0)) for name in self._clients)
+            name: {"round": number, **self._states.save(name, number, now)}
+            for name, number in ((name, accepted.get(name, 0)) for name in self._names)
+            if self._states.has(name, number)
         }
 
     def restore_client_states(self, states: State) -> None:
@@ -183,10 +210,11 @@ class LocalEngine:
         Raises:
             ValueError: The states are those of other clients.
         """
-        check_states(states, self._clients)
+        check_states(states, self._names, all_have_states=not self._lazy)
+        if self._lazy:
+            self._clients.clear()
         for name, saved in states.items():
-            self._states.write(name, saved["round"], saved["state"])
-            self._states.forget(name, saved["round"])
+            self._states.restore(name, saved["round"], saved)
 
     def patience(self, num_clients: int) -> float | None:
         """Returns an upper bound on the seconds that the clients take; None without a limit."""
@@ -196,6 +224,23 @@ class LocalEngine:
         """Stops the workers once they have finished."""
         if self._pool:
             self._pool.shutdown()
+
+    def _build_clients(self, request: Request, names: Sequence[str]) -> None:
+        """Builds the clients of a request, and frees those of earlier rounds.
+
+        Clients may keep a batch for later requests of the same round.
+        """
+        if self._lazy is None:
+            return
+        if request.round != self._round:
+            self._round = request.round
+            self._clients = {name: self._clients[name] for name in names if name in self._clients}
+        for name in names:
+            is_new = request.accepted.get(name, 0) == 0 and not self._states.has(name, 0)
+            if is_new or name not in self._clients:
+                self._clients[name] = self._lazy.build(name)
+            if is_new:
+                self._states.write(name, 0, _state_of(self._clients[name]))
 
     def _run_and_tell(self, request: Request, name: str) -> Reply | Failure:
         self._tell("client_started", client=name, round=request.round)

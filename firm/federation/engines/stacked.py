@@ -54,5 +54,6 @@ class StackedEngine(LocalEngine):
 
     def map(self, request: Request, clients: Sequence[str]) -> tuple[list[Reply], list[Failure]]:
         """Returns the replies in the given order, and the failures; see ``Engine``."""
+        self._build_clients(request, clients)
         runs = [partial(self._run_and_tell, request, name) for name in clients]
         return split_outcomes(lockstep(runs, max_size=self._max_rows))

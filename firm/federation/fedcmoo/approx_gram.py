@@ -11,11 +11,10 @@ broadcasts a compressed Σ_i H_i (`broadcast`), and each client uploads another 
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
 
 import torch
 
-from firm.gradients.compression import Compressor, JacobianMessage, checked_jacobian
+from firm.gradients.compression import Compressor, JacobianMessage, check_jacobian
 from firm.gradients.jacobian import CHUNK, gram_matrix
 
 
@@ -34,59 +33,26 @@ class TwoWayReply:
         return self.own_gram.nbytes + self.correction.nbytes
 
 
-def one_way_gram(
-    messages: Sequence[JacobianMessage],
-    *,
-    own_grams: Sequence[torch.Tensor] | None = None,
-    num_clients: int | None = None,
-) -> torch.Tensor:
+def one_way_gram(messages: Sequence[JacobianMessage]) -> torch.Tensor:
     """Returns the Gram matrix of the mean Jacobian, estimated from messages (Algorithm 3).
 
     This is the Gram matrix of the mean reconstruction, or, for sketches, of the mean sketch:
     decompressing sketches first would not improve the estimate.
 
-    With `own_grams` the terms A_i A_iᵀ are exact and only the cross terms between clients are
-    estimated, as in the first two terms of Eq. (13). With unbiased compressors, whose noise is
-    independent across clients, this removes the estimate's bias at the cost of M² more numbers per
-    client.
-
     Args:
-        messages: One message per client, all from the same compressor; for sketches, their sum
-            alone is enough.
-        own_grams: Each client's `gram_matrix` of its own Jacobian, [M, M], in the same order.
-        num_clients: n; by default the number of messages. Required with secure aggregation, where
-            the only message is the sum over n clients.
+        messages: One message per client, all from the same compressor.
 
     Returns:
-        float64 [M, M], symmetric and positive semidefinite. Estimates that are differences (with
-        `own_grams`, or of `HybridMessage`) may be indefinite and are projected. This departs from
-        the paper: the weight solvers reject an indefinite Gram matrix, and the true one is never
-        indefinite.
+        float64 [M, M], symmetric and positive semidefinite. The estimate of `HybridMessage` is a
+        difference, which may be indefinite and is projected. This departs from the paper: the
+        weight solvers reject an indefinite Gram matrix, and the true one is never indefinite.
 
     Raises:
-        ValueError: When there are no messages, they differ in kind, shape or shared seed, or
-            `own_grams` do not match them.
+        ValueError: When there are no messages, or they differ in kind, shape or shared seed.
     """
     _check_alike(messages)
-    if num_clients is not None and num_clients < len(messages):
-        raise ValueError(
-            f"num_clients must be at least the number of messages, {len(messages)}, "
-            f"got {num_clients}."
-        )
-    num_clients = num_clients or len(messages)
     total = sum_of_parts(messages)
-    estimate = _inner_products_of(total, total)
-    if own_grams is not None:
-        _check_own_grams(own_grams, messages[0].shape[0])
-        if not len(own_grams) == len(messages) == num_clients:
-            raise ValueError(
-                "own_grams requires one Gram matrix and one message per client, got "
-                f"{len(own_grams)} matrices and {len(messages)} messages for {num_clients} clients."
-            )
-        for message, own_gram in zip(messages, own_grams, strict=True):
-            parts = message.parts()
-            estimate += own_gram.to(estimate) - _inner_products_of(parts, parts)
-    return project_to_psd(estimate / num_clients**2)
+    return project_to_psd(_inner_products_of(total, total) / len(messages) ** 2)
 
 
 def broadcast(
@@ -94,7 +60,6 @@ def broadcast(
     compressor: Compressor,
     *,
     generator: torch.Generator,
-    shared_seed: int = 0,
 ) -> JacobianMessage:
     """Returns the message the server broadcasts: the compressed Σ_i H_i (Algorithm 6, line 12).
 
@@ -104,7 +69,7 @@ def broadcast(
     """
     _check_two_way(messages)
     ((_, total),) = sum_of_parts(messages)
-    return compressor.compress(total, generator=generator, shared_seed=shared_seed)
+    return compressor.compress(total, generator=generator)
 
 
 def two_way_reply(
@@ -120,7 +85,7 @@ def two_way_reply(
     Raises:
         ValueError: When shapes differ, or the Jacobian holds NaN or infinity.
     """
-    jacobian = checked_jacobian(jacobian)
+    jacobian = check_jacobian(jacobian)
     if not tuple(jacobian.shape) == tuple(message.shape) == tuple(answer.shape):
         raise ValueError(
             f"jacobian, message and answer must have one shape, got {list(jacobian.shape)}, "
@@ -146,8 +111,7 @@ def two_way_gram(
     projected, as in `one_way_gram`.
 
     The correction helps when R_i is small compared to A_i (low rank, top-k, mask). Unbiased but
-    noisy reconstructions (quantisers at M in the tens) add their noise to it; use `one_way_gram`
-    with `own_grams` for those.
+    noisy reconstructions (quantisers at M in the tens) add their noise to it.
 
     Args:
         messages: One message per client.
@@ -157,17 +121,9 @@ def two_way_gram(
         float64 [M, M], symmetric and positive semidefinite.
 
     Raises:
-        ValueError: As in `broadcast`, or when the replies do not match the messages.
+        ValueError: As in `broadcast`.
     """
     _check_two_way(messages)
-    if len(messages) != len(replies):
-        raise ValueError(
-            f"there must be one reply per message, got {len(replies)} replies for "
-            f"{len(messages)} messages."
-        )
-    num_objectives = messages[0].shape[0]
-    _check_own_grams([reply.own_gram for reply in replies], num_objectives)
-    _check_own_grams([reply.correction for reply in replies], num_objectives, "correction")
     ((_, total),) = sum_of_parts(messages)
     estimate = gram_matrix(total)
     for message, reply in zip(messages, replies, strict=True):
@@ -178,10 +134,7 @@ def two_way_gram(
 
 
 def two_sample_gram(
-    first: Sequence[JacobianMessage],
-    second: Sequence[JacobianMessage],
-    *,
-    is_symmetrized: bool = False,
+    first: Sequence[JacobianMessage], second: Sequence[JacobianMessage]
 ) -> torch.Tensor:
     """Returns the unbiased estimate Y₁ Y₂ᵀ from two independent sets of clients (Algorithm 9).
 
@@ -192,8 +145,6 @@ def two_sample_gram(
     Args:
         first: Messages of one set of clients.
         second: Messages of another, drawn independently; sketches need the same shared seed.
-        is_symmetrized: Whether to return only the symmetric part; the paper uses the product as it
-            is.
 
     Returns:
         float64 [M, M], generally neither symmetric nor positive semidefinite.
@@ -206,24 +157,7 @@ def two_sample_gram(
     if not second:
         raise ValueError("second is empty; pass at least one message of the second set of clients.")
     product = _inner_products_of(sum_of_parts(first), sum_of_parts(second))
-    product /= len(first) * len(second)
-    return (product + product.T) / 2 if is_symmetrized else product
-
-
-def mean_own_gram(own_grams: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Returns the mean of the clients' Gram matrices, (1/n) Σ_i A_i A_iᵀ, [M, M]; uncompressed.
-
-    The paper's Table 3 scales this sum "with a proper scale" but does not give the scale. 1/n is
-    exact for identical clients and an upper bound otherwise (the difference is positive
-    semidefinite); 1/n² would be exact for clients with mutually orthogonal gradients.
-
-    Raises:
-        ValueError: When the sequence is empty, or a matrix is not finite of shape [M, M].
-    """
-    if not own_grams:
-        raise ValueError("own_grams is empty; pass at least one Gram matrix.")
-    _check_own_grams(own_grams, len(own_grams[0]))
-    return torch.stack(list(own_grams)).double().mean(dim=0)
+    return product / (len(first) * len(second))
 
 
 def project_to_psd(matrix: torch.Tensor) -> torch.Tensor:
@@ -238,38 +172,6 @@ def project_to_psd(matrix: torch.Tensor) -> torch.Tensor:
         return matrix
     projected = (vectors * values.clamp(min=0)) @ vectors.T
     return (projected + projected.T) / 2
-
-
-def nrmse(
-    truth: torch.Tensor,
-    estimate: torch.Tensor,
-    *,
-    norm: Literal["frobenius", "spectral"] = "frobenius",
-) -> float:
-    """Returns ‖truth - estimate‖ / ‖truth‖, the error measure of the paper's Table 3.
-
-    The paper writes ‖·‖₂ but calls it a root mean squared error, which is taken over the entries;
-    hence the default is the Frobenius norm. "spectral" gives the other reading.
-
-    Raises:
-        ValueError: When the shapes [M, M] differ, or the truth is zero.
-
-    >>> nrmse(torch.eye(2), torch.tensor([[1.0, 0.0], [0.0, 0.0]]), norm="spectral")
-    1.0
-    """
-    if truth.shape != estimate.shape or truth.ndim != 2:
-        raise ValueError(
-            f"truth and estimate must have one shape [M, M], got {list(truth.shape)} "
-            f"and {list(estimate.shape)}."
-        )
-    orders = {"frobenius": "fro", "spectral": 2}
-    if norm not in orders:
-        raise ValueError(f"norm must be 'frobenius' or 'spectral', got {norm!r}.")
-    truth, estimate = truth.double(), estimate.double()
-    scale = torch.linalg.matrix_norm(truth, ord=orders[norm])
-    if not scale > 0:
-        raise ValueError(f"truth must not be zero, got a norm of {scale.item()}.")
-    return (torch.linalg.matrix_norm(truth - estimate, ord=orders[norm]) / scale).item()
 
 
 def inner_products(first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
@@ -330,15 +232,3 @@ def _check_two_way(messages: Sequence[JacobianMessage]) -> None:
             f"{type(messages[0]).__name__} does not support two-way communication: sketches with a "
             "shared seed have correlated errors, which Eq. (14) neglects. Use one_way_gram."
         )
-
-
-def _check_own_grams(
-    matrices: Sequence[torch.Tensor], num_objectives: int, name: str = "own Gram matrix"
-) -> None:
-    for index, matrix in enumerate(matrices):
-        if matrix.shape != (num_objectives, num_objectives) or not matrix.isfinite().all():
-            raise ValueError(
-                f"the {name} of client {index} must be finite of shape "
-                f"[{num_objectives}, {num_objectives}], got shape {list(matrix.shape)}"
-                + (" with NaN or infinity." if not matrix.isfinite().all() else ".")
-            )

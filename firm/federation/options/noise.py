@@ -181,15 +181,14 @@ class ServerNoise:
 
     def __call__(self, step: ServerStep) -> ServerStep:
         """Returns the step with noise, the updated ledger, and the "privacy" entry of the row."""
-        adapter = add_server_noise(
-            step.adapter,
-            self.cfg,
-            num_updates=len(step.updates),
-            learning_rate=step.learning_rate,
-            round_number=step.round,
-        )
+        cfg, adapter = self.cfg, step.adapter
+        if cfg.at == "server":
+            # the sum of n clipped deltas has noise N(0, (zS)²), and the step is η/n of the sum
+            source = noise_source(cfg.noise_seed, "server", step.round)
+            std = step.learning_rate * cfg.noise_multiplier * cfg.clip_norm / len(step.updates)
+            adapter = add_noise(adapter, std, source)
         ledger, spent = spend(
-            self.cfg,
+            cfg,
             step.memory.get("privacy", {}),
             step.updates,
             asked=step.sampled,
@@ -197,7 +196,7 @@ class ServerNoise:
             has_regulars=self.has_regulars,
         )
         # the drift would be computed from deltas without noise
-        is_exact = self.cfg.at != "server" or self.cfg.statistics == "exact"
+        is_exact = cfg.at != "server" or cfg.statistics == "exact"
         return replace(
             step,
             adapter=adapter,
@@ -223,25 +222,6 @@ def errors_kept_back() -> Iterator[None]:
             f"{type(error).__name__} in local training; with privacy, its text is only in the "
             "client's log at level DEBUG"
         ) from error
-
-
-def add_server_noise(
-    adapter: Adapter,
-    cfg: PrivacyConfig,
-    *,
-    num_updates: int,
-    learning_rate: float,
-    round_number: int,
-) -> Adapter:
-    """Adds the server's noise to θ_t + η/n Σ Δ_c, if the server adds the noise.
-
-    The noise of the sum of the n clipped deltas is N(0, (zS)²) in each coordinate; the step is η/n
-    of the sum.
-    """
-    if cfg.at != "server":
-        return adapter
-    std = learning_rate * cfg.noise_multiplier * cfg.clip_norm / num_updates
-    return add_noise(adapter, std, noise_source(cfg.noise_seed, "server", round_number))
 
 
 def _noisy_statistics(

@@ -5,11 +5,10 @@ with any number of constraints and local training on clients.
 """
 
 from collections.abc import Sequence
-from statistics import fmean
 from typing import Any
 
 from firm.federation.engines.engine import Engine
-from firm.federation.messages import Update
+from firm.federation.rewards import mean_rewards
 from firm.federation.rounds import Round
 from firm.federation.server import ServerState
 from firm.federation.strategy import strategy
@@ -52,19 +51,3 @@ def constrained(
     }
     memory = {**state.memory, "multipliers": risen}
     return this_round.finish(replies, memory=memory, entries={"multipliers": multipliers})
-
-
-def mean_rewards(updates: Sequence[Update], objectives: Sequence[str]) -> dict[str, float]:
-    """Returns the mean reward of each objective over the clients that have one.
-
-    Raises:
-        ValueError: No client sent its rewards.
-    """
-    rows = [update.metrics["rewards"] for update in updates if "rewards" in update.metrics]
-    if not rows:
-        raise ValueError(
-            "strategy constrained needs the clients' mean rewards, but none of "
-            f"{len(updates)} clients sent them; let the sites' list of metrics contain rewards."
-        )
-    found = {name: [row[name] for row in rows if row.get(name) is not None] for name in objectives}
-    return {name: fmean(values) for name, values in found.items() if values}

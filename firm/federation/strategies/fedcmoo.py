@@ -24,7 +24,7 @@ from firm.federation.strategy_configs import FedCmooConfig
 from firm.solvers.fedcmoo import fedcmoo_weights
 from firm.solvers.projections import project_to_simplex
 from firm.solvers.regularised import firm_weights
-from firm.solvers.upgrad import upgrad_weights
+from firm.solvers.torchjd import torchjd_weights
 
 
 @strategy
@@ -95,7 +95,7 @@ def _find_weights(last: torch.Tensor, gram: torch.Tensor, cfg: FedCmooConfig) ->
     if cfg.solver == "exact":
         return firm_weights(gram, beta=cfg.beta, normalize=cfg.normalize_gram).tolist()
     if cfg.solver == "upgrad":
-        return upgrad_weights(gram).tolist()
+        return torchjd_weights(gram, "upgrad").tolist()
     if cfg.communication == "two_sample":  # not symmetric, which Algorithm 2 allows
         for _ in range(cfg.num_steps):
             last = project_to_simplex(last - cfg.step_size * gram @ last)

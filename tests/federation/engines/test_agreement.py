@@ -10,6 +10,7 @@ from firm.base.inside import LinkFound
 from firm.federation import LocalEngine
 from firm.federation.options.accounting import message_epsilon
 from firm.federation.options.privacy import PrivacyConfig
+from firm.federation.schedule import ScheduleConfig
 from firm.federation.schema import Invalid
 from firm.federation.serialization import pack, unpack
 from firm.federation.strategy_configs import FedCmooConfig, FirmConfig, FsmgdaConfig
@@ -82,6 +83,16 @@ def test_a_request_for_anything_else_is_refused(start, change, reason):
         change = {"options": {"privacy": {**own, **change["privacy"]}}}
     with pytest.raises(Refused, match=f"^{reason.split('{')[0]}"):
         _agreement(cfg).request("local_training", {**content, **change})
+
+
+def test_a_schedule_binds_the_server_in_every_round(start):
+    cfg = FirmConfig(schedule=ScheduleConfig(rounds=[1, 3], shares=[[1.0, 1.0], [1.0, 0.0]]))
+    for number, share in ((1, 0.5), (2, 0.75), (3, 1.0)):
+        content = {**_content(start, cfg.at_round(number, OBJECTIVES)), "round": number}
+        request = _agreement(cfg).request("local_training", content)
+        assert list(request.weighting_options["preference"]) == [share, 1 - share]
+        with pytest.raises(Refused, match=r"weighting_options.preference must be"):
+            _agreement(cfg).request("local_training", {**content, "round": number % 3 + 1})
 
 
 def test_a_server_may_lower_the_learning_rates_but_not_raise_them(start):

@@ -49,7 +49,7 @@ def test_the_suite_notices_a_site_that_obeys(monkeypatch):
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:ssl_context is deprecated")  # FLARE's session
 def test_no_promise_breaks_over_the_network():
-    """The messages of the tests above, an eighth of them; each takes a trip of half a second."""
-    outcomes = hostile.outcomes_of("nvflare", 42)
-    _check(outcomes["answer"], least=40)
-    _check(outcomes["request"], least=13)
+    """Few of the messages of the tests above; each takes a trip of half a second."""
+    outcomes = hostile.outcomes_of("nvflare", 12)
+    _check(outcomes["answer"], least=12)
+    _check(outcomes["request"], least=4)

@@ -1,5 +1,6 @@
 import logging
 import os
+import shutil
 import threading
 import time
 import weakref
@@ -13,7 +14,10 @@ import torch
 
 from firm.base.errors import ProcessLost, TeamLost
 from firm.federation import LocalEngine
+from firm.federation.client import LazyClients
 from firm.federation.serialization import pack
+from firm.run import UserError
+from firm.run.states import RunStates
 
 
 @pytest.fixture
@@ -355,6 +359,114 @@ def test_restored_clients_continue_as_if_never_stopped(new_client, request_of, s
     found, _ = resumed.map(request_of(3, accepted), ["a", "b"])
     assert same(_adapters(found), _adapters(expected))
     assert same(resumed.client_states({"a": 3, "b": 3}), engine.client_states({"a": 3, "b": 3}))
+
+
+@pytest.fixture
+def new_lazy(new_client, tmp_path):
+    """Builds an engine whose clients are built when they are needed; "b" fails in round 3."""
+    made = []
+
+    def build(name):
+        client = new_client(name)
+        made.append(name)
+        if name == "b":
+            load = client.load
+
+            def load_and_fail(adapter, round):
+                load(adapter, round)
+                client._fails_in = (client._num_loads,) if round == 3 else ()
+
+            client.load = load_and_fail
+        return client
+
+    def new_engine():
+        engine = LocalEngine(LazyClients(list("abcdefgh"), build), states=RunStates(tmp_path))
+        return engine, made
+
+    return new_engine
+
+
+def _checkpoint(folder, number, keep):
+    """Creates the folder of a checkpoint, and removes those before the last few."""
+    (folder / f"checkpoints/round_{number:04d}").mkdir(parents=True)
+    for path in sorted((folder / "checkpoints").iterdir())[:-keep]:
+        path.rmdir()
+
+
+def test_a_run_continues_from_each_checkpoint_with_the_states_of_its_clients(
+    new_lazy, request_of, tmp_path, same
+):
+    asked = {1: "ab", 2: "ac", 3: "bc", 4: "ab", 5: "bd", 6: "bd"}
+    engine, made = new_lazy()
+    accepted, saved, expected = {}, {}, {}
+    for number, names in asked.items():
+        replies, failures = engine.map(request_of(number, accepted), list(names))
+        assert [failure.client for failure in failures] == ["b"] * (number == 3)
+        expected[number] = _adapters(replies)
+        accepted = {**accepted, **{reply.client: number for reply in replies}}
+        saved[number] = dict(accepted), engine.client_states(accepted)
+        _checkpoint(tmp_path, number, keep=3)
+    assert made == list("abcbad")  # those of the round before are kept, all others are freed
+    assert engine._states._recent.keys() == {"b", "d"}
+    assert {name: saved["saved"] for name, saved in saved[3][1].items()} == {"a": 2, "b": 3, "c": 3}
+    rounds = {path.name: sorted(path.iterdir()) for path in (tmp_path / "clients").iterdir()}
+    assert [int(path.name[-4:]) for path in rounds["b"]] == [3, 4, 5, 6]
+    assert [int(path.name[-4:]) for path in rounds["d"]] == [5, 6]
+    for number in (5, 4):  # as if the later checkpoints were damaged
+        engine, _ = new_lazy()
+        accepted, states = saved[number]
+        engine.restore_client_states(states)
+        for later in range(number + 1, 7):
+            replies, _ = engine.map(request_of(later, accepted), list(asked[later]))
+            assert same(_adapters(replies), expected[later])
+            accepted = {**accepted, **{reply.client: later for reply in replies}}
+            assert engine.client_states(accepted) == saved[later][1]
+
+
+def test_a_killed_write_of_a_state_loses_nothing(new_lazy, request_of, tmp_path, same, monkeypatch):
+    engine, _ = new_lazy()
+    engine.map(request_of(1, {}), ["a"])
+    states = engine.client_states({"a": 1})
+    _checkpoint(tmp_path, 1, keep=3)
+    expected, _ = engine.map(request_of(2, {"a": 1}), ["a"])
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "fsync", lambda file: (_ for _ in ()).throw(KeyboardInterrupt()))
+        with pytest.raises(KeyboardInterrupt):
+            engine.client_states({"a": 2})
+    resumed, _ = new_lazy()
+    resumed.restore_client_states(states)
+    found, _ = resumed.map(request_of(2, {"a": 1}), ["a"])
+    assert same(_adapters(found), _adapters(expected))
+
+
+def test_a_lost_state_of_a_client_is_an_error_with_a_remedy(new_lazy, request_of, tmp_path):
+    engine, _ = new_lazy()
+    engine.map(request_of(1, {}), ["a"])
+    states = engine.client_states({"a": 1})
+    (path,) = tmp_path.glob("clients/a/round_0001/*.safetensors")
+    content = path.read_bytes()
+    path.write_bytes(content[:-1])
+    resumed, _ = new_lazy()
+    resumed.restore_client_states(states)
+    with pytest.raises(UserError, match=r"the state of a is damaged: .* Restore it from a backup"):
+        resumed.map(request_of(2, {"a": 1}), ["a"])
+    shutil.rmtree(path.parent)
+    with pytest.raises(UserError, match=r"the state of a is missing at .*clients/a/round_0001\."):
+        new_lazy()[0].restore_client_states(states)
+
+
+def test_states_inside_a_checkpoint_of_an_older_version_are_read(
+    new_client, new_lazy, request_of, same
+):
+    older = LocalEngine([new_client(name) for name in "abcdefgh"])
+    older.map(request_of(1, {}), ["a"])
+    engine, _ = new_lazy()
+    engine.restore_client_states(older.client_states({"a": 1}))
+    request = request_of(2, {"a": 1})
+    assert same(*(_adapters(each.map(request, ["a", "c"])[0]) for each in (engine, older)))
+    states = engine.client_states({"a": 2, "c": 2})
+    assert states["a"] == states["c"] == {"round": 2, "saved": 2}
+    assert states["h"] == {"round": 0, "saved": 2}
 
 
 def test_saved_states_do_not_change_when_the_clients_go_on(new_client, request_of, same):

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from firm.federation import Processes, Team
-from firm.federation.engines import processes as engine
+from firm.federation import processes as engine
 from firm.federation.serialization import pack
 
 MEMBER = """

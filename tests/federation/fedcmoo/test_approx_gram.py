@@ -5,8 +5,6 @@ from firm.federation.fedcmoo.approx_gram import (
     TwoWayReply,
     broadcast,
     inner_products,
-    mean_own_gram,
-    nrmse,
     one_way_gram,
     project_to_psd,
     two_sample_gram,
@@ -47,6 +45,10 @@ def _truth(jacobians):
     return gram_matrix(torch.stack(jacobians).double().mean(dim=0))
 
 
+def _error(truth, estimate):
+    return torch.linalg.matrix_norm(truth - estimate) / torch.linalg.matrix_norm(truth)
+
+
 def _two_way(compressor, jacobians, *, answer_by=None):
     messages = _compress(compressor, jacobians)
     answer = broadcast(messages, answer_by or compressor, generator=new_generator(7))
@@ -63,7 +65,7 @@ def test_one_way_by_hand():
 @pytest.mark.parametrize("compressor", [LOSSLESS, CountSketchCompressor(900)])
 def test_messages_without_loss_give_the_gram_matrix_of_the_mean(compressor):
     jacobians = _clients(4)
-    assert nrmse(_truth(jacobians), one_way_gram(_compress(compressor, jacobians))) < 1e-6
+    assert _error(_truth(jacobians), one_way_gram(_compress(compressor, jacobians))) < 1e-6
 
 
 @pytest.mark.parametrize("name", SKETCHES)
@@ -79,45 +81,14 @@ def test_sketches_do_not_go_two_ways(name):
 def test_estimates_are_symmetric_positive_semidefinite_and_blind_to_the_order(name):
     jacobians = _clients(5)
     messages = _compress(COMPRESSORS[name](), jacobians)
-    own_grams = [gram_matrix(jacobian) for jacobian in jacobians]
-    estimate = one_way_gram(messages, own_grams=own_grams)
-    reverse = one_way_gram(messages[::-1], own_grams=own_grams[::-1])
-    torch.testing.assert_close(reverse, estimate, rtol=1e-5, atol=1e-5)
-    estimates = [one_way_gram(messages), estimate]
+    estimates = [one_way_gram(messages)]
+    torch.testing.assert_close(one_way_gram(messages[::-1]), estimates[0], rtol=1e-5, atol=1e-5)
     if name not in SKETCHES:
         estimates.append(_two_way(COMPRESSORS[name](), jacobians))
     for gram in estimates:
         assert gram.dtype == torch.float64
         assert torch.equal(gram, gram.T)
         assert torch.linalg.eigvalsh(gram)[0] > -1e-12 * gram.diagonal().max()
-
-
-@pytest.mark.parametrize(
-    "compressor", [LowRankCompressor(), TopKCompressor(100), RandomMaskCompressor(200)]
-)
-def test_own_grams_leave_the_errors_between_clients_alone(compressor):
-    jacobians = _clients(3)
-    messages = _compress(compressor, jacobians)
-    estimate = one_way_gram(messages, own_grams=[gram_matrix(j) for j in jacobians])
-    sent = [message.reconstruct() for message in messages]
-    expected = sum(
-        inner_products(*((jacobians[i], jacobians[j]) if i == j else (sent[i], sent[j])))
-        for i in range(3)
-        for j in range(3)
-    )
-    torch.testing.assert_close(estimate, expected / 9, rtol=1e-5, atol=1e-4)
-
-
-def test_own_grams_take_the_bias_from_noise_that_is_unbiased():
-    jacobians = _clients(4, num_objectives=2, num_parameters=50)
-    compressor, truth = QuantizingCompressor(bits=2, bucket=4), _truth(jacobians)
-    own_grams = [gram_matrix(jacobian) for jacobian in jacobians]
-    draws = [_compress(compressor, jacobians, seed=s) for s in range(400)]
-    without = torch.stack([one_way_gram(messages) for messages in draws])
-    exact = torch.stack([one_way_gram(messages, own_grams=own_grams) for messages in draws])
-    error = exact.std(dim=0) / 400**0.5
-    assert ((exact.mean(dim=0) - truth).abs() < 4 * error).all()
-    assert ((without.mean(dim=0) - truth).diagonal() > 10 * error.diagonal()).all()
 
 
 @pytest.mark.parametrize(
@@ -164,23 +135,15 @@ def test_one_client_alone_is_exact_after_two_ways(compressor):
 def test_two_ways_are_better_than_one(compressor):
     jacobians = _clients(6)
     truth = _truth(jacobians)
-    one_way = nrmse(truth, one_way_gram(_compress(compressor, jacobians)))
-    assert nrmse(truth, _two_way(compressor, jacobians)) < 0.6 * one_way
+    one_way = _error(truth, one_way_gram(_compress(compressor, jacobians)))
+    assert _error(truth, _two_way(compressor, jacobians)) < 0.6 * one_way
 
 
 def test_identical_clients_without_loss_are_one_client():
     jacobian = draw_rows(3, 300)
     truth = gram_matrix(jacobian)
-    assert nrmse(truth, _two_way(LOSSLESS, [jacobian] * 5)) < 1e-6
-    assert nrmse(truth, one_way_gram(_compress(LOSSLESS, [jacobian] * 5))) < 1e-6
-    torch.testing.assert_close(mean_own_gram([gram_matrix(jacobian)] * 5), gram_matrix(jacobian))
-
-
-def test_the_mean_of_own_grams_bounds_the_truth_from_above():
-    jacobians = _clients(4)
-    bound = mean_own_gram([gram_matrix(jacobian) for jacobian in jacobians])
-    assert torch.linalg.eigvalsh(bound - _truth(jacobians))[0] > 0
-    torch.testing.assert_close(bound, sum(gram_matrix(j) for j in jacobians) / 4)
+    assert _error(truth, _two_way(LOSSLESS, [jacobian] * 5)) < 1e-6
+    assert _error(truth, one_way_gram(_compress(LOSSLESS, [jacobian] * 5))) < 1e-6
 
 
 def test_two_samples_by_hand():
@@ -190,7 +153,6 @@ def test_two_samples_by_hand():
     )
     # [[2, 0], [0, 4]] times the transpose of [[2, 2], [1, 1]]
     assert two_sample_gram(first, second).tolist() == [[4, 2], [8, 4]]
-    assert two_sample_gram(first, second, is_symmetrized=True).tolist() == [[4, 5], [5, 4]]
 
 
 @pytest.mark.parametrize(
@@ -223,13 +185,6 @@ def test_negative_eigenvalues_become_zero_by_hand():
     assert torch.equal(project_to_psd(gram), gram)
 
 
-def test_an_indefinite_one_way_estimate_is_projected():
-    messages = _compress(LOSSLESS, [torch.eye(2), torch.diag(torch.tensor([-1.0, 2.0]))])
-    own_grams = [torch.zeros(2, 2, dtype=torch.float64)] * 2
-    # Σ_{i≠j} H_i H_jᵀ is diag(-2, 4)
-    assert one_way_gram(messages, own_grams=own_grams).tolist() == [[0, 0], [0, 1]]
-
-
 def test_an_indefinite_two_way_estimate_is_projected():
     messages = _compress(TopKCompressor(4), [torch.eye(2)] * 2)
     own_gram = torch.zeros(2, 2, dtype=torch.float64)
@@ -240,18 +195,6 @@ def test_an_indefinite_two_way_estimate_is_projected():
     ]
     indefinite = torch.tensor([[-1.0, 3.0], [3.0, 2.0]]).double() / 4
     torch.testing.assert_close(two_way_gram(messages, replies), project_to_psd(indefinite))
-
-
-def test_the_error_by_hand():
-    truth, estimate = torch.diag(torch.tensor([4.0, 3.0])), torch.diag(torch.tensor([1.0, 7.0]))
-    assert nrmse(truth, estimate) == pytest.approx(1.0)  # √(9 + 16) over √(16 + 9)
-    assert nrmse(truth, estimate, norm="spectral") == pytest.approx(1.0)  # 4 over 4
-    assert nrmse(truth, truth) == 0
-    assert nrmse(truth, torch.zeros(2, 2), norm="spectral") == pytest.approx(1.0)
-    assert nrmse(truth, torch.eye(2), norm="frobenius") == pytest.approx(13**0.5 / 5)
-    assert nrmse(truth, torch.eye(2), norm="spectral") == pytest.approx(3 / 4)
-    skewed = torch.tensor([[0.0, -1.0], [-1.0, 2.0]])  # the difference has singular values √2, √2
-    assert nrmse(torch.eye(2), skewed, norm="spectral") == pytest.approx(2**0.5)
 
 
 def test_inner_products_are_float64_sums_over_all_chunks():
@@ -287,38 +230,9 @@ def test_messages_that_do_not_belong_together_are_refused():
         )
 
 
-def test_what_clients_send_beside_is_checked():
-    jacobians = _clients(2)
-    messages = _compress(LOSSLESS, jacobians)
-    grams = [gram_matrix(jacobian) for jacobian in jacobians]
-    with pytest.raises(ValueError, match="got 1 matrices and 2 messages for 2 clients"):
-        one_way_gram(messages, own_grams=grams[:1])
-    with pytest.raises(ValueError, match="got 2 matrices and 2 messages for 3 clients"):
-        one_way_gram(messages, own_grams=grams, num_clients=3)
-    with pytest.raises(ValueError, match="at least the number of messages, 2, got 1"):
-        one_way_gram(messages, num_clients=1)
-    with pytest.raises(ValueError, match=r"client 1 must be finite.*NaN"):
-        one_way_gram(messages, own_grams=[grams[0], grams[1] * float("nan")])
-    with pytest.raises(ValueError, match=r"client 0 must be finite of shape \[3, 3\].*\[2, 2\]"):
-        two_way_gram(messages, [TwoWayReply(grams[0][:2, :2], grams[0])] * 2)
-    with pytest.raises(ValueError, match=r"correction of client 0 must be finite"):
-        two_way_gram(messages, [TwoWayReply(grams[0], grams[0] * float("inf"))] * 2)
-    with pytest.raises(ValueError, match="got 1 replies for 2 messages"):
-        two_way_gram(messages, [TwoWayReply(grams[0], grams[0])])
+def test_shapes_and_numbers_of_messages_are_checked():
+    messages = _compress(LOSSLESS, _clients(2))
     with pytest.raises(ValueError, match=r"one shape, got \[2, 300\]"):
-        two_way_reply(jacobians[0][:2], messages[0], messages[0])
+        two_way_reply(_clients(1)[0][:2], messages[0], messages[0])
     with pytest.raises(ValueError, match="second is empty"):
         two_sample_gram(messages, [])
-    with pytest.raises(ValueError, match="own_grams is empty"):
-        mean_own_gram([])
-    with pytest.raises(ValueError, match=r"client 1 must be finite of shape \[3, 3\]"):
-        mean_own_gram([grams[0], grams[1][:2]])
-
-
-def test_errors_of_nothing_or_of_another_shape_are_refused():
-    with pytest.raises(ValueError, match="truth must not be zero"):
-        nrmse(torch.zeros(2, 2), torch.eye(2))
-    with pytest.raises(ValueError, match=r"got \[2, 2\] and \[3, 3\]"):
-        nrmse(torch.eye(2), torch.eye(3))
-    with pytest.raises(ValueError, match="'frobenius' or 'spectral', got 'nuclear'"):
-        nrmse(torch.eye(2), torch.eye(2), norm="nuclear")

@@ -15,3 +15,13 @@ def two_clients(new_plain_client):
         ]
 
     return build
+
+
+@pytest.fixture
+def rewarded(new_plain_client):
+    """Builds a client that sends rewards, by default of all: ``rewarded(name, targets)``."""
+
+    def build(name: str, targets: list[list[float]], *, known=("left", "right"), **options):
+        return new_plain_client(name, targets, rewarded=known, **options)
+
+    return build

@@ -10,24 +10,6 @@ from firm.federation.strategies.fedavg import fedavg
 from firm.federation.strategy_configs import ConstrainedConfig, FedAvgConfig
 
 
-@pytest.fixture
-def rewarded(new_plain_client):
-    """Builds a client whose reward of objective j is 1 - loss j: ``rewarded(name, targets)``."""
-
-    def build(name: str, targets: list[list[float]], *, known=("left", "right"), **options):
-        client = new_plain_client(name, targets, **options)
-
-        def metrics():
-            means = 1 - torch.tensor(client._losses).mean(0)
-            rewards = zip(client.objectives, means.tolist(), strict=True)
-            return {"rewards": {k: r if k in known else None for k, r in rewards}}
-
-        client.metrics = metrics
-        return client
-
-    return build
-
-
 def test_a_multiplier_rises_by_what_a_reward_lacks_and_moves_the_weights(
     rewarded, origin, run_rounds, point
 ):

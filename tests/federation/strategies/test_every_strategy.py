@@ -9,11 +9,13 @@ import pytest
 import torch
 
 from firm.federation import LocalEngine, RoundFailed, ServerState
+from firm.federation.client import LazyClients
 from firm.federation.serialization import pack, unpack
 from firm.federation.strategies import STRATEGIES
 from firm.federation.strategy_configs import (
     AflConfig,
     ConstrainedConfig,
+    FamoConfig,
     FedAvgConfig,
     FedCmooConfig,
     FedCmooPrefConfig,
@@ -21,7 +23,9 @@ from firm.federation.strategy_configs import (
     FirmConfig,
     FsmgdaConfig,
     QFedAvgConfig,
+    TchebycheffConfig,
 )
+from firm.run.states import RunStates
 
 TARGETS = {"left": [1.0, 0.0, 2.0], "right": [0.0, 3.0, 1.0], "far": [-4.0, 5.0, 3.0]}
 SAMPLED = {"clients_per_round": 2}
@@ -30,6 +34,8 @@ CASES = {
     "firm": FirmConfig(**SAMPLED, num_local_steps=2),
     "fedavg": FedAvgConfig(**SAMPLED, num_local_steps=2),
     "constrained": ConstrainedConfig(**SAMPLED, num_local_steps=2),  # see test_constrained.py
+    "tchebycheff": TchebycheffConfig(**SAMPLED, num_local_steps=2),  # see test_by_reward.py
+    "famo": FamoConfig(**SAMPLED, num_local_steps=2),
     "qfedavg": QFedAvgConfig(**SAMPLED),
     "afl": AflConfig(**SAMPLED, weights_learning_rate=0.01),
     "afl, averaged": AflConfig(**SAMPLED, weights_learning_rate=0.01, average_iterates=True),
@@ -55,6 +61,7 @@ CASES = {
 
 def _clients(new_client, names="abcd", **options):
     generator = torch.Generator().manual_seed(2)
+    options = {"rewarded": ("left", "right"), **options}
     return [new_client(name, torch.randn(2, 3, generator=generator), **options) for name in names]
 
 
@@ -65,15 +72,26 @@ def test_every_strategy_is_found_by_its_configurations_name_and_is_among_the_cas
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_a_resumed_run_equals_an_uninterrupted_one(new_client, start, run_rounds, same, case):
+def test_a_resumed_run_equals_an_uninterrupted_one(
+    new_client, start, run_rounds, same, case, tmp_path
+):
     cfg, names = CASES[case], list("abcd")
+
+    def new_engine():  # whose clients are built for each round, with their states on the disk
+        def build(name):
+            return _clients(new_client)[names.index(name)]
+
+        return LocalEngine(LazyClients(names, build), states=RunStates(tmp_path))
+
     strategy = STRATEGIES[cfg.name]
     whole, _ = run_rounds(strategy, _clients(new_client), start, cfg, num_rounds=4)
-    engine, state = LocalEngine(_clients(new_client)), start
+    engine, state = new_engine(), start
     for _ in range(2):
         state, _ = strategy(state, names, engine, cfg)
-    saved, clients = unpack(pack(state.to_state())), engine.client_states(state.accepted)
-    engine, state = LocalEngine(_clients(new_client)), ServerState.from_state(saved)
+        saved = pack([state.to_state(), engine.client_states(state.accepted)])
+    server, clients = unpack(saved)
+    assert clients.keys() == state.accepted.keys()
+    engine, state = new_engine(), ServerState.from_state(server)
     engine.restore_client_states(clients)
     for _ in range(2):
         state, _ = strategy(state, names, engine, cfg)
@@ -126,6 +144,7 @@ def test_the_order_of_the_objectives_does_not_matter(
     def model(objectives):
         targets = torch.tensor([TARGETS[objective] for objective in objectives])
         options = {"objectives": objectives, "noise": 0.1, "uneven_draws": True}
+        options["rewarded"] = objectives
         clients = [
             new_client("a", targets, **options),
             new_client("b", targets - 1.0, served=(objectives.index("far"),), **options),

@@ -41,14 +41,8 @@ def krum_scores(squares: torch.Tensor, num_attackers: int) -> torch.Tensor:
     Returns:
         float64 [N], non-negative.
     """
-    count = len(squares)
-    if num_attackers < 0 or count < 2 * num_attackers + 3:
-        raise ValueError(
-            f"Krum needs 2f + 3 updates for f = {num_attackers} attackers, f not negative, got "
-            f"{count}."
-        )
     others = squares.double().clone().fill_diagonal_(inf)
-    return others.sort(dim=1).values[:, : count - num_attackers - 2].sum(dim=1)
+    return others.sort(dim=1).values[:, : len(squares) - num_attackers - 2].sum(dim=1)
 
 
 def krum(squares: torch.Tensor, num_attackers: int, *, num_chosen: int = 1) -> list[int]:
@@ -59,8 +53,6 @@ def krum(squares: torch.Tensor, num_attackers: int, *, num_chosen: int = 1) -> l
     uses N - f, the number of honest updates. Ties are broken in favour of the first update.
     """
     scores = krum_scores(squares, num_attackers)
-    if not 1 <= num_chosen <= len(scores):
-        raise ValueError(f"num_chosen must be from 1 to {len(scores)}, got {num_chosen}.")
     return sorted(scores.argsort(stable=True)[:num_chosen].tolist())
 
 

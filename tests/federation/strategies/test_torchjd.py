@@ -1,4 +1,4 @@
-"""UPGrad's weights, and rounds of FedCMOO with them."""
+"""Rounds of FIRM and FedCMOO with other papers' weights."""
 
 import re
 import sys
@@ -8,10 +8,13 @@ import pytest
 import torch
 
 from firm.base.extras import install_command
+from firm.federation import LocalEngine
+from firm.federation.serialization import pack, unpack
 from firm.federation.strategies.fedavg import fedavg
 from firm.federation.strategies.fedcmoo import fedcmoo
-from firm.federation.strategy_configs import FedAvgConfig, FedCmooConfig
-from firm.solvers.upgrad import upgrad_weights
+from firm.federation.strategies.firm import firm_round
+from firm.federation.strategy_configs import FedAvgConfig, FedCmooConfig, FirmConfig
+from firm.solvers import raco_weights, torchjd_weights
 
 
 @pytest.fixture
@@ -20,41 +23,6 @@ def upgrad():
     pytest.importorskip("torchjd", reason="UPGrad needs TorchJD")
     pytest.importorskip("qpsolvers", reason="TorchJD's projector needs qpsolvers")
     return FedCmooConfig(compressor="none", communication="one_way", solver="upgrad")
-
-
-def test_weights_of_two_conflicting_gradients_by_hand(upgrad):
-    gram = torch.tensor([[1.0, -2.0], [-2.0, 8.0]])
-    # the least vᵀGv over v ≥ (1/2, 0) is at (1/2, 1/8), over v ≥ (0, 1/2) at (1, 1/2)
-    weights = upgrad_weights(gram)
-    torch.testing.assert_close(weights, torch.tensor([1.5, 0.625]).double(), rtol=2e-3, atol=0.0)
-
-
-def test_weights_are_torchjds_at_every_scale(upgrad):
-    from torchjd.aggregation import UPGradWeighting
-
-    generator = torch.Generator().manual_seed(0)
-    jacobian = torch.randn(4, 6, generator=generator, dtype=torch.float64)
-    gram = jacobian @ jacobian.T
-    assert gram.min() < 0
-    expected = UPGradWeighting()(gram)
-    for scale in (1e-20, 1.0, 1e20):
-        torch.testing.assert_close(upgrad_weights(scale * gram), expected)
-
-
-@pytest.mark.parametrize("num_objectives", [2, 3, 8])
-def test_the_direction_conflicts_with_no_objective(upgrad, num_objectives):
-    generator = torch.Generator().manual_seed(num_objectives)
-    for _ in range(20):
-        jacobian = torch.randn(num_objectives, 5, generator=generator, dtype=torch.float64)
-        gram = jacobian @ jacobian.T
-        weights = upgrad_weights(gram)
-        assert (weights >= 1 / num_objectives - 1e-9).all()
-        assert (gram @ weights >= -1e-4 * gram.trace() * weights - 1e-9).all()
-
-
-def test_without_conflict_and_without_gradients_weights_are_uniform(upgrad):
-    for gram in (torch.diag(torch.tensor([9.0, 1.0, 0.0])), torch.ones(3, 3), torch.zeros(3, 3)):
-        torch.testing.assert_close(upgrad_weights(gram), torch.full((3,), 1 / 3).double())
 
 
 def test_a_round_takes_the_direction_of_the_mean_jacobian(
@@ -68,7 +36,7 @@ def test_a_round_takes_the_direction_of_the_mean_jacobian(
     state, rows = run_rounds(fedcmoo, clients, origin, cfg)
     mean = -targets.mean(dim=0).double()  # [M, 3], the gradients at zero
     weights = torch.tensor(list(rows[0]["round"]["weights"].values()), dtype=torch.float64)
-    torch.testing.assert_close(weights, upgrad_weights(mean @ mean.T))
+    torch.testing.assert_close(weights, torchjd_weights(mean @ mean.T, "upgrad"))
     assert weights.sum() > 1.1
     torch.testing.assert_close(point(state).double(), -0.8 * 0.5 * weights @ mean)
     assert (mean @ point(state).double() < 0).all()  # both losses fall
@@ -113,8 +81,45 @@ def test_compressed_jacobians_give_nearly_the_same_weights(
     assert weights(compressed) == pytest.approx(weights(upgrad), rel=1e-3)
 
 
+def test_a_run_with_a_stateful_method_resumes_bitwise(upgrad, new_plain_client, origin, point):
+    """Rounds with a stateful method, in one run and in two."""
+    cfg = FirmConfig(solver="torchjd/gradvac", num_local_steps=3)
+    targets = [[4.0, 1.0, 0.0], [-1.0, 1.0, 0.5]]
+
+    def engine():
+        return LocalEngine([new_plain_client(name, targets) for name in "ab"])
+
+    def rounds(state, engine, count):
+        for _ in range(count):
+            state, rows = firm_round(state, ["a", "b"], engine, cfg)
+        return state, rows
+
+    whole, rows = rounds(origin, engine(), 3)
+    for row in rows["clients"]:  # shares, though GradVac's sum to 2 or more
+        assert [sum(shares) for shares in row["weights"]] == pytest.approx([1.0] * 3)
+    first = engine()
+    state, _ = rounds(origin, first, 2)
+    states = unpack(pack(first.client_states(state.accepted)))
+    assert "solver" in states["a"]["state"]["carried"]
+    second = engine()
+    second.restore_client_states(states)
+    resumed, _ = rounds(state, second, 1)
+    assert torch.equal(point(resumed), point(whole))
+
+
+def test_a_round_takes_racos_direction(new_plain_client, origin):
+    targets = [[4.0, 1.0, 0.0], [-1.0, 1.0, 0.0]]
+    cfg = FirmConfig(solver="raco", preference=(0.7, 0.3), solver_options={"c": 0.3})
+    engine = LocalEngine([new_plain_client("a", targets)])
+    state, _ = firm_round(origin, ["a"], engine, cfg)
+    jacobian = -torch.tensor(targets).double()
+    weights = raco_weights(jacobian @ jacobian.T, preference=[0.7, 0.3], c=0.3)
+    step = torch.cat([part.reshape(-1) for part in state.adapter.values()]).double()
+    assert torch.cosine_similarity(step, -weights @ jacobian, dim=0) == pytest.approx(1.0)
+
+
 def test_what_is_missing_is_named_before_anything_runs(monkeypatch):
-    monkeypatch.setitem(sys.modules, "torchjd.aggregation", None)
+    monkeypatch.setitem(sys.modules, "torchjd", None)
     with pytest.raises(ValueError, match=re.escape(install_command("torchjd"))):
         FedCmooConfig(solver="upgrad")
 
