@@ -25,7 +25,6 @@ if TYPE_CHECKING:
     from reward_models.golden import check_golden_scores
     from reward_models.language import reading_ease, sentiment, vocabulary
     from reward_models.registry import (
-        ENTRY_POINT_GROUP,
         REWARD_MODELS,
         load_reward_model,
         load_reward_models,
@@ -35,7 +34,6 @@ if TYPE_CHECKING:
     from reward_models.sequence_classifier import SequenceClassifierReward, load_sequence_classifier
 
 __all__ = [
-    "ENTRY_POINT_GROUP",
     "REWARD_MODELS",
     "GoldenScore",
     "RewardModelConfig",

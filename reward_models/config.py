@@ -3,6 +3,7 @@
 from dataclasses import field, fields
 from typing import Annotated, Any, Literal
 
+from firm.base.comparisons import Comparison
 from firm.base.fields import (
     NOT_IN_PAPER,
     FiniteFloat,
@@ -81,12 +82,26 @@ class RewardModelConfig:
     registered class."""
     golden: list[GoldenScore] = field(default_factory=list)
     """Examples with known scores, checked when the reward model is loaded."""
+    only_if: Annotated[str, NOT_IN_PAPER] = ""
+    """Condition on the raw score of another reward, such as "correct >= 0.5": where it does not
+    hold, a reply has no score in training, or the score `otherwise`. Calibration, evaluations and
+    conditions of other rewards read the score of every reply."""
+    otherwise: Annotated[FiniteFloat | None, NOT_IN_PAPER] = None
+    """Raw score in training where `only_if` does not hold; null: none, so that the reply is neither
+    better nor worse for this objective."""
     normalization: Annotated[Literal["sigmoid", "minmax", "none"], NOT_IN_PAPER] = "sigmoid"
     """Calibration of raw scores to rewards in [0, 1], fitted to replies of the base model.
     "sigmoid": sigmoid of the standardised score; "minmax": linear between the 5 % and 95 %
     quantiles; "none": the raw score."""
 
     def __post_init__(self) -> None:
+        if self.only_if:
+            Comparison.parse(self.only_if, "only_if")
+        elif self.otherwise is not None:
+            raise ValueError(
+                f"otherwise is the score where only_if does not hold, got {self.otherwise:g} "
+                "without it: set only_if, or remove it."
+            )
         is_classifier = self.name == "sequence_classifier"
         if is_classifier and not self.path:
             raise ValueError(

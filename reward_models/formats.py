@@ -41,7 +41,11 @@ def present(
         return (completion,)
     prompt = prompt_of(prompt)
     if format == "hh_pair":
-        return _hh_question(as_hh(prompt)), completion.lstrip(" ")
+        # a space before the last tag, as the Ray2333 model cards spell it
+        asked = as_hh(prompt)
+        question = asked.removesuffix(ASSISTANT)
+        asked = asked if question == asked else f"{question.rstrip(' ')} {ASSISTANT}"
+        return asked, completion.lstrip(" ")
     if format == "plain":
         return (_join(as_hh(prompt), completion),)
     if format == "question_answer":
@@ -75,12 +79,6 @@ def check_format(format: CallFormat, tokenizer: "PreTrainedTokenizerBase") -> No
             "the format 'question_answer' needs a tokenizer that separates a pair of texts, and "
             "the classifier's glues them together: choose the format that the model card shows."
         )
-
-
-def _hh_question(prompt: str) -> str:
-    """Returns a dialogue as the Ray2333 model cards spell it: a space before the last tag."""
-    question = prompt.removesuffix(ASSISTANT)
-    return prompt if question == prompt else question.rstrip(" ") + " " + ASSISTANT
 
 
 def _join(prompt: str, completion: str) -> str:

@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from firm.base.cache import cache_folder
+from firm.base.servers import JsonServer
 from reward_models.registry import reward_model
-from reward_models.requests import Requests
 from reward_models.scripted import Given, as_texts
 
 SYSTEM = (
@@ -41,7 +41,7 @@ class Judge:
         max_tokens: Longest answer in tokens.
         timeout_s: Longest wait for an answer, in seconds.
         num_retries: Further tries of a request that is not answered with a score.
-        num_requests: Requests at a time.
+        num_requests: JsonServer at a time.
 
     Raises:
         ValueError: An argument is out of range.
@@ -65,7 +65,7 @@ class Judge:
             raise ValueError(f"low must be less than high, got {low} and {high}.")
         if not rubric.strip():
             raise ValueError("rubric must say what makes a reply good, got an empty text.")
-        self._server = Requests(
+        self._server = JsonServer(
             url, timeout_s=timeout_s, num_retries=num_retries, num_requests=num_requests
         )
         self._num_tries, self._low, self._high = num_retries + 1, low, high

@@ -1,6 +1,5 @@
 """The registry of reward models by name, and their selection by a config."""
 
-import difflib
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -11,10 +10,10 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, TypeVar
 
+from firm.base.comparisons import Comparison
 from firm.base.extras import install_command
-from firm.base.registry import Registry
-from firm.base.user_code import ENDS, describe_error, user_code
-from firm.run.plugins import import_file
+from firm.base.registry import Registry, did_you_mean
+from firm.base.user_code import ENDS, describe_error, import_file, user_code
 from reward_models.config import RewardModelConfig
 from reward_models.golden import check_golden_scores
 
@@ -43,6 +42,7 @@ def _sequence_classifier(config: RewardModelConfig, objective: str) -> Any:
         SequenceClassifierReward,
         adapter_name,
         load_sequence_classifier,
+        settings_of,
     )
 
     assert not isinstance(config.output, str)  # RewardModelConfig has refused it
@@ -52,13 +52,8 @@ def _sequence_classifier(config: RewardModelConfig, objective: str) -> Any:
     return SequenceClassifierReward(
         model,
         tokenizer,
-        name=objective,
-        format=config.format,
-        output=config.output,
-        append_eos=config.append_eos,
-        max_length=config.max_length,
-        batch_size=config.batch_size,
         adapter=adapter_name(config.path),
+        **settings_of(config, objective),
     )
 
 
@@ -264,16 +259,16 @@ def _check_options(name: str, signature: inspect.Signature, options: dict[str, A
     ]
     for option in options:
         if option not in known:
-            near = difflib.get_close_matches(option, known, n=1)
-            hint = f"did you mean {near[0]!r}?" if near else f"it has {', '.join(known) or 'none'}."
+            hint = did_you_mean(option, known).removeprefix("; ")
+            hint = f"it has {', '.join(known) or 'none'}." if hint == "." else hint
             raise ValueError(f"the reward function {name!r} has no option {option!r}: {hint}")
 
 
 def load_reward_models(configs: Mapping[str, RewardModelConfig]) -> dict[str, Any]:
     """Returns the reward models of several objectives, by the same keys.
 
-    Reward models that differ only in `output`, `golden` and `normalization` share one function, or
-    the weights of one classifier.
+    Reward models that differ only in `output`, conditions, `golden` and `normalization` share one
+    function, or the weights of one classifier.
 
     Raises:
         ValueError: As `load_reward_model`.
@@ -296,7 +291,9 @@ def owners(configs: Mapping[str, RewardModelConfig]) -> dict[str, str]:
 def _source(config: RewardModelConfig) -> RewardModelConfig:
     """Returns the settings that determine a function, or a classifier and its inputs."""
     needs_label = config.name == "sequence_classifier" and config.output is not None
-    return replace(config, output=0 if needs_label else None, golden=[], normalization="sigmoid")
+    output = 0 if needs_label else None
+    defaults: dict[str, Any] = {"golden": [], "normalization": "sigmoid"}
+    return replace(config, output=output, only_if="", otherwise=None, **defaults)
 
 
 def load_reward_model(config: RewardModelConfig, objective: str, *, like: Any = None) -> Any:
@@ -323,7 +320,34 @@ def load_reward_model(config: RewardModelConfig, objective: str, *, like: Any = 
         check_golden_scores(reward, config.golden)
     except ValueError as error:
         raise ValueError(f"reward model of {objective!r}: {error}") from error
-    return reward
+    return with_condition(reward, config)
+
+
+class Conditional:
+    """A reward model whose score counts in training only where that of another passes.
+
+    The trainer, which has all scores, applies `condition` and `otherwise`; other attributes are the
+    reward model's.
+    """
+
+    def __init__(self, reward: Any, config: RewardModelConfig) -> None:
+        self.reward = reward
+        self.condition = Comparison.parse(config.only_if, "only_if")
+        self.otherwise = config.otherwise
+
+    def __call__(self, *arguments: Any, **options: Any) -> Any:
+        """Returns the unconditional scores."""
+        return self.reward(*arguments, **options)
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "reward":  # not set yet, in a copy
+            raise AttributeError(name)
+        return getattr(self.reward, name)
+
+
+def with_condition(reward: Any, config: RewardModelConfig) -> Any:
+    """Returns a reward model with the condition in its settings, if there is one."""
+    return Conditional(reward, config) if config.only_if else reward
 
 
 def _import_file(file: str) -> None:
@@ -331,16 +355,8 @@ def _import_file(file: str) -> None:
     path = Path(file).expanduser().resolve()
     if not path.is_file() or path.suffix != ".py":
         raise ValueError(f"no Python file of reward functions at {file}: correct `file`.")
-    try:
-        with _all_or_no_names():
-            import_file(path)
-    except ENDS:
-        raise
-    except BaseException as error:  # whatever another's module raises
-        raise ValueError(
-            f"the file of reward functions {file} cannot be imported ({describe_error(error)}): "
-            "repair it."
-        ) from error
+    with _importing(f"the file of reward functions {file}", "repair it"):
+        import_file(path)
 
 
 def check_name(name: str) -> None:
@@ -351,8 +367,8 @@ def check_name(name: str) -> None:
     offers = entry_points(group=ENTRY_POINT_GROUP)
     if name not in REWARD_MODELS and name not in offers.names:
         known = sorted({*REWARD_MODELS, *offers.names})
-        near = difflib.get_close_matches(name, known, n=1)
-        hint = f"did you mean {near[0]!r}?" if near else f"known: {', '.join(known)};"
+        hint = did_you_mean(name, known).removeprefix("; ")
+        hint = f"known: {', '.join(known)};" if hint == "." else hint
         raise ValueError(
             f"there is no reward model {name!r}: {hint} "
             "a function of your own needs `file` and the decorator."
@@ -370,29 +386,28 @@ def _import_installed(name: str) -> None:
             "uninstall all but one."
         )
     (offer,) = offers.select(name=name)
-    try:
-        with _all_or_no_names():
-            function = offer.load()
-            if name not in REWARD_MODELS:
-                if not callable(function):
-                    raise TypeError(f"{offer.value} is no function, and registers none of the name")
-                reward_model(name)(function)
-    except ENDS:
-        raise
-    except BaseException as error:  # whatever another's module raises
-        raise ValueError(
-            f"the reward model {name!r} of the installed package {packages[0]} cannot be imported "
-            f"({describe_error(error)}): repair or update the package."
-        ) from error
+    what = f"the reward model {name!r} of the installed package {packages[0]}"
+    with _importing(what, "repair or update the package"):
+        function = offer.load()
+        if name not in REWARD_MODELS:
+            if not callable(function):
+                raise TypeError(f"{offer.value} is no function, and registers none of the name")
+            reward_model(name)(function)
 
 
 @contextmanager
-def _all_or_no_names() -> Iterator[None]:
-    """Undoes the registrations of a failing import; otherwise a retry would find the name taken."""
+def _importing(what: str, remedy: str) -> Iterator[None]:
+    """Raises ``ValueError`` if an import fails, and undoes its registrations.
+
+    Otherwise a retry would find the name taken.
+    """
     before = dict(REWARD_MODELS)
     try:
         yield
-    except BaseException:  # whatever another's module raises, which is raised again
+    except BaseException as error:  # whatever another's module raises
         REWARD_MODELS.clear()
         REWARD_MODELS.update(before)
-        raise
+        if isinstance(error, ENDS):
+            raise
+        reason = describe_error(error)
+        raise ValueError(f"{what} cannot be imported ({reason}): {remedy}.") from error

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from hashlib import sha256
 from math import prod
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, Self, cast
 from weakref import WeakValueDictionary
 
 import torch
@@ -28,10 +28,15 @@ from transformers import (
 )
 from transformers.utils import logging
 
-from firm.alignment.policy import CHECKPOINT_ERRORS, check_vocabulary, without_needless_warnings
+from firm.alignment.policy import (
+    CHECKPOINT_ERRORS,
+    check_vocabulary,
+    checkpoint_errors,
+    without_needless_warnings,
+)
 from firm.base.devices import named_device
 from firm.base.sanitize import first_line
-from reward_models.config import CallFormat
+from reward_models.config import CallFormat, RewardModelConfig
 from reward_models.formats import check_format, present
 
 UNKNOWN_LENGTH = 10**9
@@ -75,7 +80,7 @@ class SequenceClassifierReward:
     ) -> None:
         self.whole_model, self.adapter = model, adapter
         """The model as given, with all of its adapters."""
-        self._settings = {
+        self._settings: dict[str, Any] = {
             "name": name,
             "format": format,
             "output": output,
@@ -200,15 +205,20 @@ class SequenceClassifierReward:
         """Returns the same model as the reward of another objective, with another label."""
         return self.replace(name=name, output=output)
 
-    def replace(self, **settings: Any) -> "SequenceClassifierReward":
+    def replace(self, **settings: Any) -> Self:
         """Returns the same model with other settings.
 
         Raises:
             ValueError: The model or its tokenizer does not support them.
         """
-        return SequenceClassifierReward(
-            self.whole_model, self.tokenizer, **{**self._settings, **settings}
-        )
+        settings = {**self._settings, **settings}
+        return type(self)(self.whole_model, self.tokenizer, **settings)
+
+
+def settings_of(config: RewardModelConfig, objective: str) -> dict[str, Any]:
+    """Returns the settings of the reward of an objective."""
+    names = ("format", "output", "append_eos", "max_length", "batch_size")
+    return {"name": objective, **{name: getattr(config, name) for name in names}}
 
 
 def _column_of(output: int | None, num_labels: int | None) -> int:
@@ -273,29 +283,19 @@ def load_sequence_classifier(
     location = str(Path(path).expanduser()) if is_folder else str(path)
     if is_folder and (Path(location) / ADAPTER_NAME).is_file():
         return _load_adapter(location, dtype, place), AutoTokenizer.from_pretrained(location)
-    try:
-        with quiet_transformers():
-            config = AutoConfig.from_pretrained(location)
-            if output is None:
-                config.num_labels = 1
-            tokenizer = AutoTokenizer.from_pretrained(location)
-            model, report = AutoModelForSequenceClassification.from_pretrained(
-                location,
-                config=config,
-                dtype=getattr(torch, dtype),
-                use_safetensors=True,  # a pickle runs code when it is read
-                ignore_mismatched_sizes=True,
-                output_loading_info=True,
-            )
-    except CHECKPOINT_ERRORS as error:
-        reason = first_line(error)
-        raise ValueError(
-            f"no sequence classifier could be loaded from the folder {path} ({reason}): "
-            "give the folder of a whole checkpoint, tokenizer included."
-            if is_folder
-            else f"there is no folder {path}, and no such model could be loaded from the Hugging "
-            f"Face hub ({reason}): give the path of a local checkpoint, or download it first."
-        ) from error
+    with checkpoint_errors("sequence classifier", str(path), key=""), quiet_transformers():
+        config = AutoConfig.from_pretrained(location)
+        if output is None:
+            config.num_labels = 1
+        tokenizer = AutoTokenizer.from_pretrained(location)
+        model, report = AutoModelForSequenceClassification.from_pretrained(
+            location,
+            config=config,
+            dtype=getattr(torch, dtype),
+            use_safetensors=True,  # a pickle runs code when it is read
+            ignore_mismatched_sizes=True,
+            output_loading_info=True,
+        )
     if report["mismatched_keys"]:
         name, shape, expected = sorted(report["mismatched_keys"])[0]
         what = f"{name} has shape {list(shape)}, its config wants {list(expected)}"

@@ -14,13 +14,14 @@ from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTok
 
 from firm.alignment.policy import CHECKPOINT_ERRORS
 from firm.base.sanitize import first_line
+from firm.base.servers import JsonServer
 from reward_models.config import RewardModelConfig
-from reward_models.requests import Requests
 from reward_models.sequence_classifier import (
     Features,
     SequenceClassifierReward,
     adapter_base,
     quiet_transformers,
+    settings_of,
 )
 
 
@@ -38,9 +39,9 @@ class ServedClassifierReward(SequenceClassifierReward):
             segments, which servers do not take.
     """
 
-    def __init__(self, model: Any, tokenizer: Any, *, server: Requests, **settings: Any) -> None:
+    def __init__(self, model: Any, tokenizer: Any, *, server: JsonServer, **settings: Any) -> None:
         super().__init__(model, tokenizer, **settings)
-        self._server = server
+        self._settings["server"] = self._server = server
         if "token_type_ids" in self._inputs and self.format in ("hh_pair", "question_answer"):
             raise ValueError(
                 f"the classifier reads the format {self.format!r} in segments, which servers do "
@@ -86,15 +87,6 @@ class ServedClassifierReward(SequenceClassifierReward):
             )
         return torch.tensor([row[self._column] for row in logits], dtype=torch.float32)
 
-    def replace(self, **settings: Any) -> "ServedClassifierReward":
-        """Returns the same classifier with other settings; see the base class."""
-        return ServedClassifierReward(
-            self.whole_model,
-            self.tokenizer,
-            server=self._server,
-            **{**self._settings, **settings},
-        )
-
 
 def load_served_classifier(config: RewardModelConfig, objective: str) -> ServedClassifierReward:
     """Returns the classifier of a configuration with a `url`; reads no weights.
@@ -123,11 +115,6 @@ def load_served_classifier(config: RewardModelConfig, objective: str) -> ServedC
     return ServedClassifierReward(
         model,
         tokenizer,
-        server=Requests(config.url),
-        name=objective,
-        format=config.format,
-        output=config.output,  # type: ignore[arg-type]  # RewardModelConfig has refused names
-        append_eos=config.append_eos,
-        max_length=config.max_length,
-        batch_size=config.batch_size,
+        server=JsonServer(config.url),
+        **settings_of(config, objective),
     )

@@ -12,7 +12,6 @@ from firm.base.lazy import lazy
 
 if TYPE_CHECKING:
     from firm.alignment.adapter_files import (
-        check_settings,
         fill_adapter_,
         load_adapters,
         refold_adapter_,
@@ -30,43 +29,31 @@ if TYPE_CHECKING:
         Evaluation,
         MetricComparison,
         Replies,
-        comparison_table,
         evaluate,
         sample_replies,
     )
     from firm.alignment.kl_alarms import kl_alarm, mismatch_alarm, ratio_alarm
     from firm.alignment.policy import (
-        borrowed,
-        check_context,
-        check_vocabulary,
         copy_adapter,
-        is_stored_at,
         load_adapter_,
         load_base_model,
         load_policy,
         load_tokenizer,
-        read_tokenizer,
         take_device,
     )
     from firm.alignment.policy_config import PolicyConfig
     from firm.alignment.prompt_data import (
         PromptsConfig,
         load_prompts,
-        loose_text,
-        overlap_notes,
         read_prompts,
     )
     from firm.alignment.prompts import (
         ChatMessage,
         Prompt,
         PromptFormat,
-        as_prompt,
-        check_prompts,
         prompt_of,
-        reader_of,
     )
-    from firm.alignment.rewards import Judges, RewardFn, calibrate, check_same, score
-    from firm.alignment.rollout import logprobs_from
+    from firm.alignment.rewards import Judges, RewardFn, calibrate, score
     from firm.alignment.rollout_config import RolloutConfig
     from firm.alignment.self_check import check_passes, check_rows
     from firm.alignment.trainer import MultiObjectiveTrainer
@@ -90,23 +77,14 @@ __all__ = [
     "Replies",
     "RewardFn",
     "RolloutConfig",
-    "as_prompt",
-    "borrowed",
     "build_trainer",
     "calibrate",
-    "check_context",
     "check_passes",
-    "check_prompts",
     "check_rows",
-    "check_same",
-    "check_settings",
-    "check_vocabulary",
-    "comparison_table",
     "copy_adapter",
     "default_target_modules",
     "evaluate",
     "fill_adapter_",
-    "is_stored_at",
     "kl_alarm",
     "load_adapter_",
     "load_adapters",
@@ -114,15 +92,10 @@ __all__ = [
     "load_policy",
     "load_prompts",
     "load_tokenizer",
-    "logprobs_from",
-    "loose_text",
     "mismatch_alarm",
-    "overlap_notes",
     "prompt_of",
     "ratio_alarm",
     "read_prompts",
-    "read_tokenizer",
-    "reader_of",
     "refold_adapter_",
     "sample_replies",
     "save_adapter",

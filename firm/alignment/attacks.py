@@ -39,12 +39,12 @@ def attacked_judges(judges: Judges, attack: AttackConfig | None) -> Judges:
     if attack is None or not attack.is_on_rewards:
         return judges
     maps = judges.calibrations or {}  # a flipped label mirrors rewards, not scores
-    fns = {
-        name: _attack_reward(name, fn, attack, maps.get(name))
-        if attack.objective in (None, name)
-        else fn
-        for name, fn in judges.reward_fns.items()
-    }
+    fns = dict(judges.reward_fns)
+    for name in fns if attack.objective is None else fns.keys() & {attack.objective}:
+        factor, shift = attack.scale, attack.bias
+        if attack.kind == "label_flip":
+            factor, shift = -1.0, _mirror(maps.get(name))
+        fns[name] = _AttackedReward(name, fns[name], factor, shift)
     return replace(judges, reward_fns=fns)
 
 
@@ -87,14 +87,6 @@ class _AttackedReward:
         if name.startswith("_"):
             raise AttributeError(name)
         return getattr(self._reward_fn, name)
-
-
-def _attack_reward(
-    name: str, reward_fn: RewardFn, attack: AttackConfig, calibration: Calibration | None
-) -> RewardFn:
-    if attack.kind == "label_flip":
-        return _AttackedReward(name, reward_fn, -1.0, _mirror(calibration))
-    return _AttackedReward(name, reward_fn, attack.scale, attack.bias)
 
 
 def _mirror(calibration: Calibration | None) -> float:

@@ -17,7 +17,8 @@ from firm.alignment.estimators.estimator import Experience
 from firm.alignment.pair_tokens import EncodedPair, PairBatch
 from firm.alignment.prompts import Prompt
 from firm.alignment.rewards import Judges, reward_diagnostics
-from firm.alignment.sequences import Rollouts
+from firm.alignment.rollout_config import RolloutConfig
+from firm.alignment.sequences import Rollouts, SampledSequences
 from firm.alignment.trainer import MultiObjectiveTrainer
 from firm.base.quantities import CENTERED, PERCENT, Quantity, register
 from firm.base.randomness import RandomStream, ShuffledPasses
@@ -41,6 +42,23 @@ register(
         "SD of raw score",
         "Replies with nearly equal scores give almost no learning signal.",
         type=ByObjective[NonNegative | None],
+    ),
+    _diagnostic(
+        "saturated_share",
+        "Replies with the largest score",
+        "share",
+        "Where most replies have the largest score of their batch, nothing is left to learn.",
+        type=ByObjective[Share | None],
+        axis=PERCENT,
+    ),
+    _diagnostic(
+        "tail_share",
+        "Replies in the upper tail of the base model's scores",
+        "share",
+        "A reward model is not calibrated for scores three standard deviations above the base "
+        "model's mean: many of them are a sign of reward hacking.",
+        type=ByObjective[Share | None],
+        axis=PERCENT,
     ),
     _diagnostic(
         "score_correlation",
@@ -100,6 +118,22 @@ register(
         section="training",
         evaluated="end_share",
     ),
+    _diagnostic(
+        "staleness",
+        "Age of the adapter that sampled",
+        "local steps",
+        "Replies of an older adapter than the one that trains have importance weights.",
+        type=NonNegative,
+        axis={},
+    ),
+    _diagnostic(
+        "capped_weight_share",
+        "Importance weights at their cap",
+        "share of tokens",
+        "Capped weights do not correct for all of the adapter's change since it sampled.",
+        type=Share,
+        axis=PERCENT,
+    ),
     Quantity("logprob_mismatch", type=NonNegative),
     Quantity("logprob_mismatch_per_reply", type=NonNegative),
     Quantity("first_log_ratio", type=NonNegative),
@@ -107,6 +141,20 @@ register(
 
 Drawn = tuple[Any, dict[str, list[bool]]]
 """A batch, and its replies that the reward model truncated, as a flag per reply, by objective."""
+
+
+class Begun(Protocol):
+    """A batch whose examples are drawn, and to which replies may still be sampled."""
+
+    def __call__(self, estimator: Any, *, round: int, rounds_done: float) -> Drawn:
+        """Waits for the batch.
+
+        Args:
+            estimator: The learner's estimator.
+            round: Round that the client trains in, from 1.
+            rounds_done: Rounds before the batch, with the fraction of this one.
+        """
+        ...
 
 
 class Source(Protocol):
@@ -120,16 +168,12 @@ class Source(Protocol):
     served: tuple[int, ...]
     streams: dict[str, Any]
 
-    def draw(
-        self, estimator: Any, preferences: torch.Tensor | None, *, round: int, rounds_done: float
-    ) -> Drawn:
-        """Returns the next batch for the current policy.
+    def begin(self, preferences: torch.Tensor | None, *, is_ahead: bool = False) -> Begun:
+        """Draws the examples of the next batch, for the current policy.
 
         Args:
-            estimator: The learner's estimator.
             preferences: Preferences of the examples for a conditioned policy.
-            round: Round that the client trains in, from 1.
-            rounds_done: Rounds before the batch, with the fraction of this one.
+            is_ahead: Whether the policy trains on another batch before it waits for this one.
         """
         ...
 
@@ -181,16 +225,28 @@ class PromptSource:
         self._rollout = stream("rollout")
         self.streams = {"prompts": self._prompts, "rollout": self._rollout}
 
-    def draw(
-        self, estimator: Any, preferences: torch.Tensor | None, *, round: int, rounds_done: float
-    ) -> Drawn:
-        """Returns scored replies with the inputs of the estimator's losses; see `Source`."""
+    def begin(self, preferences: torch.Tensor | None, *, is_ahead: bool = False) -> Begun:
+        """Draws prompts and samples replies, or begins to if the policy trains meanwhile."""
         trainer = self._trainer
         queries = trainer.encode(self._prompts.draw(trainer.config.num_prompts))
         if preferences is not None:
             queries = replace(queries, preferences=preferences)
         with self._rollout:
+            if is_ahead:
+                return partial(self._finish, trainer.begin_sampling(queries))
             sampled = trainer.sample(queries)
+        return partial(self._finish, lambda: sampled)
+
+    def _finish(
+        self,
+        wait: Callable[[], SampledSequences],
+        estimator: Any,
+        *,
+        round: int,
+        rounds_done: float,
+    ) -> Drawn:
+        """Returns scored replies with the inputs of the estimator's losses; see `Begun`."""
+        trainer, sampled = self._trainer, wait()
         scoring = trainer.begin_scoring(sampled, self._judges, rounds_done=rounds_done)
         rollouts = trainer.with_logprobs(sampled, measures_mismatch=round == 1)
         scored = scoring()
@@ -210,7 +266,12 @@ class PromptSource:
 
     def metrics(self, batch: Experience) -> dict[str, Any]:
         """Returns metrics of rollouts and their scores."""
-        return _batch_metrics(batch)
+        return {
+            **_batch_metrics(batch),
+            "tail_share": self._judges.tail_shares(self._trainer.objectives, batch.scores),
+            **_mismatch(batch.rollouts),
+            **_staleness(batch.rollouts, self._trainer.rollout_config),
+        }
 
 
 class PairSource:
@@ -264,13 +325,12 @@ class PairSource:
             self._passes[j] = ShuffledPasses(own, stream(f"pairs {names[j]}"))
         self.streams = {f"pairs {names[j]}": passes for j, passes in self._passes.items()}
 
-    def draw(
-        self, estimator: Any, preferences: torch.Tensor | None, *, round: int, rounds_done: float
-    ) -> Drawn:
-        """Returns the next pairs; see `Source`."""
+    def begin(self, preferences: torch.Tensor | None, *, is_ahead: bool = False) -> Begun:
+        """Draws the next pairs; see `Source`."""
         rows = zip_longest(*self._drawn())
         pairs = [pair for row in rows for pair in row if pair is not None]
-        return estimator.experience(self._trainer.collated(pairs, preferences)), {}
+        batch = self._trainer.collated(pairs, preferences)
+        return lambda estimator, **_: (estimator.experience(batch), {})
 
     def skip(self) -> None:
         """Skips the pairs of the next batch."""
@@ -315,13 +375,13 @@ def _batch_metrics(experience: Experience) -> dict[str, Any]:
     return {
         "scores": diagnostics["mean"].tolist(),
         "scores_std": diagnostics["spread"].tolist(),
+        "saturated_share": diagnostics["saturated"].tolist(),
         "score_correlation": diagnostics["correlation"].tolist(),
         "score_length_correlation": diagnostics["length_correlation"].tolist(),
         "rewards": rewards.nanmean(1).tolist(),
         "response_length": rollouts.num_tokens.float().mean().item(),
         "end_share": rollouts.ended.float().mean().item(),
         "cut_prompt_share": float(np.mean(rollouts.queries.is_cut or [False])),
-        **_mismatch(rollouts),
     }
 
 
@@ -329,9 +389,22 @@ def _mismatch(rollouts: Rollouts) -> dict[str, float]:
     """Returns the root mean square mismatch of log-probabilities per token and reply, in nats."""
     if rollouts.mismatch is None:
         return {}
+    if rollouts.staleness:  # the difference of two adapters
+        return {"logprob_mismatch": np.nan, "logprob_mismatch_per_reply": np.nan}
     per_token = masked_mean(rollouts.mismatch**2, rollouts.mask)
     per_reply = rollouts.mismatch.sum(1).square().mean()
     return {
         "logprob_mismatch": per_token.sqrt().item(),
         "logprob_mismatch_per_reply": per_reply.sqrt().item(),
     }
+
+
+def _staleness(rollouts: Rollouts, config: RolloutConfig) -> dict[str, float]:
+    """Returns the adapter's age in local steps, and the share of importance weights at the cap."""
+    if not config.max_staleness or rollouts.mismatch is None:
+        return {}
+    weights = config.engine.importance_weights(-rollouts.mismatch)
+    assert weights is not None  # as the configuration checks
+    is_capped = weights < (-rollouts.mismatch).exp()
+    capped = masked_mean(is_capped.float(), rollouts.mask)
+    return {"staleness": float(rollouts.staleness), "capped_weight_share": capped.item()}

@@ -1,10 +1,14 @@
 """Calibrations from raw scores to rewards, which configurations give and checkpoints store."""
 
+import math
 from collections.abc import Mapping
 from dataclasses import fields
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from firm.base.fields import NOT_IN_PAPER, configuration
+from annotated_types import Interval
+from pydantic import Strict
+
+from firm.base.fields import NOT_IN_PAPER, NonNegativeInt, configuration
 from firm.base.sanitize import printable
 
 if TYPE_CHECKING:
@@ -13,6 +17,11 @@ if TYPE_CHECKING:
 Method = Literal["sigmoid", "minmax", "none"]
 LARGEST, SMALLEST = (2 - 2**-23) * 2.0**127, 2.0**-126
 """Largest number of float32, and its smallest normal one."""
+TAIL = 3.0
+"""Standard deviations above the mean at which the upper tail of scores begins."""
+WIDTH = 3.29
+"""Standard deviations between the 5 % and 95 % quantiles of a normal distribution."""
+_Float32 = Annotated[float, Strict(), Interval(ge=-LARGEST, le=LARGEST)]
 
 
 @configuration(source=NOT_IN_PAPER)
@@ -22,34 +31,22 @@ class Calibration:
     method: Method
     """"sigmoid": sigmoid((s - mean) / scale) of the score s; "minmax": (s - low) / (high - low),
     clipped to [0, 1]; "none": s itself."""
-    mean: float = 0.0
+    mean: _Float32 = 0.0
     """Mean score of the calibration replies."""
-    scale: float = 1.0
+    scale: _Float32 = 1.0
     """Standard deviation of the scores of the calibration replies."""
-    low: float = 0.0
+    low: _Float32 = 0.0
     """5 % quantile of the scores of the calibration replies."""
-    high: float = 1.0
+    high: _Float32 = 1.0
     """95 % quantile of the scores of the calibration replies."""
-    num_samples: int = 0
+    num_samples: Annotated[NonNegativeInt, Strict()] = 0
     """Number of calibration replies."""
 
     def __post_init__(self) -> None:
-        for name in ("mean", "scale", "low", "high"):
-            value = getattr(self, name)
-            is_number = isinstance(value, int | float) and not isinstance(value, bool)
-            if not is_number or not abs(value) <= LARGEST:
-                raise ValueError(
-                    f"a calibration's {name} must be finite in float32, got {_short(value)}."
-                )
         if min(self.scale, self.high - self.low) < SMALLEST:
             raise ValueError(
                 f"a calibration's scale must be positive, and low below high, got scale "
                 f"{self.scale:g}, low {self.low:g} and high {self.high:g}."
-            )
-        count = self.num_samples
-        if not isinstance(count, int) or isinstance(count, bool) or count < 0:
-            raise ValueError(
-                f"a calibration's num_samples must be a non-negative integer, got {_short(count)}."
             )
 
     def __call__(self, scores: "torch.Tensor") -> "torch.Tensor":
@@ -59,6 +56,20 @@ class Calibration:
         if self.method == "minmax":
             return ((scores - self.low) / (self.high - self.low)).clamp(0.0, 1.0)
         return scores
+
+    @property
+    def tail(self) -> float:
+        """Score above which a reply lies in the upper tail of the base model's scores.
+
+        It is three standard deviations above the mean. "minmax" knows only two quantiles, so mean
+        and deviation are those of the normal distribution with them; "none" knows nothing of the
+        base model's scores, so there is no tail: NaN.
+        """
+        if self.method == "none":
+            return math.nan
+        if self.method == "sigmoid":
+            return self.mean + TAIL * self.scale
+        return (self.low + self.high) / 2 + TAIL * (self.high - self.low) / WIDTH
 
     def to_dict(self) -> dict[str, Any]:
         """Returns the method, its parameters and the number of samples."""
@@ -78,10 +89,6 @@ class Calibration:
         if not isinstance(figures, Mapping) or not {"method"} <= set(figures) <= known:
             raise ValueError(
                 f"a calibration must have a method, and only the keys {', '.join(sorted(known))}, "
-                f"got {_short(figures)}."
+                f"got {printable(repr(figures), max_length=80)}."
             )
         return cls(**figures)
-
-
-def _short(value: object) -> str:
-    return printable(repr(value), max_length=80)

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from firm.alignment.adapters.conditioned import PreferenceStream, check_estimator
-from firm.alignment.batches import SOURCES
+from firm.alignment.batches import SOURCES, Begun
 from firm.alignment.client_config import CAPABILITIES
 from firm.alignment.estimators.estimator import APPROX_KL, LOG_RATIO
 from firm.alignment.policy import copy_adapter, load_adapter_
@@ -160,42 +160,63 @@ class AlignmentClient(Client):
         Minibatches and steps end early once the policy has left the one that sampled the batch
         (`EstimatorConfig.max_approx_kl`).
         """
-        trainer = self._trainer
+        trainer, begun = self._trainer, None
         for step in range(1, num_steps + 1):
             if self._is_over():
                 return
             self._on_event("stage", stage="rollout", step=step, num_steps=num_steps)
             rounds_done = self._round - 1 + (step - 1) / num_steps
             trainer.set_learning_rates(self._learner, rounds_done, factor=self.rate)
-            # before drawing, so that `skip_failed_batches` counts a failed draw too
-            self._num_drawn += 1
-            batch = self._reused_batch() if self._num_drawn == 1 and self._first else None
-            if batch is None:
-                is_kept = self._keeps_first and self._num_drawn == 1
-                before = (self._stream_states(), dict(trainer.seconds)) if is_kept else None
-                preferences = None
-                if self._preferences is not None:
-                    preferences = self._preferences.draw(trainer.config.num_prompts)
-                experience, truncated = self._source.draw(
-                    self._learner.estimator,
-                    preferences,
-                    round=self._round,
-                    rounds_done=rounds_done,
-                )
-                with self._update:
-                    indices = list(self._source.minibatch_indices())
-                batch = ExperienceBatch(experience, indices, truncated, self._is_over)
-                if before is not None:
-                    self._keep(batch, *before)
+            if self._num_drawn == 0 and (self._keeps_first or self._first is not None):
+                batch = self._first_batch(rounds_done)
+            else:
+                batch = self._finish(begun or self._begin(), rounds_done)
             for name, is_truncated in batch.truncated.items():
                 self._truncated[name] += is_truncated
             own = self._learner.estimator.metrics(batch.experience)
             self._batches.append({**self._source.metrics(batch.experience), **own})
             self._on_event("stage", stage="update", step=step, num_steps=num_steps)
             num_steps_before = len(self._minibatches)
+            begun = None
+            if trainer.rollout_config.max_staleness and step < num_steps:
+                begun = self._begin(is_ahead=True)
             yield batch
             if len(self._minibatches) > num_steps_before:  # none for a Jacobian request
                 self._learner.estimator.end_batch(batch.experience)
+
+    def _begin(self, *, is_ahead: bool = False) -> Begun:
+        """Draws the examples of the next batch, and samples replies or begins to."""
+        # before drawing, so that `skip_failed_batches` counts a failed draw too
+        self._num_drawn += 1
+        preferences = None
+        if self._preferences is not None:
+            preferences = self._preferences.draw(self._trainer.config.num_prompts)
+        return self._source.begin(preferences, is_ahead=is_ahead)
+
+    def _finish(self, begun: Begun, rounds_done: float) -> ExperienceBatch:
+        """Returns a batch with the inputs of its losses, and its minibatches."""
+        experience, truncated = begun(
+            self._learner.estimator, round=self._round, rounds_done=rounds_done
+        )
+        with self._update:
+            indices = list(self._source.minibatch_indices())
+        return ExperienceBatch(experience, indices, truncated, self._is_over)
+
+    def _first_batch(self, rounds_done: float) -> ExperienceBatch:
+        """Returns the first batch since `load`, of a round whose tasks share it.
+
+        An earlier task has kept it, or it is drawn and kept for later ones.
+        """
+        reused = self._reused_batch()
+        if reused is not None:
+            self._num_drawn += 1
+            return reused
+        if not self._keeps_first:
+            return self._finish(self._begin(), rounds_done)
+        streams, seconds = self._stream_states(), dict(self._trainer.seconds)
+        batch = self._finish(self._begin(), rounds_done)
+        self._keep(batch, streams, seconds)
+        return batch
 
     def _keep(
         self, batch: ExperienceBatch, streams: dict[str, Any], seconds: dict[str, float]
@@ -278,11 +299,12 @@ class AlignmentClient(Client):
         """Returns the gradient of Σⱼ wⱼ Lⱼ as a Jacobian of one row, from one backward pass.
 
         Weights w [M] of objectives that are not served, or without a score in the minibatch, are
-        ignored.
+        ignored; the latter count where the batch's rewards are summed before they are normalised.
         """
-        (served,) = self._served_in(minibatch)
-        factors = torch.zeros(len(self.objectives))
-        factors[served] = weights.float()[served]
+        factors = self.of_served(weights)
+        if not self._trainer.config.sums_rewards:
+            (served,) = self._served_in(minibatch)
+            factors[[j for j in range(len(factors)) if j not in served]] = 0
         factors = factors.to(minibatch.device)
         with self._randomness():
             return self._trainer.gradients(self._learner, minibatch, factors)
@@ -306,7 +328,11 @@ class AlignmentClient(Client):
         if self._learner is self._common:
             self._first = None
         self._trainer.step(self._learner, gradients, weights)
-        self._minibatches.append({"policy_loss": gradients.losses, **gradients.aux.metrics})
+        metrics = {
+            name: figure @ weights.to(figure) if figure.ndim == 2 else figure
+            for name, figure in gradients.aux.metrics.items()
+        }
+        self._minibatches.append({"policy_loss": gradients.losses, **metrics})
 
     def adapter(self) -> Adapter:
         """Returns a copy of the current adapter, on the CPU."""

@@ -11,16 +11,23 @@ import logging
 import time
 import types
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import accumulate
 from typing import Any
 
 import torch
 from transformers.cache_utils import Cache, StaticLayer
 
 from firm.alignment.adapters.folded import FoldedAdapters, folds
-from firm.alignment.adapters.forward import forward_of
-from firm.alignment.decoding import Part, Prefilled, is_uniform, sampled_tokens
+from firm.alignment.adapters.forward import OwnRows, forward_of
+from firm.alignment.decoding import (
+    Prefilled,
+    SamplingPart,
+    draw_numbers,
+    results_of,
+    sampled_tokens,
+)
+from firm.alignment.head import LARGE_VOCABULARY
 from firm.alignment.rollout_config import RolloutConfig
 from firm.alignment.sequences import (
     INVALID_LOGPROB,
@@ -60,13 +67,12 @@ class BufferLayer(StaticLayer):
         return self.keys, self.values
 
 
-class StepRows:
-    """Rows of a step, [C b], adjacent by adapter; implements `FoldedRows`."""
-
-    members, is_overwritten = None, True
+class StepRows(OwnRows):
+    """Rows of a step, [C b], adjacent by adapter, with preferences in a buffer."""
 
     def __init__(self, preferences: torch.Tensor | None, *, is_base: bool) -> None:
-        self.preferences, self._is_base = preferences, is_base
+        super().__init__(preferences)
+        self.is_overwritten, self._is_base = True, is_base
 
     def is_base(self, layer: Any) -> bool:
         """Returns whether the rows use the base model."""
@@ -75,10 +81,6 @@ class StepRows:
     def dropped(self, layer: Any, x: torch.Tensor) -> torch.Tensor:
         """Returns x; there is no dropout."""
         return x
-
-    def product(self, layer: Any, name: str, x: torch.Tensor) -> torch.Tensor:
-        """Returns x Wᵀ with the matrix in the slot."""
-        return getattr(layer, name)["default"](x)
 
 
 @dataclass(frozen=True)
@@ -138,10 +140,7 @@ class Step:
         size = (num_rows,) if is_single else (num_rows, key.vocabulary)
         own = torch.float64 if is_single and device.type != "mps" else torch.float32
         self.numbers = torch.ones(size, dtype=own, device=device)
-        self._columns = {device: self.column}
-        for keys, _ in layers:  # of a policy on several devices
-            self._columns.setdefault(keys.device, self.column.to(keys.device))
-        self.layers: list[Any] = [BufferLayer(k, v, self._columns[k.device]) for k, v in layers]
+        self.layers: list[Any] = [BufferLayer(*pair, self.column) for pair in layers]
         self.cache = Cache(self.layers)
         self.replay: Callable[[], Any] = self.step
 
@@ -153,8 +152,7 @@ class Step:
             self.tokens[:, None], self.mask[:, None, None], self.positions, self.cache
         )
         self.sample(logits[:, -1])
-        for column in self._columns.values():
-            column.add_(1)
+        self.column.add_(1)
 
     def sample(self, logits: torch.Tensor) -> None:
         """Samples tokens from logits [R, V], and writes them to the block."""
@@ -165,11 +163,6 @@ class Step:
         self.is_open.logical_and_((tokens[:, None] != self.ends).all(1))
         self.tokens.copy_(tokens)
         self.index.add_(1)
-
-    def set_column(self, column: int) -> None:
-        """Sets the column of the next token."""
-        for each in self._columns.values():
-            each.fill_(column)
 
 
 class CompiledDecoder:
@@ -185,7 +178,7 @@ class CompiledDecoder:
         self._base = model.get_base_model() if hasattr(model, "get_base_model") else model
         self._steps: dict[Key, Step] = {}
         self._folded: dict[int, FoldedAdapters] = {}
-        self._storage: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self._storage: list[torch.Tensor] = []  # of keys and values, by layer
         self.seconds = 0.0
         """Seconds of compiling so far."""
         self.failure: str | None = None
@@ -195,7 +188,7 @@ class CompiledDecoder:
     def sample(
         self,
         first: Prefilled,
-        parts: Sequence[Part],
+        parts: Sequence[SamplingPart],
         *,
         mask: torch.Tensor,
         preferences: torch.Tensor | None,
@@ -223,28 +216,33 @@ class CompiledDecoder:
             len(parts),
             bucket_of_rows(max(len(part.token_ids) for part in parts)),
             bucket_of_lengths(mask.size(1) + parts[0].max_new_tokens),
-            1 if is_uniform(vocabulary) else vocabulary,
+            1 if vocabulary >= LARGE_VOCABULARY else vocabulary,
             0 if preferences is None or is_base else preferences.size(1),
             is_base,
         )
-        folded = None if is_base else self._write_adapters_(adapters)
-        context = (
-            nullcontext() if folded is None else forward_of(self._model).using(self._model, folded)
-        )
-        with context:
-            return self._sample(key, first, parts, mask, preferences, on_token)
+        arguments = key, first, parts, mask, preferences, on_token
+        if is_base or self._base is self._model:
+            return self._sample(*arguments)
+        forward, count = forward_of(self._model), len(adapters)
+        if not folds(self._model, forward.kind):
+            return self._sample(*arguments)
+        if count in self._folded:
+            self._folded[count].write_(adapters)
+        else:
+            self._folded[count] = FoldedAdapters(self._model, forward.kind, adapters)
+        with forward.using(self._model, self._folded[count]):
+            return self._sample(*arguments)
 
     def _sample(
         self,
         key: Key,
         first: Prefilled,
-        parts: Sequence[Part],
+        parts: Sequence[SamplingPart],
         mask: torch.Tensor,
         preferences: torch.Tensor | None,
         on_token: Callable[[int], None],
     ) -> list[tuple[torch.Tensor, torch.Tensor]] | None:
         counts = [len(part.token_ids) for part in parts]
-        starts = [sum(counts[:at]) for at in range(len(parts))]
         settings, num_rows, rows = parts[0], sum(counts), key.rows
         width, most, vocabulary = mask.size(1), settings.max_new_tokens, first.logits.size(-1)
         step = self._step(key, first.cache)
@@ -253,23 +251,29 @@ class CompiledDecoder:
         device = mask.device
         # place -> row; places beyond a part's rows repeat its first row, and are closed
         order = [
-            [start + (at if at < count else 0) for at in range(rows)]
-            for start, count in zip(starts, counts, strict=True)
+            end - count + (at if at < count else 0)
+            for end, count in zip(accumulate(counts), counts, strict=True)
+            for at in range(rows)
         ]
-        is_open = [[at < count for at in range(rows)] for count in counts]
-        places = torch.tensor(order, device=device).flatten()
+        is_open = [at < count for count in counts for at in range(rows)]
+        places = torch.tensor(order, device=device)
         source = places if first.index is None else first.index[places]
         for own, layer in zip(step.layers, first.cache.layers, strict=True):
-            at = source.to(layer.keys.device)
-            own.keys[:, :, :width] = layer.keys[at]
-            own.values[:, :, :width] = layer.values[at]
+            own.keys[:, :, :width] = layer.keys[source]
+            own.values[:, :, :width] = layer.values[source]
         first.cache.reset()  # its memory is not needed any more
         step.mask.zero_()
         step.mask[:, :width] = mask[places]
         step.positions.copy_(first.positions[source])
-        step.set_column(width)
+        step.column.fill_(width)
+        step.temperature.fill_(settings.temperature + TEMPERATURE_GUARD)
+        step.ends.fill_(-1)
+        if settings.end_ids:
+            step.ends[: len(settings.end_ids)] = torch.tensor(list(settings.end_ids))
+        if step.rows.preferences is not None and preferences is not None:
+            step.rows.preferences.copy_(preferences[places])
+        step.is_open.copy_(torch.tensor(is_open))
         logits = first.logits[source]
-        self._set(step, settings, None if preferences is None else preferences[places], is_open)
         tokens = torch.full((num_rows, most), -1, dtype=torch.long, device=device)
         logprobs = torch.full((num_rows, most), INVALID_LOGPROB, device=device)
         lengths: list[int | None] = [None] * len(parts)
@@ -283,7 +287,9 @@ class CompiledDecoder:
             step.index.zero_()
             for at in range(count):
                 on_token(done + at)
-                self._draw(step, parts, lengths, places, vocabulary)
+                is_done = [length is not None for length in lengths]
+                numbers = draw_numbers(parts, is_done, vocabulary)
+                torch.index_select(numbers, 0, places, out=step.numbers)
                 if done + at == 0:
                     step.sample(logits)
                 else:
@@ -297,110 +303,52 @@ class CompiledDecoder:
             logprobs[at_row, done : done + count] = step.logprobs[:, :count][at_place]
             done += count
             ends = set(settings.end_ids)
-            is_open = [[own[-1] >= 0 and own[-1] not in ends for own in found]]
-            is_open = [is_open[0][at * rows : (at + 1) * rows] for at in range(len(parts))]
-            for at, part in enumerate(parts):
-                if lengths[at] is None and (done == most or not any(is_open[at])):
-                    own = found[at * rows : (at + 1) * rows]
-                    taken = max(sum(token >= 0 for token in row) for row in own)
+            is_open = [own[-1] >= 0 and own[-1] not in ends for own in found]
+            spans = [slice(at * rows, (at + 1) * rows) for at in range(len(parts))]
+            for at, (part, span) in enumerate(zip(parts, spans, strict=True)):
+                if lengths[at] is None and (done == most or not any(is_open[span])):
+                    taken = max(sum(token >= 0 for token in row) for row in found[span])
                     lengths[at] = done - count + taken
                     if taken < count:  # as many numbers as one token after the other
                         part.draws.restore(states[at])
                         for _ in range(taken):
                             part.draws.draw(vocabulary)
-            num_open = max(map(sum, is_open))
+            num_open = max(sum(is_open[span]) for span in spans)
             if done == most or not num_open:
                 break
             if bucket_of_rows(num_open) < rows:
                 step, places, is_open = self._shrink(step, places, is_open)
                 rows = step.key.rows
-        results = []
-        for part, start, length in zip(parts, starts, lengths, strict=True):
-            span = slice(start, start + len(part.token_ids))
-            ids = torch.cat([part.token_ids, tokens[span, :length]], 1)
-            results.append((ids, logprobs[span, :length]))
-        return results
-
-    def _write_adapters_(self, adapters: Adapters) -> FoldedAdapters | None:
-        """Returns the buffers of adapters, overwritten by these; None for the slot's parameters."""
-        if self._base is self._model or not folds(self._model, forward_of(self._model).kind):
-            return None
-        folded = self._folded.get(len(adapters))
-        if folded is None:
-            kind = forward_of(self._model).kind
-            self._folded[len(adapters)] = folded = FoldedAdapters(self._model, kind, adapters)
-        else:
-            folded.write_(adapters)
-        return folded
-
-    def _set(
-        self,
-        step: Step,
-        settings: Part,
-        preferences: torch.Tensor | None,
-        is_open: list[list[bool]],
-    ) -> None:
-        """Writes what a rollout's steps share, and the rows that are open."""
-        step.temperature.fill_(settings.temperature + TEMPERATURE_GUARD)
-        step.ends.fill_(-1)
-        if settings.end_ids:
-            step.ends[: len(settings.end_ids)] = torch.tensor(list(settings.end_ids))
-        if step.rows.preferences is not None and preferences is not None:
-            step.rows.preferences.copy_(preferences)
-        step.is_open.copy_(torch.tensor(is_open).flatten())
-
-    def _draw(
-        self,
-        step: Step,
-        parts: Sequence[Part],
-        lengths: Sequence[int | None],
-        places: torch.Tensor,
-        vocabulary: int,
-    ) -> None:
-        """Draws a token's random numbers of all rows, as one part after the other does."""
-        drawn = [
-            part.draws.draw(vocabulary) if length is None else None
-            for part, length in zip(parts, lengths, strict=True)
-        ]
-        like = next(own for own in drawn if own is not None)
-        every = [
-            like.new_ones(len(part.token_ids), *like.shape[1:]) if own is None else own
-            for part, own in zip(parts, drawn, strict=True)
-        ]
-        numbers = torch.cat(every) if len(every) > 1 else every[0]
-        torch.index_select(numbers, 0, places, out=step.numbers)
+        return results_of(parts, tokens, logprobs, lengths)
 
     def _shrink(
-        self, step: Step, places: torch.Tensor, is_open: list[list[bool]]
-    ) -> tuple[Step, torch.Tensor, list[list[bool]]]:
+        self, step: Step, places: torch.Tensor, is_open: list[bool]
+    ) -> tuple[Step, torch.Tensor, list[bool]]:
         """Moves the open rows to a smaller bucket; returns it, its rows and the open ones."""
-        rows = bucket_of_rows(max(map(sum, is_open)))
-        key = Key(**{**vars(step.key), "rows": rows})
-        chosen, still_open = [], []
-        for part, own in enumerate(is_open):
-            at = [index for index, is_own in enumerate(own) if is_own]
-            still_open.append([index < len(at) for index in range(rows)])
-            chosen += [part * step.key.rows + index for index in (at + [0] * rows)[:rows]]
-        kept = torch.tensor(chosen, device=places.device)
-        layers = [
-            (layer.keys[kept.to(layer.keys.device)], layer.values[kept.to(layer.keys.device)])
-            for layer in step.layers
+        size = step.key.rows
+        open_rows = [
+            [at for at in range(start, start + size) if is_open[at]]
+            for start in range(0, len(is_open), size)
         ]
-        column = step.column.clone()
-        smaller = self._step(key, step.cache)
+        rows = bucket_of_rows(max(map(len, open_rows)))
+        chosen, still_open = [], []
+        for part, own in enumerate(open_rows):
+            still_open += [at < len(own) for at in range(rows)]
+            chosen += (own + [part * size] * rows)[:rows]
+        kept = torch.tensor(chosen, device=places.device)
+        layers = [(layer.keys[kept], layer.values[kept]) for layer in step.layers]
+        smaller = self._step(replace(step.key, rows=rows), step.cache)
         assert smaller is not None  # as the larger one was
-        for own, (keys, values) in zip(smaller.layers, layers, strict=True):
-            own.keys.copy_(keys)
-            own.values.copy_(values)
+        for layer, (keys, values) in zip(smaller.layers, layers, strict=True):
+            layer.keys.copy_(keys)  # both buckets share their memory
+            layer.values.copy_(values)
         for name in ("tokens", "positions", "mask"):
             getattr(smaller, name).copy_(getattr(step, name)[kept])
-        smaller.temperature.copy_(step.temperature)
-        smaller.ends.copy_(step.ends)
-        for each in smaller._columns.values():
-            each.copy_(column)
+        for name in ("temperature", "ends", "column"):
+            getattr(smaller, name).copy_(getattr(step, name))
         if smaller.rows.preferences is not None:
             smaller.rows.preferences.copy_(step.rows.preferences[kept])  # type: ignore[index]
-        smaller.is_open.copy_(torch.tensor(still_open).flatten())
+        smaller.is_open.copy_(torch.tensor(still_open))
         return smaller, places[kept], still_open
 
     # --- Steps ------------------------------------------------------------------------------------
@@ -440,7 +388,7 @@ class CompiledDecoder:
                 step.replay = lambda: compiled(step)
                 self._replay(step)
             if device.type == "cuda":
-                step.replay = self._captured(step)
+                step.replay = self._capture(step)
         except torch.OutOfMemoryError:
             raise
         except Exception as error:  # of any backend; the model runs as it is
@@ -455,18 +403,18 @@ class CompiledDecoder:
         self._steps[key] = step
         return step
 
-    def _captured(self, step: Step) -> Callable[[], Any]:
+    def _capture(self, step: Step) -> Callable[[], Any]:
         """Records a step as a CUDA graph, whose replay is one call."""
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):  # memory and libraries are taken before
             for _ in range(2):
-                step.set_column(0)
+                step.column.zero_()
                 step.index.zero_()
                 self._replay(step)
         torch.cuda.current_stream().wait_stream(stream)
         graph = torch.cuda.CUDAGraph()
-        step.set_column(0)
+        step.column.zero_()
         step.index.zero_()
         with torch.cuda.graph(graph):
             self._replay(step)
@@ -476,29 +424,18 @@ class CompiledDecoder:
         self, num_rows: int, length: int, like: Any
     ) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """Returns views of the memory for keys and values, which all buckets share."""
-        sizes = [
-            [(num_rows, own.size(1), length, own.size(3)) for own in (layer.keys, layer.values)]
-            for layer in like.layers
-        ]
-        largest = max(torch.Size(size).numel() for pair in sizes for size in pair)
-        if not self._storage or largest > max(own.numel() for own in self._storage[0]):
+        tensors = [own for layer in like.layers for own in (layer.keys, layer.values)]
+        sizes = [torch.Size((num_rows, own.size(1), length, own.size(3))) for own in tensors]
+        pairs = zip(sizes, self._storage, strict=False)
+        if not self._storage or any(size.numel() > own.numel() for size, own in pairs):
             self._steps.clear()  # they have other memory
             self._storage = [
-                tuple(
-                    own.new_zeros(torch.Size(size).numel())
-                    for own, size in zip((layer.keys, layer.values), pair, strict=True)
-                )
-                for layer, pair in zip(like.layers, sizes, strict=True)
-            ]  # type: ignore[assignment]
-        views = []
-        for (keys, values), (key_size, value_size) in zip(self._storage, sizes, strict=True):
-            views.append(
-                (
-                    keys[: torch.Size(key_size).numel()].view(key_size),
-                    values[: torch.Size(value_size).numel()].view(value_size),
-                )
-            )
-        return views
+                own.new_zeros(size.numel()) for own, size in zip(tensors, sizes, strict=True)
+            ]
+        views = [
+            own[: size.numel()].view(size) for own, size in zip(self._storage, sizes, strict=True)
+        ]
+        return list(zip(views[::2], views[1::2], strict=True))
 
 
 def _take_step(step: Step) -> None:
@@ -526,7 +463,7 @@ def compiles(model: Any, config: RolloutConfig) -> bool:
 
 
 def sample_compiled(
-    model: Any, first: Prefilled, parts: Sequence[Part], **rows: Any
+    model: Any, first: Prefilled, parts: Sequence[SamplingPart], **rows: Any
 ) -> list[tuple[torch.Tensor, torch.Tensor]] | None:
     """Samples by compiled steps of a model that `compiles`, as `CompiledDecoder.sample`.
 

@@ -1,4 +1,4 @@
-"""Alarms about the course of a run: replies, entropy and validation rewards that collapse.
+"""Alarms about the course of a run: collapses, and objectives that are sacrificed or teach nothing.
 
 Each compares the newest rounds with the first, and is raised once a sign has lasted for
 ``ALARM_ROUNDS`` rounds.
@@ -6,7 +6,7 @@ Each compares the newest rounds with the first, and is raised once a sign has la
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from statistics import fmean, median
+from statistics import fmean, median, stdev
 from typing import Any
 
 from firm.federation.diagnostics import ALARM_ROUNDS
@@ -20,6 +20,40 @@ END_SHARE = 0.1
 replies have no end."""
 ENTROPY_SHARE = 0.05
 """Share of the first round's entropy below which the policy always says the same."""
+NO_SIGNAL = 0.9
+"""Share of groups with equal rewards, or of replies with the largest score, above which an
+objective is hardly trained."""
+IN_TAIL = 0.2
+"""Share of replies in the upper tail of the base model's scores, of which 0.1 % lay there if they
+were normally distributed, above which a policy may exploit the reward model."""
+SHARE_ALARMS = {
+    "zero_variance_share": (
+        NO_SIGNAL,
+        "{share:.0%} of the groups of replies have equal rewards of {name}, and do not train it. "
+        "Raise estimator.num_replies or rollout.temperature, choose prompts on which replies "
+        "differ, or set estimator.zero_variance to leave_out.",
+    ),
+    "saturated_share": (
+        NO_SIGNAL,
+        "{share:.0%} of the replies have the largest score of {name}: its reward is saturated. "
+        "Lower its weight, or choose harder prompts or a stricter reward.",
+    ),
+    "tail_share": (
+        IN_TAIL,
+        "{share:.0%} of the replies have scores of {name} in the upper tail of the base model's, "
+        "where it was never calibrated: a sign of reward hacking, unless the reward has few "
+        "values. Read the samples, raise estimator.kl.coefficient, or add a second reward for "
+        "what {name} should measure.",
+    ),
+}
+"""Bounds of metrics by objective, and the alarms above them."""
+LENGTH_CORRELATION, LENGTH_RISE = 0.5, 0.4
+"""Correlation of scores with length, and its rise since the first round, that raise an alarm."""
+SACRIFICE_ROUNDS = 6
+"""Number of rounds over which covariances with the combined advantage are averaged."""
+T_QUANTILE = 3.365
+"""Student's t with `SACRIFICE_ROUNDS` - 1 degrees of freedom, one-sided 99 %: covariances of few
+replies are noisy."""
 REMEDY = (
     "Lower estimator.actor_learning_rate or estimator.num_epochs, or raise estimator.kl.coefficient"
 )
@@ -37,8 +71,11 @@ def course_alarms(rows: Rows, *, max_approx_kl: float | None) -> list[str]:
         return []
     first, last = clients[0]["round"], clients[-1]["round"]
     near = [r for r in clients if r["round"] == first or r["round"] >= last - ALARM_ROUNDS]
+    recent = [r for r in clients if r["round"] >= last - ALARM_ROUNDS - SACRIFICE_ROUNDS]
     return [
         *_length_alarms(near),
+        *_signal_alarms(near),
+        *_sacrifice_alarms(recent),
         *_entropy_alarms(near),
         *_validation_alarms(rows),
         *_client_alarms(clients, last, max_approx_kl),
@@ -76,6 +113,46 @@ def _entropy_alarms(rows: Rows) -> Iterator[str]:
             f"round to {entropies[-1]:.2g}: it hardly varies its replies, so that groups of them "
             f"teach nothing. {REMEDY}."
         )
+
+
+def _signal_alarms(rows: Rows) -> Iterator[str]:
+    """Yields alarms about objectives that are hardly trained, exploited, or reward length."""
+    for key, (bound, text) in SHARE_ALARMS.items():
+        for name in _names(rows, key):
+            shares = _medians(rows, key, name)
+            if _has_lasted([share > bound for share in shares]):
+                yield text.format(share=shares[-1], name=name)
+    for name in _names(rows, "score_length_correlation"):
+        own = _medians(rows, "score_length_correlation", name)
+        signs = [each > max(LENGTH_CORRELATION, own[0] + LENGTH_RISE) for each in own]
+        if _has_lasted(signs):
+            yield (
+                f"the correlation of {name} with the length of replies has risen from {own[0]:.2f} "
+                f"in the first round to {own[-1]:.2f}: the policy may be padding. {REMEDY}, or add "
+                "an objective for brevity."
+            )
+
+
+def _sacrifice_alarms(rows: Rows) -> Iterator[str]:
+    """Yields an alarm on each weighted objective that the steps of the latest rounds lower."""
+    key, newest = "advantage_covariance", rows[-1]["round"]
+    weights = [own for row in rows if row["round"] == newest for own in row.get("weights") or ()]
+    for j, name in enumerate(_names(rows, key)):
+        if all(own[j] == 0 for own in weights):  # of all clients
+            continue
+        own = _medians(rows, key, name)
+        windows = [
+            own[end - SACRIFICE_ROUNDS : end] for end in range(SACRIFICE_ROUNDS, len(own) + 1)
+        ]
+        bounds = [fmean(each) + T_QUANTILE * stdev(each) / len(each) ** 0.5 for each in windows]
+        if _has_lasted([bound < 0 for bound in bounds]):
+            yield (
+                f"{name} is sacrificed to the other objectives: for {ALARM_ROUNDS} rounds its "
+                "reward has varied against the combined advantage (mean covariance "
+                f"{fmean(windows[-1]):.2g}), so that steps lower it. Raise its weight "
+                "(strategy.weights or strategy.preference), or solve for weights by strategy firm "
+                "without a preference."
+            )
 
 
 def _validation_alarms(rows: Rows) -> Iterator[str]:
@@ -118,12 +195,23 @@ def _client_alarms(clients: Rows, last: int, most: float | None) -> Iterator[str
         )
 
 
-def _medians(clients: Rows, key: str) -> list[float]:
-    """Returns the clients' medians of a metric by round; rounds without it are left out."""
+def _names(clients: Rows, key: str) -> list[str]:
+    """Returns the objectives of a metric."""
+    return list(dict.fromkeys(name for row in clients for name in row.get(key) or ()))
+
+
+def _medians(clients: Rows, key: str, name: str = "") -> list[float]:
+    """Returns the clients' medians of a metric by round; rounds without it are left out.
+
+    With a name, the metric is by objective.
+    """
     found: dict[int, list[float]] = {}
     for row in clients:
-        if row.get(key) is not None:
-            found.setdefault(row["round"], []).append(row[key])
+        value = row.get(key)
+        if name and value is not None:
+            value = value.get(name)
+        if value is not None:
+            found.setdefault(row["round"], []).append(value)
     return [median(found[number]) for number in sorted(found)]
 
 

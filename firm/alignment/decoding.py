@@ -3,12 +3,16 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, Self
 
 import torch
 
 from firm.alignment.head import LARGE_VOCABULARY
 from firm.alignment.sequences import INVALID_LOGPROB, TEMPERATURE_GUARD, token_logprobs
+from firm.base.devices import copy_of_generator, set_generator
+
+if TYPE_CHECKING:
+    from firm.alignment.rollout_engines.engine import SampleRequest
 
 KEPT_SHARE = 0.9
 """Finished rows are dropped once the share of unfinished replies is at most this; below 1, because
@@ -30,24 +34,52 @@ class DecodedRows(Protocol):
         ...
 
 
-class Draws(Protocol):
-    """Random numbers of the rows of a part, token by token."""
+class Draws:
+    """Random numbers of a request's rows, token by token, from its generator.
+
+    A team's process samples some rows of a batch as a single process would if it sampled all of
+    them: every process draws the random numbers of all rows and uses those of its own.
+
+    Args:
+        request: The whole batch.
+    """
+
+    def __init__(self, request: "SampleRequest") -> None:
+        self._num_rows, self._device = request.queries.num_rows, request.queries.device
+        self._generator, self._num_drawn = request.generator, 0
+        self.rows = request.team.share(self._num_rows)
+        """Rows of this process."""
+        self.vocabulary = 0  # unknown before the first token, hence to processes without rows
 
     def draw(self, vocabulary: int) -> torch.Tensor:
-        """Returns the `random_numbers` of all rows for a token."""
-        ...
+        """Returns the `random_numbers` of this process's rows for a token."""
+        self.vocabulary = vocabulary
+        self._num_drawn += 1
+        options = {"device": self._device, "generator": self._generator}
+        return random_numbers(self._num_rows, vocabulary, **options)[self.rows]
 
     def save(self) -> Any:
-        """Returns the state of the generator."""
-        ...
+        """Returns the state of the generator, and the number of tokens drawn."""
+        own = self._generator
+        state = copy_of_generator(self._device) if own is None else own.get_state()
+        return state, self._num_drawn
 
     def restore(self, state: Any) -> None:
         """Restores a state returned by `save`."""
-        ...
+        generator, self._num_drawn = state
+        if self._generator is None:
+            set_generator(generator)
+        else:
+            self._generator.set_state(generator)
+
+    def skip_to(self, num_tokens: int) -> None:
+        """Draws for the remaining tokens of the team's longest row, to keep generators equal."""
+        while self._num_drawn < num_tokens:
+            self.draw(self.vocabulary)
 
 
 @dataclass(frozen=True, eq=False)
-class Part:
+class SamplingPart:
     """Prompts whose replies are sampled with the same settings and generator."""
 
     token_ids: torch.Tensor
@@ -60,6 +92,12 @@ class Part:
     """Maximum length of a reply."""
     end_ids: Sequence[int]
     """Tokens that end a reply."""
+
+    @classmethod
+    def of(cls, request: "SampleRequest", draws: Draws | None = None) -> Self:
+        """Returns the prompts of a request; those of a share of it have the draws of the whole."""
+        config, ids, draws = request.config, request.queries.token_ids, draws or Draws(request)
+        return cls(ids, draws, config.temperature, config.max_new_tokens, request.end_ids)
 
 
 Run = Callable[..., Any]
@@ -74,7 +112,7 @@ class SamplingState:
         parts: The prompts.
     """
 
-    def __init__(self, parts: Sequence[Part]) -> None:
+    def __init__(self, parts: Sequence[SamplingPart]) -> None:
         self._parts = parts
         counts = [len(part.token_ids) for part in parts]
         ends = list(accumulate(counts))
@@ -100,7 +138,8 @@ class SamplingState:
 
     def sample(self, logits: torch.Tensor) -> torch.Tensor:
         """Samples the next tokens [n] of the rows in the batch from their logits [n, V]."""
-        numbers = self._numbers(logits)
+        is_done = [length is not None for length in self._lengths]
+        numbers = draw_numbers(self._parts, is_done, logits.size(-1))[self._rows]
         temperature = self._temperature
         if isinstance(temperature, torch.Tensor):
             temperature = temperature[self._rows]
@@ -111,7 +150,12 @@ class SamplingState:
         logprobs[self._rows] = own_logprobs
         self._tokens.append(tokens.masked_fill(~self._is_open, -1))
         self._logprobs.append(logprobs)
-        self._is_open = self._is_open & ~self._is_end(tokens)
+        if self._has_same_ends:
+            is_end = torch.isin(tokens, self._ends[0])
+        else:
+            own = zip(self._spans, self._ends, strict=True)
+            is_end = torch.cat([torch.isin(tokens[span], ends) for span, ends in own])
+        self._is_open = self._is_open & ~is_end
         open_rows = self._is_open.tolist()  # the only value of a token that is waited for
         self.num_open = [sum(open_rows[span]) for span in self._spans]
         for at, part in enumerate(self._parts):
@@ -120,25 +164,6 @@ class SamplingState:
             if not self.num_open[at] and self._lengths[at] is None:
                 self._lengths[at] = len(self._tokens)
         return chosen
-
-    def _numbers(self, logits: torch.Tensor) -> torch.Tensor:
-        # generators advance as for all rows, so finished rows must consume random numbers too
-        drawn = [
-            part.draws.draw(logits.size(-1)) if self._lengths[at] is None else None
-            for at, part in enumerate(self._parts)
-        ]
-        like = next(own for own in drawn if own is not None)
-        every = [
-            like.new_ones(len(part.token_ids), *like.shape[1:]) if own is None else own
-            for part, own in zip(self._parts, drawn, strict=True)
-        ]
-        return torch.cat(every)[self._rows] if len(every) > 1 else every[0][self._rows]
-
-    def _is_end(self, tokens: torch.Tensor) -> torch.Tensor:
-        if self._has_same_ends:
-            return torch.isin(tokens, self._ends[0])
-        own = zip(self._spans, self._ends, strict=True)
-        return torch.cat([torch.isin(tokens[span], ends) for span, ends in own])
 
     def keep(self, count: int) -> list[torch.Tensor]:
         """Keeps `count` rows of each part in the batch, including all unfinished ones.
@@ -160,11 +185,42 @@ class SamplingState:
         T is the length of the part's longest reply.
         """
         tokens, logprobs = torch.stack(self._tokens, 1), torch.stack(self._logprobs, 1)
-        found = []
-        for part, span, length in zip(self._parts, self._spans, self._lengths, strict=True):
-            ids = torch.cat([part.token_ids, tokens[span, :length]], 1)
-            found.append((ids, logprobs[span, :length]))
-        return found
+        return results_of(self._parts, tokens, logprobs, self._lengths)
+
+
+def draw_numbers(
+    parts: Sequence[SamplingPart], is_done: Sequence[bool], vocabulary: int
+) -> torch.Tensor:
+    """Returns a token's random numbers of all rows of several parts, [N, ...].
+
+    Generators advance as for all rows, so finished rows consume random numbers too. Parts that are
+    done draw none, and get ones.
+    """
+    drawn = [
+        None if done else part.draws.draw(vocabulary)
+        for part, done in zip(parts, is_done, strict=True)
+    ]
+    like = next(own for own in drawn if own is not None)
+    every = [
+        like.new_ones(len(part.token_ids), *like.shape[1:]) if own is None else own
+        for part, own in zip(parts, drawn, strict=True)
+    ]
+    return torch.cat(every) if len(every) > 1 else every[0]
+
+
+def results_of(
+    parts: Sequence[SamplingPart],
+    tokens: torch.Tensor,
+    logprobs: torch.Tensor,
+    lengths: Sequence[int | None],
+) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Divides tokens and log-probabilities [N, T] by part; see `SamplingState.results`."""
+    found, start = [], 0
+    for part, length in zip(parts, lengths, strict=True):
+        span, start = slice(start, start + len(part.token_ids)), start + len(part.token_ids)
+        ids = torch.cat([part.token_ids, tokens[span, :length]], 1)
+        found.append((ids, logprobs[span, :length]))
+    return found
 
 
 @dataclass(frozen=True, eq=False)
@@ -241,11 +297,6 @@ def decode_(
         logits = output.logits[:, -1].to(device, torch.float32)  # [N, V]
 
 
-def is_uniform(vocabulary: int) -> bool:
-    """Returns whether `random_numbers` are one uniform variate per row."""
-    return vocabulary >= LARGE_VOCABULARY
-
-
 def random_numbers(
     num_rows: int,
     vocabulary: int,
@@ -259,7 +310,7 @@ def random_numbers(
         Exponential variates [N, V], as `torch.multinomial` draws; or, for large vocabularies, for
         which these take longer than a model's layers, one uniform variate per row, [N].
     """
-    if not is_uniform(vocabulary):
+    if vocabulary < LARGE_VOCABULARY:
         draws = torch.empty(num_rows, vocabulary, device=device)
         return draws.exponential_(generator=generator)
     # sums in float32 would end before the rarest tokens; "mps" has nothing else

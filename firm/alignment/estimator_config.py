@@ -126,6 +126,11 @@ class EstimatorConfig(ABC):
         return (self.name.replace("_", "-"),)
 
     @property
+    def sums_rewards(self) -> bool:
+        """True if a batch has one advantage, of the weighted sum of the objectives' rewards."""
+        return False
+
+    @property
     def replies_per_prompt(self) -> int:
         """Number of replies to a prompt that the estimator compares."""
         return 1
@@ -203,10 +208,9 @@ class PPOConfig(EstimatorConfig):
     whiten_rewards: Annotated[bool, NOT_IN_PAPER] = False
     """Scale per-token rewards to unit variance."""
     advantage_scale: Annotated[Literal["by_objective", "shared"], NOT_IN_PAPER] = "by_objective"
-    """Scaling of advantages. by_objective: each objective's are whitened separately (with fixed
-    weights this is GDPO, arXiv:2601.05242: normalise, then sum); shared: all are scaled by a common
-    factor, which preserves the relative spread of the rewards (with fixed weights: linear
-    scalarisation)."""
+    """Scaling of advantages. by_objective: each objective's are whitened separately; shared: all
+    are scaled by a common factor, which preserves the relative spread of the rewards (with fixed
+    weights: linear scalarisation)."""
 
     def new_critic(self, policy: Any, num_objectives: int) -> "torch.nn.Module":
         """Returns value heads, or a sequence classifier of the policy's architecture.
@@ -247,14 +251,37 @@ class CriticFreeConfig(EstimatorConfig):
     replies."""
     baseline: Literal["group", "leave_one_out"] = "group"
     """Baseline of a reply's reward: the mean of its group (GRPO, arXiv:2402.03300), or of the other
-    replies in the group (RLOO, arXiv:2402.14740)."""
+    replies in the group (RLOO, arXiv:2402.14740); with normalize_then_sum also the standard
+    deviation is that of the others, as in NeMo-RL."""
     scale: Literal["group_std", "batch_std", "none"] = "batch_std"
     """Normalisation of advantages: by the standard deviation of the group's rewards (GRPO), by that
-    of all advantages in the batch, or none (RLOO; Dr. GRPO, arXiv:2503.20783)."""
+    of all advantages in the batch (with sum_then_normalize of all summed rewards, as in TRL), or
+    none (RLOO; Dr. GRPO, arXiv:2503.20783)."""
     advantage_scale: Literal["by_objective", "shared"] = "by_objective"
-    """Standard deviation that normalises advantages. by_objective: each objective's own (with fixed
-    weights this is GDPO, arXiv:2601.05242: normalise, then sum); shared: that of the objectives'
-    mean (with equal fixed weights: GRPO on the summed reward)."""
+    """Standard deviation that normalises advantages. by_objective: each objective's own; shared:
+    that of the objectives' mean (with equal fixed weights: GRPO on the summed reward)."""
+    aggregation: Literal["by_objective", "normalize_then_sum", "sum_then_normalize"] = (
+        "by_objective"
+    )
+    """Advantages under known weights, such as `strategy.weights` of fedavg. by_objective: each
+    objective has its own. The other two are TRL's `multi_objective_aggregation` with
+    `reward_weights` of sum 1. normalize_then_sum: GDPO (arXiv:2601.05242), each reward normalised
+    in its group, their weighted sum, and that normalised over the batch; sum_then_normalize: GRPO
+    on the weighted sum, by `scale`. Where weights are solved from gradients, each objective has
+    the advantages that normalize_then_sum gives it alone."""
+    whiten_over: Literal["replies", "tokens"] = "replies"
+    """Units over which normalize_then_sum normalises the sum: replies, as in TRL and NeMo-RL, or
+    their tokens, as in verl, where long replies count more."""
+    zero_variance: Literal["keep", "leave_out"] = "keep"
+    """Groups whose rewards of an objective are equal. keep: their replies teach the objective the
+    KL penalty alone, and count in deviations and means; leave_out: they count as replies to which
+    the reward does not apply, and a minibatch without other replies leaves the objective out of the
+    weights, where its zero gradient would take nearly all. The share is logged either way."""
+    advantages: str = ""
+    """Function of yours that computes the advantages, as "module:function" or "file.py:function":
+    called by keyword with rewards [M, B], NaN where they do not apply, and the advantages [M, B] by
+    the settings here, it returns those to use, [M, B]. It may also take prompts, lengths [B] in
+    tokens, penalty [B], the KL penalty, and num_replies, of each prompt, which are adjacent."""
     std_floor: NonNegativeFloat = 1e-4
     """Constant added to standard deviations. If rewards saturate, a larger value avoids amplifying
     tiny differences."""
@@ -280,9 +307,34 @@ class CriticFreeConfig(EstimatorConfig):
     computed and normalised; advantage: every advantage, with a leave-one-out baseline and
     unscaled."""
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        is_gdpo, is_default = self.aggregation == "normalize_then_sum", not self.sums_rewards
+        others = is_gdpo and self.baseline == "leave_one_out"
+        for key, is_wrong, needed in (
+            ("scale", is_gdpo and self.scale != "batch_std", "batch_std, its last normalisation,"),
+            ("advantage_scale", not is_default and self.advantage_scale == "shared", "left out"),
+            ("whiten_over", not is_gdpo and self.whiten_over == "tokens", "replies"),
+            ("num_replies", others and self.num_replies < 3, "at least 3"),
+            ("advantages", not is_default and self.advantages, "left out"),
+        ):
+            if is_wrong:
+                why = " and baseline leave_one_out" if key == "num_replies" else ""
+                raise ValueError(
+                    f"{key} must be {needed} with aggregation {self.aggregation}{why}, got "
+                    f"{getattr(self, key)}."
+                )
+
+    @property
+    def sums_rewards(self) -> bool:
+        """True unless each objective has its own advantages."""
+        return self.aggregation != "by_objective"
+
     @property
     def tags(self) -> tuple[str, ...]:
         """Tags on model cards: also that of the method whose baseline it has."""
+        if self.aggregation == "normalize_then_sum":
+            return (*super().tags, "gdpo")
         return (*super().tags, "grpo" if self.baseline == "group" else "rloo")
 
     @property

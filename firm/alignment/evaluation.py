@@ -272,9 +272,26 @@ class Evaluation(RowMetrics):
             empty_share=num_empty / self.num_rows,
         )
 
-    def comparison(self, base: "Evaluation") -> "list[MetricComparison]":
-        """Returns comparisons with the base model; see `comparison_table`."""
-        return comparison_table(base, self)
+    def comparison(
+        self, base: "Evaluation", *, has_rewards: bool = False
+    ) -> "list[MetricComparison]":
+        """Compares all metrics with the base model's, one row each, scores first.
+
+        With `has_rewards`, the rewards in [0, 1] follow the scores.
+        """
+        self.change(base)  # checks that the two can be paired
+        figures = {name: (base.scores[name], after) for name, after in self.scores.items()}
+        for name, after in self.rewards.items() if has_rewards else ():
+            figures[f"{name} in [0, 1]"] = base.rewards[name], after
+        figures["kl"], figures["length"] = (base.kl, self.kl), (base.length, self.length)
+        figures["end_share"] = base.ended, self.ended
+        groups, count = self.prompt_of_row, self.num_prompts
+        rows = [compare_metric(name, *both, groups) for name, both in figures.items()]
+        for name in ("distinct_1", "distinct_2"):
+            before, after = getattr(base, name), getattr(self, name)
+            change = after - before
+            rows.append(MetricComparison(name, before, None, after, None, change, None, count))
+        return rows
 
     def by_row(self) -> dict[str, torch.Tensor]:
         """Returns metrics by row as `RowMetrics.by_row`, and "kl"."""
@@ -516,25 +533,3 @@ def compare_by_name(
 ) -> dict[str, MetricComparison]:
     """Returns the comparisons of metrics by row, [R], by name; see `compare_metric`."""
     return {name: compare_metric(name, before[name], own, groups) for name, own in after.items()}
-
-
-def comparison_table(
-    base: Evaluation, aligned: Evaluation, *, has_rewards: bool = False
-) -> list[MetricComparison]:
-    """Compares all metrics of the base and the aligned model, one row each, scores first.
-
-    With `has_rewards`, the rewards in [0, 1] follow the scores.
-    """
-    aligned.change(base)  # checks that the two can be paired
-    figures = {name: (base.scores[name], after) for name, after in aligned.scores.items()}
-    for name, after in aligned.rewards.items() if has_rewards else ():
-        figures[f"{name} in [0, 1]"] = base.rewards[name], after
-    figures["kl"], figures["length"] = (base.kl, aligned.kl), (base.length, aligned.length)
-    figures["end_share"] = base.ended, aligned.ended
-    groups = aligned.prompt_of_row
-    rows = [compare_metric(name, *both, groups) for name, both in figures.items()]
-    for name in ("distinct_1", "distinct_2"):
-        before, after = getattr(base, name), getattr(aligned, name)
-        count = aligned.num_prompts
-        rows.append(MetricComparison(name, before, None, after, None, after - before, None, count))
-    return rows

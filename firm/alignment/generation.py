@@ -1,10 +1,8 @@
-"""Settings of sampling, and the ends of replies: finds them and decodes the texts."""
+"""Settings of sampling, and what ends a reply."""
 
-from bisect import bisect_left
 from collections.abc import Sequence
 from typing import Any
 
-import torch
 from transformers import GenerationConfig, PreTrainedTokenizerBase
 
 from firm.alignment.prompts import PromptFormat
@@ -78,49 +76,3 @@ def stop_strings(
                 f"not part of a reply's text: set rollout.end_tokens to [{found[0]!r}] instead."
             )
     return config.stop_strings
-
-
-def find_ends(
-    responses: torch.Tensor,
-    *,
-    tokenizer: PreTrainedTokenizerBase,
-    end_ids: Sequence[int],
-    stop_strings: Sequence[str],
-) -> tuple[torch.Tensor, torch.Tensor, list[str]]:
-    """Finds the end of each raw response [B, T], and decodes its text.
-
-    Negative ids at the end of a row are ignored.
-
-    Returns:
-        Numbers of tokens [B], including the end token or the token that completes a stop string;
-        whether the response ended, bool [B]; and the texts without special tokens and stop strings.
-    """
-    lengths, ended, texts = [], [], []
-    for row in responses.tolist():
-        row = [token for token in row if token >= 0]  # negative ids are after the end
-        end = next((i for i, token in enumerate(row) if token in end_ids), None)
-        kept = row if end is None else row[: end + 1]
-        text: Any = tokenizer.decode(kept, skip_special_tokens=True)
-        has_stop = any(stop in text for stop in stop_strings)
-        if has_stop:
-            kept = _until_stop(kept, tokenizer, stop_strings)
-            text = tokenizer.decode(kept, skip_special_tokens=True)
-            text = text[: min(i for stop in stop_strings if (i := text.find(stop)) >= 0)]
-        lengths.append(len(kept))
-        ended.append(end is not None or has_stop)
-        texts.append(text)
-    device = responses.device
-    return torch.tensor(lengths, device=device), torch.tensor(ended, device=device), texts
-
-
-def _until_stop(
-    token_ids: list[int], tokenizer: PreTrainedTokenizerBase, stop_strings: Sequence[str]
-) -> list[int]:
-    """Returns the shortest prefix of `token_ids` that contains a stop string as text."""
-
-    def has_stop(length: int) -> bool:
-        text: Any = tokenizer.decode(token_ids[:length], skip_special_tokens=True)
-        return any(stop in text for stop in stop_strings)
-
-    lengths = range(1, len(token_ids))  # the whole row has one
-    return token_ids[: 1 + bisect_left(lengths, True, key=has_stop)]  # longer prefixes have it too

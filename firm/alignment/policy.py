@@ -270,23 +270,29 @@ def is_stored_at(path: str, model: PreTrainedModel) -> bool:
 
 
 @contextmanager
-def checkpoint_errors(what: str, path: str) -> Iterator[None]:
-    """Replaces the long messages of transformers by one line with a remedy."""
+def checkpoint_errors(what: str, path: str, *, key: str = "policy.path: ") -> Iterator[None]:
+    """Replaces the long messages of transformers by one line with a remedy.
+
+    It begins with the setting that has the path.
+    """
     try:
         yield
     except CHECKPOINT_ERRORS as error:
         reason = first_line(error).rstrip(".: ")
+        place, remedy = (
+            f"the folder {path}",
+            "a folder with a complete checkpoint, model and tokenizer",
+        )
         if is_gguf(path):
+            place = f"the GGUF file {path}"
+            remedy = "a complete file of an architecture that transformers reads, or a folder"
+        elif not Path(path).expanduser().is_dir():
             raise ValueError(
-                f"policy.path: no {what} could be loaded from the GGUF file {path} ({reason}): "
-                "choose a complete file of an architecture that transformers reads, or a folder."
+                f"{key}there is no folder {path}, and no such {what} could be loaded from the "
+                f"Hugging Face hub ({reason}): choose the folder of a local checkpoint."
             ) from error
         raise ValueError(
-            f"policy.path: no {what} could be loaded from the folder {path} ({reason}): choose a "
-            "folder with a complete checkpoint, model and tokenizer."
-            if Path(path).is_dir()
-            else f"policy.path: there is no folder {path}, and no such {what} could be loaded from "
-            f"the Hugging Face hub ({reason}): choose the folder of a local checkpoint."
+            f"{key}no {what} could be loaded from {place} ({reason}): choose {remedy}."
         ) from error
 
 

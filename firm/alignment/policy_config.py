@@ -1,6 +1,7 @@
 """Configuration of the policy, which is read without torch."""
 
 from dataclasses import field
+from pathlib import Path
 from typing import Annotated, Literal
 
 from firm.alignment.adapters.conditioned import ConditioningConfig
@@ -62,3 +63,20 @@ class PolicyConfig:
 def is_gguf(path: str) -> bool:
     """Returns whether a path names a GGUF file."""
     return path.lower().endswith(".gguf")
+
+
+def is_repo_name(name: str) -> bool:
+    """Returns whether a name is one of a repository on the Hugging Face hub."""
+    from huggingface_hub.errors import HFValidationError  # here, since settings are read without it
+    from huggingface_hub.utils import validate_repo_id
+
+    try:
+        validate_repo_id(name)
+    except HFValidationError:
+        return False
+    return True
+
+
+def is_hub_name(name: str) -> bool:
+    """Returns whether `name` is a model on the hub rather than a folder."""
+    return is_repo_name(name) and not Path(name).exists()

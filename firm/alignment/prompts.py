@@ -72,7 +72,13 @@ class Prompt:
     @property
     def turns(self) -> list[dict[str, str]]:
         """The messages as roles and texts for display, with tool calls as JSON."""
-        return [{"role": m["role"], "content": _display_text(m)} for m in self.messages]
+        turns = []
+        for message in self.messages:
+            calls = message.get("tool_calls")
+            shown = json.dumps(calls, ensure_ascii=False, default=str) if calls else ""
+            content = "\n".join(filter(None, [_content(message), shown]))
+            turns.append({"role": message["role"], "content": content})
+        return turns
 
     @property
     def transcript(self) -> str:
@@ -80,12 +86,6 @@ class Prompt:
         if self.text is not None:
             return self.text
         return "\n\n".join(f"{turn['role']}: {turn['content']}" for turn in self.turns)
-
-
-def _display_text(message: ChatMessage) -> str:
-    calls = message.get("tool_calls")
-    parts = [_content(message), json.dumps(calls, ensure_ascii=False, default=str) if calls else ""]
-    return "\n".join(filter(None, parts))
 
 
 @configuration(source=NOT_IN_PAPER)
@@ -494,32 +494,24 @@ def format_prompt(
     if name == "plain":
         asked = [_content(m) for m in prompt.messages if m["role"] == "user"]
         return prompt_format.template.replace("{prompt}", asked[-1] if asked else "")
-    return _render(prompt, (), tokenizer, prompt_format, add_generation_prompt=has_opening)
+    return format_dialogue(
+        prompt, None, tokenizer, prompt_format, add_generation_prompt=has_opening
+    )
 
 
 def format_dialogue(
     prompt: Prompt,
-    reply: ChatMessage,
+    reply: ChatMessage | None,
     tokenizer: "PreTrainedTokenizerBase",
     prompt_format: PromptFormat = AUTO,
+    **more: Any,
 ) -> str:
-    """Returns a prompt and a reply to it as the tokenizer's chat template writes them.
+    """Returns a prompt and a reply to it, if any, as the tokenizer's chat template writes them.
 
     Raises:
         ValueError: When the template rejects the conversation.
     """
-    return _render(prompt, (reply,), tokenizer, prompt_format)
-
-
-def _render(
-    prompt: Prompt,
-    replies: Sequence[ChatMessage],
-    tokenizer: "PreTrainedTokenizerBase",
-    prompt_format: PromptFormat,
-    **more: Any,
-) -> str:
-    """Returns a conversation in the tokenizer's chat template, with the prompt's own options."""
-    messages = list(prompt.messages)
+    messages = [*prompt.messages, *([] if reply is None else [reply])]
     if prompt_format.system_prompt and messages[0]["role"] not in _SYSTEM:
         messages.insert(0, {"role": "system", "content": prompt_format.system_prompt})
     options = {
@@ -528,7 +520,7 @@ def _render(
         **prompt.template_options,
         **more,
     }
-    return apply_template(tokenizer, [*messages, *replies], tools=prompt.tools, **options)
+    return apply_template(tokenizer, messages, tools=prompt.tools, **options)
 
 
 def apply_template(

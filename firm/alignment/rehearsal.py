@@ -54,7 +54,7 @@ class Sampled:
 
 
 @dataclass(frozen=True)
-class Update:
+class UpdateCost:
     """Bytes of a minibatch's gradients, excluding parameters and learners, and the operations."""
 
     critic: int
@@ -191,7 +191,7 @@ class Rehearsal:
         sampled_tokens(logits / rollout.temperature, numbers)
         return output.past_key_values
 
-    def update(self, num_rows: int, num_preferences: int | None) -> Update:
+    def update(self, num_rows: int, num_preferences: int | None) -> UpdateCost:
         """Rehearses a minibatch's gradients.
 
         Args:
@@ -228,7 +228,7 @@ class Rehearsal:
         critic = self._critic()
         jacobian = sum(each.jacobian.nbytes for each in gradients)
         sums = jacobian if num_rows > part else 0
-        return Update(
+        return UpdateCost(
             sum(parameter.nbytes for parameter in critic.parameters()) if critic else 0,
             values,
             jacobian + sums,

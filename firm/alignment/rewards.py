@@ -377,6 +377,21 @@ class Judges:
     calibrations: Mapping[str, Calibration] | None = None
     """Calibrations by objective; None uses scores as rewards."""
 
+    def conditional(self, objectives: Sequence[str], scores: torch.Tensor) -> torch.Tensor:
+        """Returns scores [M, B], changed where a reward's condition on another does not hold.
+
+        They are NaN there, or the reward's `otherwise`. Conditions compare unconditional scores.
+        """
+        own = scores.clone()
+        for j, name in enumerate(objectives):
+            reward_fn: Any = self.reward_fns.get(name)
+            condition = getattr(reward_fn, "condition", None)
+            if condition is not None:
+                holds = condition.holds(scores[objectives.index(condition.name)])  # not for NaN
+                otherwise = math.nan if reward_fn.otherwise is None else reward_fn.otherwise
+                own[j] = own[j].where(holds, otherwise)
+        return own
+
     def rewards(self, objectives: Sequence[str], scores: torch.Tensor) -> torch.Tensor:
         """Returns the rewards [M, B] of scores; 0 for objectives without a reward function.
 
@@ -389,6 +404,17 @@ class Judges:
             if name in self.reward_fns:
                 rewards[j] = self.calibrations[name](scores[j])
         return rewards
+
+    def tail_shares(self, objectives: Sequence[str], scores: torch.Tensor) -> list[float]:
+        """Returns the share of scores [M, B] in the upper tail of each objective's calibration.
+
+        NaN for objectives without scores, or without a tail (`Calibration.tail`).
+        """
+        maps = self.calibrations or {}
+        limits = [maps[name].tail if name in maps else math.nan for name in objectives]
+        is_known = ~scores.isnan() & ~scores.new_tensor(limits).isnan()[:, None]
+        above = (scores > scores.new_tensor(limits)[:, None]).to(scores)
+        return above.where(is_known, math.nan).nanmean(1).tolist()
 
 
 def filled(rewards: torch.Tensor, replies_per_prompt: int) -> torch.Tensor:
@@ -519,8 +545,9 @@ def reward_diagnostics(scores: torch.Tensor, lengths: torch.Tensor) -> dict[str,
         lengths: Lengths of the replies in tokens, shape [B].
 
     Returns:
-        "mean" and "spread" (standard deviation, 0 for a single score), shape [M], NaN without
-        scores; "correlation" of each pair of objectives over the replies with both scores (01, 02,
+        "mean", "spread" (standard deviation, 0 for a single score) and "saturated" (share of the
+        scores within 1 % of their range from the largest), shape [M], NaN without scores;
+        "correlation" of each pair of objectives over the replies with both scores (01, 02,
         ..., 12, ...), shape [M(M-1)/2]; and "length_correlation" of each objective's scores with
         the lengths, shape [M]. Correlations are Pearson's, NaN if either side does not vary.
     """
@@ -531,9 +558,17 @@ def reward_diagnostics(scores: torch.Tensor, lengths: torch.Tensor) -> dict[str,
     return {
         "mean": torch.stack([row.mean() for row in present]),
         "spread": torch.stack([row.std() if len(row) > 1 else row.mean() * 0 for row in present]),
+        "saturated": torch.stack([_saturated_share(row) for row in present]),
         "correlation": torch.tensor(correlation, dtype=torch.float64),
         "length_correlation": torch.tensor(length_correlation, dtype=torch.float64),
     }
+
+
+def _saturated_share(scores: torch.Tensor) -> torch.Tensor:
+    if not len(scores):
+        return scores.new_tensor(math.nan)
+    low, high = scores.min(), scores.max()
+    return (scores >= high - 0.01 * (high - low)).to(scores).mean()
 
 
 def _correlation(*rows: torch.Tensor) -> float:

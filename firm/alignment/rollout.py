@@ -5,20 +5,22 @@ first end token (see `end_token_ids`) or when a stop string is complete; later t
 everywhere, and the text is cut before the stop string.
 """
 
+from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, fields
-from functools import cached_property
-from typing import Any, Literal
+from dataclasses import dataclass, fields, replace
+from functools import cached_property, partial
+from typing import Any, Literal, cast
 
 import torch
 from transformers import PreTrainedTokenizerBase
 
 from firm.alignment.advantages import masked_mean
-from firm.alignment.generation import end_token_ids, find_ends, stop_strings
+from firm.alignment.generation import end_token_ids, stop_strings
 from firm.alignment.prompts import AUTO, Prompt, PromptFormat, fitting_token_ids
 from firm.alignment.rollout_config import RolloutConfig
 from firm.alignment.rollout_engines import (
+    BackgroundEngine,
     RolloutEngine,
     SampledTokens,
     SampleRequest,
@@ -37,7 +39,7 @@ from firm.alignment.sequences import (
     pad_right,
     response_logprobs,
 )
-from firm.federation.engines.processes import Team
+from firm.federation.processes import Team
 
 
 def encode_prompts(
@@ -104,22 +106,26 @@ class Sampler:
         )
         return samples
 
+    def begin(self, queries: Queries) -> Callable[[], SampledTokens]:
+        """Begins to sample replies to prompts, and returns a function that waits for them."""
+        engine = cast("BackgroundEngine", self.engine)  # as the configuration checks
+        (finish,) = engine.begin(
+            [SampleRequest(queries, self.config, self.end_ids, team=self.team)]
+        )
+        return finish
+
     def logprobs(self, sequences: Sequences, *, of_reference: bool) -> torch.Tensor:
         """Returns the responses' log-probabilities from forward passes, [B, T]."""
-
-        def logprobs_of(rows: Sequences) -> torch.Tensor:
-            return response_logprobs(
-                self.model, rows, self.config.temperature, prompts_once=self.prompts_once
-            )
-
+        temperature, size = self.config.temperature, self.config.forward_batch_size
+        options = {"temperature": temperature, "prompts_once": self.prompts_once}
+        logprobs_of = partial(response_logprobs, self.model, **options)
         with self.reference() if of_reference else nullcontext():
-            size = self.config.forward_batch_size
             return by_chunks(logprobs_of, sequences, size=size, team=self.team)
 
 
 @torch.no_grad()
 def sample(
-    sampler: Sampler, queries: Queries, *, on_progress: Callable[[float], None] = lambda _: None
+    sampler: Sampler, queries: Queries, *, on_progress: Callable[[float], None] | None = None
 ) -> SampledSequences:
     """Samples responses to left-padded prompts.
 
@@ -127,9 +133,46 @@ def sample(
         sampler: The policy's sampler.
         queries: B prompts, left-padded to Q tokens.
         on_progress: Called at each token with the number of replies so far, including fractions of
-            unfinished ones.
+            unfinished ones; None for training, which reports stages instead.
     """
-    sampled, at_generation = _sample_tokens(sampler, queries, on_progress)
+    chunks, num_done = [], 0
+    for chunk in queries.split(sampler.config.forward_batch_size):
+        if on_progress is None:
+            chunks.append(sampler.generate(chunk))
+            continue
+        replies_per_token = chunk.num_rows / sampler.config.max_new_tokens
+
+        def report(num: int, *, start: int = num_done, rate: float = replies_per_token) -> None:
+            on_progress(start + rate * num)
+
+        chunks.append(sampler.generate(chunk, on_token=report))
+        num_done += chunk.num_rows
+    return _sequences(sampler, queries, chunks)
+
+
+def begin_sampling(sampler: Sampler, queries: Queries) -> Callable[[], SampledSequences]:
+    """Begins to sample by an engine that samples while this process trains.
+
+    Returns a function that waits for the responses, which are those of the current adapter and, by
+    then, one step old.
+    """
+    finish = sampler.begin(queries)
+    return lambda: replace(_sequences(sampler, queries, [finish()]), staleness=1)
+
+
+@torch.no_grad()
+def _sequences(
+    sampler: Sampler, queries: Queries, chunks: Sequence[SampledTokens]
+) -> SampledSequences:
+    """Returns the chunks of a batch as responses that end."""
+    length = max(chunk.token_ids.size(1) for chunk in chunks)
+    num_tokens = length - queries.token_ids.size(1)  # T, of the longest chunk
+    # -1: no token
+    sampled = torch.cat([pad_right(chunk.token_ids, length, -1) for chunk in chunks])
+    parts = [own for chunk in chunks if (own := chunk.logprobs) is not None]
+    at_generation = None
+    if len(parts) == len(chunks):
+        at_generation = torch.cat([pad_right(own, num_tokens, INVALID_LOGPROB) for own in parts])
     num_tokens, ended, completions = find_ends(
         sampled[:, queries.token_ids.size(1) :],
         tokenizer=sampler.tokenizer,
@@ -160,27 +203,26 @@ def with_logprobs(
     """
     config, at_generation = sampler.config, sampled.generation_logprobs
     padding = ~sampled.mask  # [B, T]
-
-    def pass_over(*, of_reference: bool) -> torch.Tensor:
-        logprobs = sampler.logprobs(sampled, of_reference=of_reference)
-        return logprobs.masked_fill(padding, INVALID_LOGPROB)
-
     precision = str(sampler.model.get_input_embeddings().weight.dtype).removeprefix("torch.")
     logprobs, mismatch = at_generation, None
     if at_generation is not None:
         logprobs = at_generation.masked_fill(padding, INVALID_LOGPROB)
     is_forward = logprobs is None or logprobs_from(precision, config) == "forward"
     if is_forward or measures_mismatch:
-        own = pass_over(of_reference=False)  # of the same shape as the reference's pass
+        own = sampler.logprobs(sampled, of_reference=False)  # a pass of the reference's shape
+        own = own.masked_fill(padding, INVALID_LOGPROB)
         mismatch = None if logprobs is None else logprobs - own
         logprobs = own if is_forward else logprobs
-    if mismatch is not None and config.engine.samples_itself:
+    if mismatch is not None and config.engine.samples_itself and not sampled.staleness:
         config.engine.check_mismatch(masked_mean(mismatch**2, sampled.mask).sqrt().item())
     assert logprobs is not None
-    reference_logprobs = pass_over(of_reference=True)  # [B, T]
+    reference_logprobs = sampler.logprobs(sampled, of_reference=True)  # [B, T]
     known = {field.name: getattr(sampled, field.name) for field in fields(sampled)}
     return Rollouts(
-        **known, logprobs=logprobs, reference_logprobs=reference_logprobs, mismatch=mismatch
+        **known,
+        logprobs=logprobs,
+        reference_logprobs=reference_logprobs.masked_fill(padding, INVALID_LOGPROB),
+        mismatch=mismatch,
     )
 
 
@@ -196,30 +238,53 @@ def rollout(
     return with_logprobs(sampler, sampled, measures_mismatch=measures_mismatch)
 
 
-def _sample_tokens(
-    sampler: Sampler, queries: Queries, on_progress: Callable[[float], None]
-) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Returns sampled token ids [B, Q + T], and their log-probabilities [B, T] if there are any."""
-    chunks, num_done = [], 0
-    for chunk in queries.split(sampler.config.forward_batch_size):
-        replies_per_token = chunk.num_rows / sampler.config.max_new_tokens
-
-        def report(num: int, *, start: int = num_done, rate: float = replies_per_token) -> None:
-            on_progress(start + rate * num)
-
-        chunks.append(sampler.generate(chunk, on_token=report))
-        num_done += chunk.num_rows
-    length = max(chunk.token_ids.size(1) for chunk in chunks)
-    num_tokens = length - queries.token_ids.size(1)  # T, of the longest chunk
-    # -1: no token
-    token_ids = torch.cat([pad_right(chunk.token_ids, length, -1) for chunk in chunks])
-    parts = [chunk.logprobs for chunk in chunks if chunk.logprobs is not None]
-    if len(parts) < len(chunks):
-        return token_ids, None
-    return token_ids, torch.cat([pad_right(part, num_tokens, INVALID_LOGPROB) for part in parts])
-
-
 def logprobs_from(dtype: str, config: RolloutConfig) -> Literal["generation", "forward"]:
     """Returns the source of log-probabilities for a policy with parameters of a dtype."""
     is_exact = dtype in ("float32", "float64") and not config.engine.samples_itself
     return config.logprobs or ("generation" if is_exact else "forward")
+
+
+def find_ends(
+    responses: torch.Tensor,
+    *,
+    tokenizer: PreTrainedTokenizerBase,
+    end_ids: Sequence[int],
+    stop_strings: Sequence[str],
+) -> tuple[torch.Tensor, torch.Tensor, list[str]]:
+    """Finds the end of each raw response [B, T], and decodes its text.
+
+    Negative ids at the end of a row are ignored.
+
+    Returns:
+        Numbers of tokens [B], including the end token or the token that completes a stop string;
+        whether the response ended, bool [B]; and the texts without special tokens and stop strings.
+    """
+    lengths, ended, texts = [], [], []
+    for row in responses.tolist():
+        row = [token for token in row if token >= 0]  # negative ids are after the end
+        end = next((i for i, token in enumerate(row) if token in end_ids), None)
+        kept = row if end is None else row[: end + 1]
+        text: Any = tokenizer.decode(kept, skip_special_tokens=True)
+        has_stop = any(stop in text for stop in stop_strings)
+        if has_stop:
+            kept = _until_stop(kept, tokenizer, stop_strings)
+            text = tokenizer.decode(kept, skip_special_tokens=True)
+            text = text[: min(i for stop in stop_strings if (i := text.find(stop)) >= 0)]
+        lengths.append(len(kept))
+        ended.append(end is not None or has_stop)
+        texts.append(text)
+    device = responses.device
+    return torch.tensor(lengths, device=device), torch.tensor(ended, device=device), texts
+
+
+def _until_stop(
+    token_ids: list[int], tokenizer: PreTrainedTokenizerBase, stop_strings: Sequence[str]
+) -> list[int]:
+    """Returns the shortest prefix of `token_ids` that contains a stop string as text."""
+
+    def has_stop(length: int) -> bool:
+        text: Any = tokenizer.decode(token_ids[:length], skip_special_tokens=True)
+        return any(stop in text for stop in stop_strings)
+
+    lengths = range(1, len(token_ids))  # the whole row has one
+    return token_ids[: 1 + bisect_left(lengths, True, key=has_stop)]  # longer prefixes have it too

@@ -93,6 +93,8 @@ class SeparateEngineConfig(RolloutEngineConfig):
     """Settings common to engines with their own copy of the policy."""
 
     samples_itself: ClassVar[bool] = True
+    samples_meanwhile: ClassVar[bool] = False
+    """Whether the engine is a `BackgroundEngine`."""
 
     importance_cap: Annotated[PositiveFloat | None, Hint("null for no weights")] = 2.0
     """Largest importance weight of a token, the ratio of the policy's probability to the engine's
@@ -221,6 +223,8 @@ class VLLMConfig(SeparateEngineConfig):
 class VLLMServerConfig(SeparateEngineConfig):
     """Servers of vLLM, on any machines, which get adapters alone."""
 
+    samples_meanwhile: ClassVar[bool] = True
+
     name: Literal["vllm_server"] = "vllm_server"
     """Rollout engine."""
     urls: list[str] = field(default_factory=list)
@@ -343,8 +347,15 @@ class RolloutConfig:
     their own copy of the policy."""
     engine: Annotated[RolloutEngineConfig, NOT_IN_PAPER] = field(default_factory=TransformersConfig)
     """Engine that samples the responses."""
+    max_staleness: Annotated[Literal[0, 1], NOT_IN_PAPER] = 0
+    """Local steps by which the adapter that samples a batch may be older than the one that trains
+    on it. With 1, servers sample the next batch of a round while this one trains, and importance
+    weights correct for it, at most `rollout.engine.importance_cap`. A round's first batch, and any
+    with 0, is sampled by the adapter that trains on it."""
 
     def __post_init__(self) -> None:
+        if self.max_staleness:
+            self._check_staleness()
         if self.compile is True and self.cache == "static":
             raise ValueError(
                 "rollout.cache must be dynamic with rollout.compile true, whose steps have a cache "
@@ -359,4 +370,17 @@ class RolloutConfig:
             raise ValueError(
                 f"rollout.stop_strings must not contain an empty string, got {self.stop_strings}: "
                 "every reply would be empty."
+            )
+
+    def _check_staleness(self) -> None:
+        engine, needs = self.engine, f"with rollout.max_staleness {self.max_staleness}"
+        if not (isinstance(engine, SeparateEngineConfig) and engine.samples_meanwhile):
+            raise ValueError(
+                f"rollout.engine.name must be vllm_server {needs}, got {engine.name}: no other "
+                "engine samples while this process trains."
+            )
+        if engine.importance_cap is None:
+            raise ValueError(
+                f"rollout.engine.importance_cap must be a number {needs}, got null: replies of an "
+                "older adapter need importance weights."
             )

@@ -4,6 +4,7 @@ import inspect
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, fields, replace
+from functools import partial
 from typing import Any, Self
 from weakref import WeakKeyDictionary
 
@@ -15,7 +16,7 @@ from transformers.cache_utils import DynamicLayer
 from firm.alignment.adapters.forward import OwnRows
 from firm.alignment.head import Head, chosen_logprobs, head_inputs, head_of, no_positions
 from firm.alignment.prompts import Prompt
-from firm.federation.engines.processes import Team
+from firm.federation.processes import Team
 from firm.gradients.per_sequence import taken_rows
 
 INVALID_LOGPROB = 1.0
@@ -50,9 +51,10 @@ class Rows:
     @property
     def device(self) -> torch.device:
         """Device of the first tensor."""
-        values = (getattr(self, f.name) for f in fields(self))
-        devices = (value.device for value in values if isinstance(value, torch.Tensor | Rows))
-        return next(devices, torch.device("cpu"))
+        for field in fields(self):
+            if isinstance(value := getattr(self, field.name), torch.Tensor | Rows):
+                return value.device
+        return torch.device("cpu")
 
     def to(self, device: Any) -> Self:
         """Returns the rows with all tensors on a device."""
@@ -157,8 +159,9 @@ def by_chunks(
     *,
     size: int,
     team: Team | SingleProcess = SINGLE_PROCESS,
+    dim: int = 0,
 ) -> torch.Tensor:
-    """Applies a function to B rows, ``size`` at a time; returns its values [B, ...].
+    """Applies a function to B rows, ``size`` at a time; returns its values, of size B at ``dim``.
 
     Each process of the team computes its share of every chunk; all get the complete result.
     """
@@ -171,8 +174,8 @@ def by_chunks(
         with team.unanimous():
             result = function(own) if own.num_rows else None  # fewer rows than processes
         parts = [part for part in team.gather(result) if part is not None]
-        results.append(torch.cat(parts).to(rows.device))
-    return torch.cat(results)
+        results.append(torch.cat(parts, dim).to(rows.device))
+    return torch.cat(results, dim)
 
 
 @dataclass(frozen=True)
@@ -278,6 +281,8 @@ class SampledSequences(Sequences):
     """True if the response ended with an end token or stop string, bool [B]."""
     generation_logprobs: torch.Tensor | None = None
     """Log-probabilities of the response tokens from generation, [B, T], if the engine has them."""
+    staleness: int = 0
+    """Local steps by which the adapter that sampled is older than the one that trains."""
 
     @property
     def completion_ids(self) -> list[list[int]]:
@@ -297,7 +302,7 @@ class Rollouts(SampledSequences):
     """Log-probabilities under the reference (the policy without its adapter), [B, T]."""
     mismatch: torch.Tensor | None = None
     """Difference of log-probabilities between generation and a forward pass, [B, T], 0 at padding;
-    normally rounding only. None without a forward pass."""
+    rounding only, unless an older adapter sampled (`staleness`). None without a forward pass."""
 
     @property
     def value_mask(self) -> torch.Tensor:
@@ -341,9 +346,10 @@ def token_logprobs(logits: torch.Tensor, token_ids: torch.Tensor) -> torch.Tenso
     padding, with arbitrary values.
     """
     token_ids = token_ids.clamp(max=logits.size(-1) - 1)
-    logits = _at_least_float32(logits)  # a log-sum-exp in bfloat16 loses digits
+    # a log-sum-exp in bfloat16 loses digits
+    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
     chosen = torch.gather(logits, -1, token_ids.unsqueeze(-1)).squeeze(-1)  # [B, T]
-    return chosen - torch.stack([torch.logsumexp(row, dim=-1) for row in logits])
+    return chosen - torch.stack([*map(partial(torch.logsumexp, dim=-1), logits)])
 
 
 def entropy(logits: torch.Tensor) -> torch.Tensor:
@@ -610,7 +616,8 @@ def response_logits(logits: torch.Tensor, context_length: int, temperature: floa
     At least in float32: dividing in lower precision would round each logit once more.
     """
     logits = logits[:, context_length - 1 : -1]  # a token is predicted one position before it
-    return _at_least_float32(logits) / (temperature + TEMPERATURE_GUARD)
+    dtype = torch.promote_types(logits.dtype, torch.float32)
+    return logits.to(dtype) / (temperature + TEMPERATURE_GUARD)
 
 
 def token_scores(output: Any, sequences: Sequences, temperature: float) -> TokenScores:
@@ -650,7 +657,3 @@ def response_logprobs(
         else forward(model, sequences.query_responses, sequences.attention_mask)
     )
     return token_scores(output, sequences, temperature).logprobs
-
-
-def _at_least_float32(logits: torch.Tensor) -> torch.Tensor:
-    return logits.to(torch.promote_types(logits.dtype, torch.float32))

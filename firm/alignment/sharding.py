@@ -21,7 +21,7 @@ from firm.alignment.sequences import set_preferences
 from firm.base.devices import communicates
 from firm.base.errors import ProcessLost, TeamLost
 from firm.base.sanitize import first_line
-from firm.federation.engines.processes import ACCOMPANY, Processes, Team
+from firm.federation.processes import ACCOMPANY, Processes, Team
 
 
 class _Stopped(Exception):
@@ -174,11 +174,6 @@ def shard_(policy: Any, processes: Processes, team: Team, device: torch.device) 
     sharded = ShardedTeam(**vars(team), policy=policy, call=call)
     processes.accompany = sharded.accompany
     return sharded
-
-
-def local_bytes(policy: Any) -> int:
-    """Returns the bytes of the frozen parameters that this process keeps between passes."""
-    return sum(getattr(p, "_local_tensor", p).nbytes for p in _frozen_parameters(policy).values())
 
 
 def part_bytes(policy: Any, size: int) -> int:

@@ -1,6 +1,5 @@
 """Rules that end a run, such as "kl > 8" or "validation.rewards.helpful < 0.4 for 3"."""
 
-import operator
 import re
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
@@ -8,14 +7,14 @@ from statistics import median
 from types import SimpleNamespace
 from typing import Any, Self, get_args, is_typeddict
 
+from firm.base.comparisons import BOUND, OPERATORS
 from firm.base.quantities import QUANTITIES
 from firm.base.registry import did_you_mean
 from firm.base.schema import adapter
 
-_OPERATORS = {"<": operator.lt, "<=": operator.le, ">": operator.gt, ">=": operator.ge}
 _FORM = re.compile(
-    r"(?P<of>validation\.)?(?P<name>\w+)(?:\.(?P<part>\S+))?\s*(?P<sign>[<>]=?)\s*"
-    r"(?P<bound>[-+]?[\d.]+(?:e[-+]?\d+)?)(?:\s+for\s+(?P<rounds>[1-9]\d{0,5}))?"
+    rf"(?P<of>validation\.)?(?P<name>\w+)(?:\.(?P<part>\S+))?\s*{BOUND}"
+    r"(?:\s+for\s+(?P<rounds>[1-9]\d{0,5}))?"
 )
 
 
@@ -111,7 +110,7 @@ class StopRule:
             last: Number of the last round.
         """
         values = [value for number, value in self._values(rows).items() if number <= last]
-        compare = _OPERATORS[self.sign]
+        compare = OPERATORS[self.sign]
         newest = values[-self.num_rounds :]  # rounds without the quantity are left out
         return len(newest) == self.num_rounds and all(compare(v, self.bound) for v in newest)
 

@@ -5,7 +5,7 @@ thread, since every operator waits for its last thread; on an idle one with a la
 fastest.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from itertools import cycle
 from statistics import fmean
 from typing import Any
@@ -67,24 +67,10 @@ def choose(seconds: Mapping[int, float]) -> int:
 
 
 def short_step(trainer: MultiObjectiveTrainer, clock: Callable[[], float]) -> Callable[[], None]:
-    """Returns the longest part of a local step that is short enough to repeat."""
-    parts = _parts_of_a_step(trainer)
-    part = next(parts)
-    torch.set_num_threads(1)
-    for longer in parts:
-        start = clock()
-        part()
-        if clock() - start >= LONG_ENOUGH:
-            break
-        part = longer
-    return part
+    """Returns a part of a local step that is short enough to repeat, on texts as long as possible.
 
-
-def _parts_of_a_step(trainer: MultiObjectiveTrainer) -> Iterator[Callable[[], None]]:
-    """Yields parts of a local step, from short texts to those of full length.
-
-    A part has a forward and backward pass of a minibatch, and forward passes of one token of every
-    row, as in sampling, in the proportion of a local step.
+    It has a forward and backward pass of a minibatch, and forward passes of one token of every row,
+    as in sampling, in the proportion of a local step.
     """
     config, rollout, policy = trainer.config, trainer.rollout_config, trainer.policy_model
     parameters = list(trainer.adapter_parameters.values())
@@ -107,8 +93,12 @@ def _parts_of_a_step(trainer: MultiObjectiveTrainer) -> Iterator[Callable[[], No
         torch.autograd.grad(logits.float().logsumexp(-1).sum(), parameters, allow_unused=True)
         set_mode(policy, is_training=False)
 
+    torch.set_num_threads(1)
     length = 4
     while length < longest:
-        yield lambda length=length: part(length)
+        start = clock()
+        part(length)
+        if clock() - start >= LONG_ENOUGH:
+            break
         length *= 4
-    yield lambda: part(longest)
+    return lambda: part(min(length, longest))

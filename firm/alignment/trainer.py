@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 import torch
 from peft import PeftModel
+from torch.utils._pytree import tree_flatten, tree_unflatten
 from transformers import PreTrainedTokenizerBase, TrainerState
 
 from firm.alignment.adapters.forward import forward_of
@@ -36,7 +37,7 @@ from firm.alignment.pairs import Pair
 from firm.alignment.policy import adapter_parameters, set_mode
 from firm.alignment.prompts import Prompt, PromptFormat
 from firm.alignment.rewards import Judges, RewardFn, Scored, ScoringRequest, filled, scored
-from firm.alignment.rollout import Sampler, encode_prompts, sample, with_logprobs
+from firm.alignment.rollout import Sampler, begin_sampling, encode_prompts, sample, with_logprobs
 from firm.alignment.rollout_config import RolloutConfig
 from firm.alignment.rollout_engines import RolloutEngine
 from firm.alignment.sequences import (
@@ -49,9 +50,9 @@ from firm.alignment.sequences import (
     may_pass_prompts_once,
 )
 from firm.base.devices import memory_advice
-from firm.base.state import copy_of_state
+from firm.base.state import State
 from firm.federation.client import Gradients
-from firm.federation.engines.processes import Team
+from firm.federation.processes import Team
 from firm.gradients.jacobian import combine
 
 ADAM = partial(torch.optim.AdamW, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.0, fused=True)
@@ -94,6 +95,16 @@ class Learner:
         self.actor_optimizer.load_state_dict(state["actor_optimizer"])
         self.estimator.restore(state["estimator"])
         self.num_steps = 0
+
+
+def copy_of_state(state: State) -> State:
+    """Returns a deep copy of a state, whose tensors `copy.deepcopy` would copy slowly."""
+    leaves, structure = tree_flatten(state)
+    copies = [
+        leaf.detach().clone() if isinstance(leaf, torch.Tensor) else copy.deepcopy(leaf)
+        for leaf in leaves
+    ]
+    return tree_unflatten(copies, structure)
 
 
 class MultiObjectiveTrainer:
@@ -234,19 +245,34 @@ class MultiObjectiveTrainer:
 
     def sample(self, queries: Queries) -> SampledSequences:
         """Stage 2: samples replies to prompts; replies to the same prompt are adjacent."""
+        with self._sampling():
+            return sample(self._sampler, self._each_reply(queries))
+
+    def begin_sampling(self, queries: Queries) -> Callable[[], SampledSequences]:
+        """Stage 2 ahead: begins to sample by the current adapter; returns a function that waits.
+
+        The engine must be one that samples while this process trains.
+        """
+        with self._sampling():
+            finish = begin_sampling(self._sampler, self._each_reply(queries))
+
+        def wait() -> SampledSequences:
+            with self._sampling():
+                return finish()
+
+        return wait
+
+    def _each_reply(self, queries: Queries) -> Queries:
+        """Returns a row for each reply, on the policy's device."""
         queries = queries.to(self.device)
-        if self.config.replies_per_prompt > 1:
-            queries = queries.repeated(self.config.replies_per_prompt)
-        set_mode(self.policy_model, is_training=False)
-        with self._sampling_advice(), self.timed("rollout"):
-            return sample(self._sampler, queries)
+        count = self.config.replies_per_prompt
+        return queries.repeated(count) if count > 1 else queries
 
     def with_logprobs(
         self, sampled: SampledSequences, *, measures_mismatch: bool = False
     ) -> Rollouts:
         """Stage 2, ended: returns the replies with log-probabilities of policy and reference."""
-        set_mode(self.policy_model, is_training=False)
-        with self._sampling_advice(), self.timed("rollout"):
+        with self._sampling():
             return with_logprobs(self._sampler, sampled, measures_mismatch=measures_mismatch)
 
     def replies(
@@ -377,6 +403,7 @@ class MultiObjectiveTrainer:
                 found = answer()
             with self.timed("reward"):
                 scores = torch.cat(self.team.gather(found.scores), dim=1)  # [M, B]
+                scores = judges.conditional(self.objectives, scores)
                 rewards = judges.rewards(self.objectives, scores).to(sampled.device)
                 rewards = filled(rewards, self.config.replies_per_prompt)
                 rewards = rewards - self.config.missing_end_penalty * (~sampled.ended)
@@ -475,6 +502,12 @@ class MultiObjectiveTrainer:
         if self.config.learning_rate_schedule == "constant":
             return 1.0
         return max(0.0, self.num_rounds - rounds_done) / self.num_rounds
+
+    @contextmanager
+    def _sampling(self) -> Iterator[None]:
+        set_mode(self.policy_model, is_training=False)
+        with self._sampling_advice(), self.timed("rollout"):
+            yield
 
     def _sampling_advice(self) -> AbstractContextManager[None]:
         size = self.rollout_config.forward_batch_size

@@ -218,6 +218,14 @@ _TRL_NAMES = {
 }
 
 
+_CHECKPOINTING = next(
+    name
+    for name in ("activation_checkpointing", "gradient_checkpointing")
+    if name in TrlPPOConfig.__dataclass_fields__
+)
+"""TRL's switch of gradient checkpointing, which newer releases of transformers have renamed."""
+
+
 def _trl_config(
     config: PPOConfig, rollout_config: RolloutConfig, num_rounds: int, **arguments: Any
 ) -> TrlPPOConfig:
@@ -237,7 +245,7 @@ def _trl_config(
             "temperature": rollout_config.temperature,
             "local_rollout_forward_batch_size": rollout_config.forward_batch_size,
             "stop_token": "eos",
-            "activation_checkpointing": False,
+            _CHECKPOINTING: False,
             "bf16": False,
             "report_to": "none",
             "num_sample_generations": 0,

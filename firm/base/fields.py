@@ -64,7 +64,7 @@ _SAFEGUARDS = {-(2**63)} | {
 """Limits that help pages omit; only error messages mention them."""
 Port = Annotated[int, Interval(ge=1, le=65_535)]
 NumClients = Annotated[int, Interval(ge=1, le=100_000)]
-"""Number of clients; a run keeps a state of each, so larger numbers are mistakes."""
+"""Number of clients; a run keeps an index of all, so larger numbers are mistakes."""
 NumRounds = Annotated[int, Interval(ge=0, le=1_000_000)]
 """Number of rounds or local steps; plans and schedules iterate over them."""
 FiniteFloat = Annotated[float, _FINITE]

@@ -46,7 +46,8 @@ class Registry(dict[Key, Entry]):
 
     def items(self) -> Any:
         """Returns the names and components; imports all of them."""
-        return {name: self[name] for name in self}.items()
+        awaited = [name for name, entry in dict.items(self) if isinstance(entry, str)]
+        return {**self, **{name: self[name] for name in awaited}}.items()
 
     def values(self) -> Any:
         """Returns the components; imports all of them."""

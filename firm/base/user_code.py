@@ -4,11 +4,18 @@
 from BaseException would end the run without a message.
 """
 
+import hashlib
+import importlib
+import importlib.machinery
+import importlib.util
+import os
+import sys
 import sysconfig
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import greenlet
 
@@ -52,7 +59,8 @@ def user_code(
     except (*INTERRUPTIONS, *but):
         raise
     except BaseException as error:
-        raise kind(f"{what} raised {describe_error(error)}; {remedy}.") from error
+        reason = describe_error(error).rstrip(".")
+        raise kind(f"{what} raised {reason}; {remedy}.") from error
 
 
 def describe_error(error: BaseException) -> str:
@@ -108,3 +116,68 @@ def _short(file: str) -> str:
     """Returns a path relative to the working directory if it is inside, else unchanged."""
     path = Path(file)
     return str(path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path)
+
+
+def import_module(name: str) -> Any:
+    """Imports a module, and announces it on standard error if it was not imported before.
+
+    Exceptions from its code propagate.
+    """
+    if name not in sys.modules:
+        _announce("module", name)
+    return importlib.import_module(name)
+
+
+def import_file(file: Path) -> Any:
+    """Returns a Python file as a module; imports it once per process and announces it.
+
+    Exceptions from the file's code propagate.
+
+    Raises:
+        ImportError: The file does not exist or is not a Python file.
+    """
+    path = file.expanduser().resolve()
+    name = f"firm_plugin_{path.stem}_{hashlib.sha256(bytes(path)).hexdigest()[:8]}"
+    if name in sys.modules:
+        return sys.modules[name]
+    loader = importlib.machinery.SourceFileLoader(name, str(path))
+    spec = importlib.util.spec_from_file_location(name, path, loader=loader)
+    if not path.is_file() or spec is None:
+        raise ImportError("there is no such Python file")
+    _announce("file", path)
+    module = sys.modules[name] = importlib.util.module_from_spec(spec)
+    try:
+        # not exec_module: bytecode of a file that was edited within the same second looks current
+        exec(loader.source_to_code(path.read_bytes(), path), vars(module))
+    except BaseException:  # after any exception, the module counts as not imported
+        del sys.modules[name]
+        raise
+    return module
+
+
+def function_named(text: str, key: str) -> Callable[..., Any]:
+    """Returns the function that "module:function" or "file.py:function" names.
+
+    Args:
+        text: Module, or path of a Python file, and name of the function.
+        key: Key path of the setting, for messages.
+
+    Raises:
+        ValueError: The text has another form, the module cannot be imported, or it has no such
+            function.
+    """
+    module, colon, name = text.rpartition(":")
+    if not colon or not module or not name.isidentifier():
+        raise ValueError(f'{key} must be "module:function" or "file.py:function", got {text!r}.')
+    with user_code(f"{key}: {module}"):
+        own = import_file(Path(module)) if module.endswith(".py") else import_module(module)
+    function = getattr(own, name, None)
+    if not callable(function):
+        raise ValueError(f"{key}: {module} has no function {name!r}; define it, or name another.")
+    return function
+
+
+def _announce(kind: str, name: object) -> None:
+    """Announces that a plugin runs, since the configuration may be from someone else."""
+    if not int(os.environ.get("RANK", 0)):  # only the first of a launcher's processes prints
+        sys.stderr.write(printable(f"running Python {kind} {name}") + "\n")

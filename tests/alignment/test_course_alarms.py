@@ -40,6 +40,44 @@ def test_a_collapse_that_lasts_three_rounds_is_an_alarm_once(collapse, says):
     assert "estimator." in alarms[4][0]  # what to do
 
 
+def test_objectives_that_are_sacrificed_or_teach_nothing_are_an_alarm_once():
+    def by_name(key, **figures):
+        return {key: {"kind": 0.1, "brief": None, **figures}}
+
+    flat = by_name("zero_variance_share", brief=0.95)
+    alarms = run([{}, flat, flat, flat, flat])
+    assert [len(own) for own in alarms] == [0, 0, 0, 1, 0]
+    assert alarms[3][0].startswith("95% of the groups of replies have equal rewards of brief")
+    full = by_name("saturated_share", kind=0.97)
+    (alarm,) = run([full] * 3)[2]
+    assert alarm.startswith("97% of the replies have the largest score of kind")
+    (alarm,) = run([by_name("tail_share", kind=0.25)] * 3)[2]
+    assert alarm.startswith("25% of the replies have scores of kind in the upper tail")
+    early, late = (by_name("score_length_correlation", kind=own) for own in (0.2, 0.7))
+    (alarm,) = run([early, late, late, late])[3]
+    assert "correlation of kind with the length of replies has risen from 0.20" in alarm
+    assert not any(run([late] * 4))  # a reward of length from the first round on
+
+    def course(*figures, weights=(0.5, 0.5)):
+        key = "advantage_covariance"
+        return [{key: {"kind": 0.2, "brief": own}, "weights": [list(weights)]} for own in figures]
+
+    falling = [-0.1, -0.12, -0.09, -0.11, -0.1, -0.1, -0.1, -0.1, -0.1, -0.1, -0.1]
+    alarms = run(course(*falling))
+    assert [len(own) for own in alarms] == [0] * 7 + [1, 0, 0, 0]
+    assert alarms[7][0].startswith("brief is sacrificed to the other objectives: for 3 rounds")
+    assert "strategy.weights" in alarms[7][0]
+    assert not any(run(course(*falling, weights=(1.0, 0.0))))  # left out on purpose
+    assert not any(run(course(*[-0.1, 0.12, -0.2, -0.05, 0.1, -0.1] * 2)))
+    for weights in ([[0.5, 0.5]], [[1.0, 0.0]]), ([[1.0, 0.0]], [[0.5, 0.5]]):  # of two clients
+        rows = [
+            {**HEALTHY, **own, "kind": "client", "round": number, "client": name, "weights": each}
+            for number, own in enumerate(course(*falling[:8]), start=1)
+            for name, each in zip("ab", weights, strict=True)
+        ]
+        assert len(course_alarms(rows, max_approx_kl=0.5)) == 1
+
+
 def test_a_collapse_that_passes_is_none():
     short = {"response_length": 1.4}
     assert not any(run([{}, short, short, {}, short, short, {}]))

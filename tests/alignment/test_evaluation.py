@@ -19,7 +19,6 @@ from firm.alignment.calibration import Calibration
 from firm.alignment.evaluation import (
     Evaluation,
     Replies,
-    comparison_table,
     distinct,
     evaluate,
     mean_and_error,
@@ -169,7 +168,7 @@ def test_evaluations_of_other_prompts_or_scores_cannot_be_paired():
 
 def test_the_table_sets_base_and_final_side_by_side():
     base, final = run(policy()), run(policy(extra_words=2), stream=RandomStream(1))
-    table = {row.name: row for row in comparison_table(base, final)}
+    table = {row.name: row for row in final.comparison(base)}
     figures = ["kl", "length", "end_share", "distinct_1", "distinct_2"]
     assert list(table) == ["words", "match", *figures]
     kl = table["kl"]
@@ -183,7 +182,7 @@ def test_the_table_sets_base_and_final_side_by_side():
 
 def test_rewards_in_0_to_1_follow_the_scores_when_asked_for():
     base, final = run(policy()), run(policy(extra_words=2))
-    plain, table = comparison_table(base, final), comparison_table(base, final, has_rewards=True)
+    plain, table = final.comparison(base), final.comparison(base, has_rewards=True)
     assert [row.name for row in table][:3] == ["words", "match", "words in [0, 1]"]
     assert [row for row in table if row.name != "words in [0, 1]"] == plain
     reward, raw = table[2], table[0]
@@ -195,7 +194,7 @@ def test_a_policy_can_be_measured_without_any_score():
     evaluation = run(policy(), calibrations={}, extra_fns={}, reward_fns={})
     assert evaluation.scores == evaluation.rewards == {}
     assert evaluation.num_prompts == 6
-    assert comparison_table(evaluation, evaluation)[0].name == "kl"
+    assert evaluation.comparison(evaluation)[0].name == "kl"
 
 
 def test_figures_are_of_the_replies_that_have_a_score():
@@ -240,7 +239,7 @@ def test_the_change_is_that_of_prompts_on_which_both_have_a_score():
     base, final = having([1.0, 2, nan, 5, 6, nan]), having([2.0, nan, 3, 5, 8, nan])
     change = final.row(base, round=1, split="test")["change"]["words"]
     assert change == {"mean": 1.0, "se": pytest.approx(1 / 3**0.5), "num_prompts": 3}  # 1, 0, 2
-    scores, line = comparison_table(base, final, has_rewards=True)[:2]
+    scores, line = final.comparison(base, has_rewards=True)[:2]
     assert scores.cells()[0] == "words, 3 prompts"
     assert (line.base, line.aligned, line.change) == (3.5, 4.5, 1.0)
     with pytest.raises(ValueError, match=r"^1 of 6 .* a score of 'words' of both policies, and"):
@@ -281,7 +280,7 @@ def test_rows_that_share_a_prompt_are_rows_and_one_cluster():
     # mean 27 / 5 = 5.4; residuals by prompt 9 - 16.2, 3.6, 3.6: sqrt(3 / 2 * 77.76) / 5
     expected = {"mean": pytest.approx(5.4), "se": pytest.approx(116.64**0.5 / 5), "num_prompts": 3}
     assert row["scores"]["right"] == expected
-    table = {line.name: line for line in comparison_table(evaluation, evaluation)}
+    table = {line.name: line for line in evaluation.comparison(evaluation)}
     assert table["right"].aligned_se == pytest.approx(116.64**0.5 / 5)
     assert (table["right"].num_prompts, table["distinct_1"].num_prompts) == (3, 3)
 

@@ -50,6 +50,7 @@ from firm.jobs.plan import costs, make_plan, paper_tables, plan_tables, planning
 from firm.jobs.plan.costs import EVALUATION_BATCH, evaluated_rows
 from firm.jobs.plan.passes import preferences_of_minibatch
 from firm.jobs.plan.record import RewardFigures
+from firm.report import formats
 from firm.run import parse, print_table
 from tests.runs import read_rows
 from tests.smoke import POLICY, ROOT, SMOKE
@@ -339,11 +340,15 @@ def test_the_memory_of_stacked_updates_is_what_their_trainers_take(
     assert memory.update + memory.jacobian == pytest.approx(live.peak, rel=0.1)
 
 
-@pytest.mark.parametrize("estimator", ["ppo", "critic_free"])
 @pytest.mark.parametrize(
-    "engine",
-    [("local",), ("stacked",), ("stacked", "--max_rows", 9), ("stacked", "--max_rows", 1)],
-    ids=lambda engine: " ".join(map(str, engine)),
+    ("estimator", "engine"),
+    [
+        ("ppo", ("local",)),
+        ("critic_free", ("stacked",)),
+        ("ppo", ("stacked", "--max_rows", 9)),
+        ("critic_free", ("stacked", "--max_rows", 1)),
+    ],
+    ids=lambda each: each if isinstance(each, str) else " ".join(map(str, each)),
 )
 def test_passes_are_those_of_a_run(engine, estimator, tmp_path, monkeypatch):
     cfg = config(
@@ -416,10 +421,14 @@ def test_a_sharded_policy_takes_its_part_and_the_layers_of_a_pass():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("strategy", ["firm", "fsmgda"])
 @pytest.mark.parametrize(
-    ("critic", "optimizer"),
-    [("heads", "adam"), ("heads", "sgd"), ("network", "adam"), (None, "adam")],
+    ("strategy", "critic", "optimizer"),
+    [
+        ("firm", "heads", "sgd"),
+        ("firm", "network", "adam"),
+        ("firm", None, "adam"),
+        ("fsmgda", "heads", "adam"),
+    ],
 )
 def test_a_clients_learners_are_as_large_as_its_state(
     make_trainer, letter_count, checkpoint, strategy, critic, optimizer
@@ -453,7 +462,8 @@ def test_a_clients_learners_are_as_large_as_its_state(
     size = sum(t.nbytes for t in tensors if t.dim())
     memory = plan_of(cfg).memory
     assert memory.training == pytest.approx(2 * size, rel=1e-3)
-    assert memory.waiting == pytest.approx(3 * size, rel=1e-3)
+    first = sum(p.nbytes for p in trainer.critic.parameters()) if trainer.critic else 0
+    assert memory.waiting == pytest.approx(2 * size + first, rel=1e-3)
 
 
 def tensors_of(tree):
@@ -917,7 +927,9 @@ def test_the_tables_are_printed_whole_in_a_pipe():
     text = io.StringIO()
     for table in [*plan_tables(plan), *paper_tables(plan)]:
         print_table(table.title, table.header, table.rows, console=Console(file=text))
-    sizes = (f"{plan.policy.num_trainable:,}", f"{plan.policy.adapter_bytes:,} bytes")
+    visits = plan.work.rounds * plan.work.clients_per_round
+    total = formats.size(visits * (plan.policy.bytes_down + plan.policy.bytes_up))
+    sizes = (f"{plan.policy.num_trainable:,}", f"{plan.policy.adapter_bytes:,} bytes", total)
     for figure in (*sizes, "estimator.clip_range", "reward helpful", "4,608"):
         assert figure in text.getvalue()
     assert "None" not in text.getvalue()  # values as YAML has them

@@ -1,6 +1,7 @@
 import asyncio
 import logging
 import math
+from dataclasses import replace
 from decimal import Decimal
 from fractions import Fraction
 
@@ -26,6 +27,8 @@ from firm.alignment.rewards import (
 )
 from firm.base.errors import TimeLimitError
 from firm.federation import ProcessLost
+from reward_models.config import RewardModelConfig
+from reward_models.registry import with_condition
 
 PROMPTS = ["secret one", "secret two", "secret three"]
 REPLIES = ["a", "bb", "ccc"]
@@ -280,18 +283,18 @@ def test_who_interrupts_a_reward_is_not_taken_for_its_error(error, is_async):
     [
         ({"method": "zscore"}, "method must be one of sigmoid, minmax, none, got 'zscore'"),
         ({"method": ["none"]}, "method must be one of sigmoid, minmax, none, got \\['none'\\]"),
-        ({"method": "sigmoid", "mean": math.nan}, "mean must be finite in float32, got n"),
-        ({"method": "sigmoid", "mean": 1e308}, "mean must be finite in float32, got 1e+"),
-        ({"method": "sigmoid", "mean": "0"}, "mean must be finite in float32, got '0'"),
-        ({"method": "none", "mean": True}, "mean must be finite in float32, got True"),
-        ({"method": "sigmoid", "mean": 10**400}, "mean must be finite in float32, got 10"),
-        ({"method": "sigmoid", "scale": math.inf}, "scale must be finite in float32"),
+        ({"method": "sigmoid", "mean": math.nan}, "mean must be at least -3.4.* got nan"),
+        ({"method": "sigmoid", "mean": 1e308}, "mean must be at least .* got 1e+"),
+        ({"method": "sigmoid", "mean": "0"}, "mean must be a finite number, got '0'"),
+        ({"method": "none", "mean": True}, "mean must be a finite number, got True"),
+        ({"method": "sigmoid", "mean": 10**400}, "mean must be a finite number, got 10"),
+        ({"method": "sigmoid", "scale": math.inf}, "scale must be at least .* got inf"),
         ({"method": "sigmoid", "scale": -1}, "scale must be positive, and low below high, got sc"),
         ({"method": "sigmoid", "scale": 1e-300}, "scale must be positive, and low below high"),
         ({"method": "minmax", "low": 1, "high": 1}, "scale must be positive, and low below high"),
         ({"method": "minmax", "low": 2, "high": 1}, "scale must be positive, and low below high"),
-        ({"method": "none", "num_samples": -1}, "num_samples must be a non-negative integer"),
-        ({"method": "none", "num_samples": 1.5}, "num_samples must be a non-negative integer"),
+        ({"method": "none", "num_samples": -1}, "num_samples must be non-negative"),
+        ({"method": "none", "num_samples": 1.5}, "num_samples must be an integer"),
         ({"method": "none", "width": 1}, "and only the keys .* got {'method': 'none', 'width': 1}"),
         ({"mean": 0.0}, "a calibration must have a method"),
         (["none"], "a calibration must have a method"),
@@ -379,6 +382,11 @@ def test_every_row_is_mapped_by_its_own_calibration():
     rewards = judges.rewards("abc", raw)
     assert rewards[0].tolist() == pytest.approx([0.5, 1 / (1 + math.exp(-1))])
     assert rewards[1:].tolist() == [[0.5, 1.0], [0.25, 7.0]]
+    assert calibrations["b"].tail == pytest.approx(5 + 3 * 10 / (2 * 1.645), abs=0.01)
+    raw[0, 1], raw[2, 0] = 3.1, math.nan  # one of two above three standard deviations
+    assert judges.tail_shares("abcd", torch.cat([raw, raw[:1]])) == pytest.approx(
+        [0.5, 0.0, math.nan, math.nan], nan_ok=True
+    )
 
 
 def test_diagnostics_are_means_spreads_and_pearson_correlations():
@@ -390,6 +398,11 @@ def test_diagnostics_are_means_spreads_and_pearson_correlations():
     np.testing.assert_allclose(figures["length_correlation"], expected[3, :3], atol=1e-9)
     torch.testing.assert_close(figures["mean"], raw.mean(1))
     torch.testing.assert_close(figures["spread"], raw.std(1))
+    assert figures["saturated"].tolist() == pytest.approx([0.02] * 3)
+    passed = torch.tensor([[1.0] * 9 + [0.0], [0.5] * 10, [10.0, 9.95] + [0.0] * 8])
+    assert reward_diagnostics(passed, lengths[:10])["saturated"].tolist() == pytest.approx(
+        [0.9, 1.0, 0.2]
+    )
 
 
 def test_replies_without_a_score_do_not_count_in_the_figures():
@@ -409,6 +422,7 @@ def test_replies_without_a_score_do_not_count_in_the_figures():
         pytest.approx(of_first), pytest.approx(of_second), None, None
     ]  # fmt: skip
     assert values_or_none(figures["correlation"]) == [pytest.approx(-1.0), *[None] * 5]
+    assert values_or_none(figures["saturated"]) == [pytest.approx(1 / 3), 0.25, None, 1.0]
 
 
 def test_what_does_not_vary_has_no_correlation():
@@ -603,3 +617,34 @@ def test_functions_may_log_as_with_trl(caplog):
     assert "reward 'r': accuracy = 0.5" in caplog.text
     assert "the column answer is not kept" in caplog.text
     assert "secret" not in caplog.text
+
+
+def test_a_reward_counts_only_where_another_passes():
+    scores = torch.tensor([[1.0, 0.0, 0.5, torch.nan], [4.0, 3.0, torch.nan, 2.0], [9.0] * 4])
+
+    def judges(**options):
+        plain = RewardModelConfig(name="brevity")
+        fns = {name: with_condition(_named(name), plain) for name in ("right", "last")}
+        brief = with_condition(_named("brief"), replace(plain, only_if="right>=0.5", **options))
+        return Judges({"right": fns["right"], "brief": brief, "last": fns["last"]})
+
+    names = ("right", "brief", "last")
+    own = judges().conditional(names, scores)
+    assert own[1].isnan().tolist() == [False, True, True, True]
+    own = judges(otherwise=-1.0).conditional(names, scores)
+    assert own[1, [0, 1, 3]].tolist() == [4.0, -1.0, -1.0]
+    assert torch.equal(own[2], scores[2])
+    assert scores[1, 1] == 3.0
+    for only_if in ("right", "right = 1", "right >= much"):
+        with pytest.raises(ValueError, match="only_if must read like"):
+            RewardModelConfig(name="brevity", only_if=only_if)
+    with pytest.raises(ValueError, match="otherwise is the score where only_if does not hold"):
+        RewardModelConfig(name="brevity", otherwise=1.0)
+
+
+def _named(name):
+    def reward(completions, **_):
+        return [0.0] * len(completions)
+
+    reward.__name__ = name
+    return reward

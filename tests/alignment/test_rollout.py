@@ -11,10 +11,10 @@ from transformers import GenerationConfig
 from firm.alignment import decoding
 from firm.alignment.advantages import kl_penalty
 from firm.alignment.decoding import random_numbers, sampled_tokens
-from firm.alignment.generation import end_token_ids, find_ends
+from firm.alignment.generation import end_token_ids
 from firm.alignment.live_bytes import LiveBytes
 from firm.alignment.prompts import Prompt, PromptFormat
-from firm.alignment.rollout import Sampler, encode_prompts, rollout
+from firm.alignment.rollout import Sampler, encode_prompts, find_ends, rollout
 from firm.alignment.rollout_config import RolloutConfig
 from firm.alignment.sequences import (
     INVALID_LOGPROB,

@@ -81,3 +81,5 @@ def test_chunks_give_what_the_whole_gives(record, team):
 
     assert by_chunks(doubled, record, size=4, team=team).equal(2 * record.numbers)
     assert sizes == [4, 2]
+    aside = by_chunks(lambda rows: doubled(rows)[None], record, size=4, team=team, dim=1)
+    assert aside.equal(2 * record.numbers[None])

@@ -16,9 +16,13 @@ from firm.alignment.policy import adapter_parameters
 from firm.alignment.rollout import Sampler, encode_prompts, rollout
 from firm.alignment.prompts import Prompt
 from firm.alignment.self_check import check_passes
-from firm.alignment.sharding import gathered_bytes, local_bytes, part_bytes, shard_
+from firm.alignment.sharding import gathered_bytes, part_bytes, shard_
 from firm.federation import Processes, RandomStream
 from tests.smoke import POLICY
+
+def local_bytes(policy):  # of the frozen parameters that this process keeps between passes
+    frozen = (p for name, p in policy.named_parameters() if "lora_" not in name)
+    return sum(getattr(p, "_local_tensor", p).nbytes for p in frozen)
 
 config = PolicyConfig(str(POLICY), lora=LoraSettings(r=4))
 policy = load_policy(config, stream=RandomStream(0, "adapter"))

@@ -2,7 +2,8 @@
 
 import pytest
 
-import firm.jobs.alignment_config  # noqa: F401 # registers the quantities
+import firm.alignment.client  # registers the quantities
+import firm.jobs.alignment_config  # noqa: F401 # and those of the evaluations
 from firm.alignment.stop_rules import StopRule
 
 OBJECTIVES = ["helpful", "harmless"]
@@ -91,6 +92,12 @@ def test_a_rule_about_an_unknown_quantity_is_refused_and_says_what_there_is(text
         "validation.change.helpful < 0",
         "kl_by_preference.helpful > 9",
         "seconds.rollout > 60",
+        "saturated_share.helpful > 0.9 for 3",
+        "zero_variance_share.harmless > 0.9",
+        "score_length_correlation.helpful >= 0.8",
+        "advantage_covariance.helpful < 0 for 5",
+        "tail_share.helpful > 0.2 for 3",
+        "step_share.helpful > 0.9 for 3",
     ],
 )
 def test_known_quantities_are_accepted(text):

@@ -20,6 +20,7 @@ from firm.alignment import (
 )
 from firm.alignment.advantages import masked_mean
 from firm.alignment.prompts import prompt_of
+from firm.alignment.trainer import copy_of_state
 from firm.federation import RandomStream, local_training
 from firm.federation.training import LocalTraining
 from tests.stages import experience_of, rollouts_of
@@ -337,3 +338,17 @@ def test_where_trl_has_no_ppo_the_stages_stand_alone(
     trainer = make_trainer(rewards={"a": letter_count("a")})
     assert trainer.trl is None
     assert trainer.gradients(trainer.learner, some_experience(trainer)).jacobian.isfinite().all()
+
+
+def test_a_copied_state_shares_nothing_with_the_original():
+    original = {"step": 3, "moments": {0: [torch.ones(2), (torch.zeros(1),)]}, "names": ["a"]}
+    copied = copy_of_state(original)
+    assert copied["names"] == ["a"]
+    assert copied["step"] == 3
+    original["names"].append("b")
+    original["moments"][0][0].add_(1)
+    original["moments"][0][1][0].add_(1)
+    original["moments"][1] = []
+    assert copied["names"] == ["a"]
+    (first, (second,)), *others = copied["moments"].values()
+    assert (first.tolist(), second.tolist(), others) == ([1, 1], [0], [])

@@ -24,10 +24,14 @@ def test_an_unknown_name_is_an_attribute_error_of_the_package(name):
 def test_importing_a_package_loads_no_torch_and_a_name_loads_its_module_alone():
     code = f"""
 import sys
+from importlib.util import find_spec
 import {", ".join(PACKAGES)}
 assert not {{"torch", "transformers", "wandb"}} & set(sys.modules)
 from firm.federation import Client
 assert "firm.federation.strategies" not in sys.modules
+if find_spec("nvflare"):
+    import firm.jobs.network_parties  # each command of a site starts a process
+    assert not {{"transformers", "datasets"}} & set(sys.modules)
 """
     subprocess.run([sys.executable, "-c", code], check=True)
 

@@ -343,7 +343,7 @@ def test_missing_checkpoints_and_unreachable_names_are_one_clear_line(tmp_path):
     (tmp_path / "empty").mkdir()
     for path, message in {
         str(tmp_path / "missing"): "there is no folder",
-        "nobody/no-such-model": "no such model could be loaded from the Hugging Face hub",
+        "nobody/no-such-model": "no such sequence classifier could be loaded",
         str(tmp_path / "empty"): "no sequence classifier could be loaded from the folder",
     }.items():
         with pytest.raises(ValueError, match=message) as caught:

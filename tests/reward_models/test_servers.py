@@ -7,6 +7,7 @@ import torch
 from transformers import AutoModelForSequenceClassification
 
 from firm.alignment.rewards import score
+from firm.base.servers import JsonServer
 from firm.run.plugins import code_in
 from reward_models import RewardModelConfig, load_reward_model
 from tests.json_server import serving
@@ -58,6 +59,7 @@ def _golden(rows):
     ("answer", "message"),
     [
         ((503, "busy"), r"/classify does not answer .status 503"),
+        ((429, "later"), r"/classify does not answer .status 429: later"),
         ((404, {"detail": "Not Found"}), "status 404"),
         ((200, {"data": [{"index": 0, "probs": [1.0, 2.0]}]}), r"\[2, 1\] finite logits, got"),
         ((200, {"data": [{"index": 0, "probs": [1.0]}]}), r"finite logits"),
@@ -77,7 +79,18 @@ def test_a_server_without_scores_is_an_error_that_names_it(answer, message):
         with pytest.raises(Exception, match=message) as error:
             score({"x": reward}, PROMPTS, REPLIES)
     assert url in str(error.value)
-    assert len(calls) == (3 if answer[0] == 503 else 1)  # a refusal is not tried again
+    assert len(calls) == (3 if answer[0] in (503, 429) else 1)  # a refusal is not tried again
+
+
+def test_a_busy_server_is_given_the_time_that_it_asks_for(monkeypatch):
+    pauses, answers = [], [(429, "later", {"Retry-After": "7"}), (503, "busy"), (200, {"found": 1})]
+    monkeypatch.setattr("firm.base.servers.time.sleep", pauses.append)
+    with serving(lambda path, content: answers.pop(0)) as url:
+        assert JsonServer(url).post("/classify", {}) == {"found": 1}
+        assert pauses == [0, 7, 0.5]
+        answers += [(429, "later", {"Retry-After": "70"}), (200, {})]
+        JsonServer(url, timeout_s=60).post("/classify", {})
+        assert pauses[3:] == [0, 60]
 
 
 def judge(url, tmp_path, **options):

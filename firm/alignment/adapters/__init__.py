@@ -16,21 +16,17 @@ if TYPE_CHECKING:
     )
     from firm.alignment.adapters.forward import adapt_, forward_of
     from firm.alignment.adapters.lora import (
-        ADAPTERS,
         Lora,
         LoraSettings,
         PassRows,
         adapted_modules,
         register_adapter,
     )
-    from firm.alignment.adapters.lora_xs import LoraXS
 
 __all__ = [
-    "ADAPTERS",
     "Conditioned",
     "Lora",
     "LoraSettings",
-    "LoraXS",
     "PassRows",
     "PreferenceStream",
     "adapt_",

@@ -240,7 +240,8 @@ class _AtPreferences:
     """Wraps rows to multiply them by B(p) = B₀ + Σ_{j<M} (M p_j - 1) B_j instead of B."""
 
     def __init__(self, rows: PassRows, names: Sequence[str]) -> None:
-        self.preferences = rows.preferences
+        self.preferences, self.members = rows.preferences, rows.members
+        self.is_overwritten = rows.is_overwritten
         self.is_base, self.dropped = rows.is_base, rows.dropped
         self._rows, self._names = rows, names
 

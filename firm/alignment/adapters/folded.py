@@ -6,23 +6,12 @@ once per rollout, and each layer adds it by two products.
 """
 
 from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
 from firm.alignment.adapters.conditioned import Conditioned, gates
-from firm.alignment.adapters.lora import Lora, adapted_modules
-
-
-class FoldedRows(Protocol):
-    """Rows [N] that use one of C adapters each."""
-
-    preferences: torch.Tensor | None
-    """Shares of the objectives by row, [N, M]; None for equal shares."""
-    members: torch.Tensor | None
-    """Index of each row's adapter, [N]; None if all have N / C adjacent rows."""
-    is_overwritten: bool
-    """True if the preferences are a buffer whose values change."""
+from firm.alignment.adapters.lora import Lora, PassRows, adapted_modules
 
 
 class FoldedAdapters:
@@ -45,18 +34,18 @@ class FoldedAdapters:
         self._second_names = ["lora_B", *names]
         self._matrices = {
             layer: (torch.stack(first), torch.stack(second))
-            for layer, first, second in self._found(adapters)
+            for layer, first, second in self._matrices_of(adapters)
         }
         """A [C, in, r] and the scaled B [C, M r, out] of each layer."""
         self._latest: tuple[torch.Tensor, torch.Tensor] | None = None  # preferences, and factors
 
     def write_(self, adapters: Sequence[Mapping[str, torch.Tensor] | None]) -> None:
         """Overwrites the matrices by those of other adapters."""
-        for layer, first, second in self._found(adapters):
+        for layer, first, second in self._matrices_of(adapters):
             for place, matrices in zip(self._matrices[layer], (first, second), strict=True):
                 torch.stack(matrices, out=place)
 
-    def _found(self, adapters: Sequence[Mapping[str, torch.Tensor] | None]) -> Any:
+    def _matrices_of(self, adapters: Sequence[Mapping[str, torch.Tensor] | None]) -> Any:
         slot = {
             name.replace(".default.", "."): parameter.detach()
             for name, parameter in self._policy.named_parameters()
@@ -81,7 +70,7 @@ class FoldedAdapters:
             )
 
     def output(
-        self, layer: Any, rows: FoldedRows, x: torch.Tensor, result: torch.Tensor
+        self, layer: Any, rows: PassRows, x: torch.Tensor, result: torch.Tensor
     ) -> torch.Tensor:
         """Returns a layer's output [N, ..., out] from its input and the base layer's output."""
         first, second = self._matrices[layer]
@@ -102,7 +91,7 @@ class FoldedAdapters:
         outputs = result.reshape(*hidden.shape[:2], -1).to(first.dtype)
         return torch.baddbmm(outputs, hidden, second).view(result.shape).to(result.dtype)
 
-    def _shares(self, rows: FoldedRows, like: torch.Tensor) -> torch.Tensor | None:
+    def _shares(self, rows: PassRows, like: torch.Tensor) -> torch.Tensor | None:
         """Returns the factors of B_0 to B_{M-1}, [N, M]; computed once for the same preferences."""
         preferences = rows.preferences
         if preferences is None or self._num_shares == 1:

@@ -19,11 +19,10 @@ from firm.alignment.adapters.lora import Lora, LoraSettings, PassRows, adapted_m
 class OwnRows:
     """Rows that all use the policy's own adapter, with PEFT's modules."""
 
-    members = None  # one adapter, as `FoldedRows` has it
-    is_overwritten = False
-
-    def __init__(self) -> None:
-        self.preferences: torch.Tensor | None = None
+    def __init__(self, preferences: torch.Tensor | None = None) -> None:
+        self.preferences = preferences
+        self.members: torch.Tensor | None = None  # one adapter
+        self.is_overwritten = False
 
     def is_base(self, layer: Any) -> bool:
         """Returns whether the adapter is disabled in PEFT; see `PassRows`."""
@@ -86,7 +85,7 @@ class AdapterForward:
         if self.rows.is_base(layer):
             return result
         if self._folded is not None:
-            return self._folded.output(layer, self.rows, x, result)  # type: ignore[arg-type]
+            return self._folded.output(layer, self.rows, x, result)
         return self.kind.output(layer, self.rows, self._widen(layer, x), result)
 
     def _widen(self, layer: Any, x: torch.Tensor) -> torch.Tensor:

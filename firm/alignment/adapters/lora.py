@@ -53,6 +53,13 @@ class PassRows(Protocol):
 
     preferences: "torch.Tensor | None"
     """Shares of the M objectives by row, [b, M]; None for equal shares."""
+    is_overwritten: bool
+    """True if the preferences are a buffer whose values change."""
+
+    @property
+    def members(self) -> "torch.Tensor | None":
+        """Index of each row's adapter, [b]; None if all C adapters have b / C adjacent rows."""
+        ...
 
     def is_base(self, layer: Any) -> bool:
         """Returns whether the rows use the base model without an adapter."""

@@ -22,6 +22,15 @@ from firm.alignment.estimators.estimator import (
     Policy,
     approx_kl,
     mean_square_log_ratio,
+    reward_covariance,
+)
+from firm.alignment.group_advantages import (
+    RewardSums,
+    counted,
+    group_advantages,
+    in_groups,
+    is_flat,
+    own_advantages,
 )
 from firm.alignment.policy import set_mode
 from firm.alignment.sequences import (
@@ -31,6 +40,7 @@ from firm.alignment.sequences import (
 )
 from firm.base.quantities import PERCENT, Quantity, register
 from firm.base.schema import ByObjective, Share
+from firm.base.user_code import function_named
 
 register(
     Quantity(
@@ -53,6 +63,23 @@ class CriticFreeExperience(Experience):
     """Advantages, [M, B]."""
     kl: torch.Tensor
     """Estimate of the KL from the reference, per token, [B, T]."""
+    places: torch.Tensor
+    """Positions of the replies in the whole batch, [B]."""
+    counts: torch.Tensor | None = field(default=None, metadata=BY_OBJECTIVE)
+    """Replies that count for the objective, bool [M, B]; None: all with a score."""
+    whole: RewardSums | None = None
+    """What advantages of weighted sums are computed from; None: objectives have their own."""
+
+    @property
+    def is_judged(self) -> torch.Tensor:
+        """True if the reply counts for the objective, bool [M, B]."""
+        return super().is_judged if self.counts is None else self.counts.cpu()
+
+    def weighted(self, weights: torch.Tensor) -> torch.Tensor:
+        """Returns advantages [M, B] whose sum with weights [M] is that of the weighted rewards."""
+        if self.whole is None:
+            return self.advantages
+        return self.whole.terms(weights)[:, self.places].to(self.advantages)
 
 
 class CriticFree:
@@ -62,6 +89,8 @@ class CriticFree:
         self.config = config
         self.kl = KLPenalty(config.kl)
         self._policy = policy
+        own, key = config.advantages, "estimator.advantages"
+        self._own_advantages = function_named(own, key) if own else None
 
     @torch.no_grad()
     def experience(
@@ -71,8 +100,32 @@ class CriticFree:
         with self._policy.timed("advantages"):
             kl = self.kl.per_token(rollouts)
             penalty = self.kl.coefficient * kl.sum(1)  # [B]
-            advantages = group_advantages(rewards, penalty, self.config)
-        return CriticFreeExperience(rollouts, scores, rewards, advantages, kl)
+            applied = rewards.where(~scores.isnan().to(rewards.device), torch.nan)
+            whole, counts = None, None
+            if self.config.zero_variance == "leave_out":
+                counts = counted(applied, self.config)
+                applied = applied.where(counts, torch.nan)
+            if self.config.sums_rewards:
+                whole = RewardSums(applied, penalty, rollouts.num_tokens, self.config)
+                advantages = whole.alone()
+            else:
+                left_out = None if counts is None else ~counts
+                advantages = group_advantages(rewards, penalty, self.config, left_out)
+            if self._own_advantages is not None:
+                advantages = own_advantages(
+                    self._own_advantages,
+                    self.config.advantages,
+                    rewards=applied,
+                    advantages=advantages,
+                    prompts=rollouts.queries.prompts,
+                    lengths=rollouts.num_tokens,
+                    penalty=penalty,
+                    num_replies=self.config.num_replies,
+                )
+            places = torch.arange(rewards.size(1), device=rewards.device)
+        return CriticFreeExperience(
+            rollouts, scores, rewards, advantages, kl, places, counts, whole
+        )
 
     def gradients(
         self,
@@ -87,6 +140,10 @@ class CriticFree:
         Replies with preferences are weighted by them (`weighted_by_preference`).
         """
         policy, rollouts, config = self._policy, part.rollouts, self.config
+        advantages = part.advantages if weights is None else part.weighted(weights)
+        combined = None
+        if weights is not None and config.sums_rewards:
+            combined = weights[None].to(advantages) @ advantages  # [1, b]
         whole = units(minibatch.rollouts.mask, config)
         set_mode(policy.model, is_training=True)
         with policy.per_sequence(weights) as per_sequence:
@@ -97,10 +154,11 @@ class CriticFree:
                 terms, held = reply_losses(
                     logprobs,
                     rollouts.logprobs,
-                    part.advantages,
+                    advantages,
                     rollouts.mask,
                     config,
                     policy.importance_weights(rollouts, by_reply=config.ratio_level == "reply"),
+                    combined=combined,
                 )
             own = units(rollouts.mask, config)
             factors = reply_factors(own, whole, config, max_tokens=policy.config.max_new_tokens)
@@ -114,6 +172,9 @@ class CriticFree:
                     for losses, each in terms
                 ]
             values = torch.stack([each @ losses for losses, each in at_own]).sum(0)
+            signal = minibatch.advantages if weights is None else minibatch.weighted(weights)
+            if (own_preferences := minibatch.preferences) is not None:
+                signal = weighted_by_preference(signal, own_preferences, preferences)
             with policy.timed("backward"):
                 if weights is not None:
                     jacobian = policy.jacobian((weights @ values)[None])
@@ -131,6 +192,7 @@ class CriticFree:
                 "entropy": masked_mean(scores.entropies(), rollouts.mask) * share,
                 LOG_RATIO: mean_square_log_ratio(logprobs, rollouts) * share,
                 APPROX_KL: approx_kl(logprobs, rollouts) * share,
+                "advantage_covariance": reward_covariance(part, minibatch, signal, weights),
             },
         )
 
@@ -158,51 +220,6 @@ class CriticFree:
     def restore(self, state: Mapping[str, Any]) -> None:
         """Restores a state returned by `state`."""
         self.kl.coefficient = state["kl_coefficient"]
-
-
-def in_groups(values: torch.Tensor, num_replies: int) -> torch.Tensor:
-    """Groups values of replies [M, B] by prompt, to [M, B / G, G]."""
-    return values.unflatten(1, (-1, num_replies))
-
-
-def is_flat(groups: torch.Tensor) -> torch.Tensor:
-    """Returns a mask of groups [M, B / G, G] with equal values, [M, B / G, 1]."""
-    return groups.amax(2, keepdim=True) == groups.amin(2, keepdim=True)
-
-
-def group_advantages(
-    rewards: torch.Tensor, penalty: torch.Tensor, config: CriticFreeConfig
-) -> torch.Tensor:
-    """Returns group-relative advantages of replies, shape [M, B].
-
-    For the rewards r of a group of G replies and the standard deviation s (unbiased) selected by
-    `config.scale`, the advantage is (r - mean of r) / (s + `config.std_floor`); with the
-    leave-one-out baseline it is multiplied by G / (G - 1). It is zero in a group with equal
-    rewards.
-
-    Args:
-        rewards: Rewards of the replies, with replies to the same prompt adjacent, shape [M, B].
-        penalty: KL penalty of each reply, shape [B].
-        config: Baseline, normalisation, and where the penalty is subtracted.
-    """
-    size = config.num_replies
-    bessel = size / (size - 1)
-    in_reward = config.kl_in == "reward"
-    groups = in_groups((rewards - penalty if in_reward else rewards).double(), size)  # [M, P, G]
-    centred = (groups - groups.mean(2, keepdim=True)).masked_fill(is_flat(groups), 0)
-    spread = centred.mean(0, keepdim=True) if config.advantage_scale == "shared" else centred
-    if config.scale == "group_std":
-        variance = spread.square().mean(2, keepdim=True) * bessel
-    else:
-        variance = spread.square().sum((1, 2), keepdim=True) / (rewards.size(1) - 1)
-    advantages = centred * bessel if config.baseline == "leave_one_out" else centred
-    if config.scale != "none":
-        deviation = variance.sqrt() + config.std_floor
-        advantages = advantages / deviation.clamp(min=torch.finfo(torch.float64).tiny)
-    if not in_reward:
-        penalties = in_groups(penalty.double()[None], size)
-        advantages = advantages - (penalties - penalties.mean(2, keepdim=True)) * bessel
-    return advantages.flatten(1).to(rewards.dtype)
 
 
 def units(mask: torch.Tensor, config: CriticFreeConfig) -> torch.Tensor:
@@ -235,6 +252,8 @@ def reply_losses(
     mask: torch.Tensor,
     config: CriticFreeConfig,
     importance: torch.Tensor | None = None,
+    *,
+    combined: torch.Tensor | None = None,
 ) -> tuple[list[tuple[torch.Tensor, torch.Tensor]], torch.Tensor]:
     """Returns losses per reply, their coefficients by objective, and a mask of clipped ratios.
 
@@ -249,6 +268,8 @@ def reply_losses(
         mask: Response tokens, shape [B, T].
         config: Form of the ratio.
         importance: Weights of the `units`, from `Policy.importance_weights`; None: all 1.
+        combined: Advantage of each reply by whose sign PPO clips, shape [1, B]; None: each
+            objective's own.
 
     Returns:
         Pairs of losses [B] and coefficients [M, B]; and, detached, the share of the objectives for
@@ -263,9 +284,10 @@ def reply_losses(
     ratio = torch.exp(logprobs - old_logprobs)
     if config.ratio_form == "ppo":
         low, high = 1 - config.clip_range, 1 + config.clip_range
-        gains, costs = advantages.clamp(min=0), advantages.clamp(max=0)
-        held = (gains > 0).float().mean(0)[:, None] * (ratio > high)
-        held = held + (costs < 0).float().mean(0)[:, None] * (ratio < low)
+        signs = advantages if combined is None else combined
+        gains, costs = advantages.where(signs > 0, 0), advantages.where(signs < 0, 0)
+        held = (signs > 0).float().mean(0)[:, None] * (ratio > high)
+        held = held + (signs < 0).float().mean(0)[:, None] * (ratio < low)
         upper = -(ratio.clamp(max=high) * mask).sum(1)
         lower = -(ratio.clamp(min=low) * mask).sum(1)
         return [(upper, gains), (lower, costs)], held.detach()

@@ -21,18 +21,17 @@ from firm.alignment.sequences import (
     Examples,
     Expand,
     Rollouts,
-    Rows,
     Sequences,
     SingleProcess,
     TokenScores,
-    by_chunks,
     forward,
     forward_prompts_once,
     set_preferences,
     token_scores,
 )
 from firm.base.quantities import Quantity, register
-from firm.federation.engines.processes import Team
+from firm.base.schema import ByObjective, Finite
+from firm.federation.processes import Team
 from firm.gradients.jacobian import jacobian
 from firm.gradients.per_sequence import BackwardPasses, PerSequenceGradients, taken_rows
 
@@ -80,7 +79,7 @@ class MinibatchGradients:
     losses: torch.Tensor
     """Losses, detached, [M]."""
     metrics: Mapping[str, torch.Tensor]
-    """Metrics to log, scalars or [M]."""
+    """Metrics to log: scalars, [M], or by rows of the Jacobian, which their weights sum, [M, R]."""
     own: torch.Tensor | None = None
     """Input of the estimator's own step, such as the critic's gradient."""
 
@@ -119,8 +118,45 @@ register(
         "where it was largest.",
         section="training",
         axis={},
-    )
+    ),
+    Quantity(
+        "advantage_covariance",
+        "Reward against the combined advantage",
+        "covariance",
+        "To first order a step changes an objective's mean reward in proportion to the covariance "
+        "of its reward with the weighted advantage (arXiv:2602.06869): below zero, the objective "
+        "is sacrificed to the others.",
+        type=ByObjective[Finite | None],
+        section="diagnostics",
+        lines="means",
+        reference=0.0,
+        axis={},
+    ),
 )
+
+
+@torch.no_grad()
+def reward_covariance(
+    part: Experience, minibatch: Experience, advantages: torch.Tensor, weights: torch.Tensor | None
+) -> torch.Tensor:
+    """Returns a part's share of the covariances of rewards with advantages over a minibatch.
+
+    Args:
+        part: Rows of the minibatch.
+        minibatch: The minibatch; replies without a score of an objective do not count for it.
+        advantages: Advantages of the minibatch's replies in the rows of the Jacobian, [R, b].
+        weights: Weights of the rows, [R]; None if they are solved later.
+
+    Returns:
+        Covariances of each objective's reward with the weighted advantage, [M], or with each row's,
+        [M, R]; 0 for an objective without a score.
+    """
+    is_judged = minibatch.is_judged.to(minibatch.rewards.device)
+    rewards = minibatch.rewards.where(is_judged, torch.nan)
+    centred = (rewards - rewards.nanmean(1, keepdim=True)).nan_to_num(nan=0.0)  # [M, b]
+    covariances = centred @ advantages.to(centred).T / is_judged.sum(1).clamp(min=1)[:, None]
+    share = part.num_rows / minibatch.num_rows
+    return share * (covariances if weights is None else covariances @ weights.to(covariances))
 
 
 @torch.no_grad()
@@ -190,10 +226,6 @@ class Policy:
         if by_reply:
             log_ratios = log_ratios.sum(1, keepdim=True)
         return self.config.engine.importance_weights(log_ratios)
-
-    def by_chunks(self, function: Callable[[Any], torch.Tensor], rows: Rows) -> torch.Tensor:
-        """Applies a function to rows in chunks that fit into memory; returns values [B, ...]."""
-        return by_chunks(function, rows, size=self.config.forward_batch_size, team=self.team)
 
     def jacobian(self, losses: torch.Tensor) -> torch.Tensor:
         """Returns the gradients of M losses in the adapter's parameters, shape [M, d]."""

@@ -32,6 +32,7 @@ from firm.alignment.estimators.estimator import (
     Policy,
     approx_kl,
     mean_square_log_ratio,
+    reward_covariance,
 )
 from firm.alignment.policy import set_mode
 from firm.alignment.sequences import (
@@ -39,6 +40,7 @@ from firm.alignment.sequences import (
     INVALID_LOGPROB,
     Rollouts,
     Sequences,
+    by_chunks,
 )
 from firm.base.quantities import Quantity, register
 from firm.base.schema import Share
@@ -125,8 +127,9 @@ class PPO:
         config, policy = self.config, self._policy
         set_mode(policy.model, is_training=False)
         with policy.timed("values"):
-            values = policy.by_chunks(lambda rows: self._values(rows).transpose(0, 1), rollouts)
-            values = values.transpose(0, 1).masked_fill(~rollouts.value_mask, 0)  # [M, B, T]
+            size = policy.config.forward_batch_size
+            values = by_chunks(self._values, rollouts, size=size, team=policy.team, dim=1)
+            values = values.masked_fill(~rollouts.value_mask, 0)  # [M, B, T]
         with policy.timed("advantages"):
             kl = self.kl.per_token(rollouts)
             coefficient, index = self.kl.coefficient, rollouts.reward_index
@@ -181,6 +184,7 @@ class PPO:
                 clip_range=config.value_clip_range,
             )
         losses, critic_losses = losses * share, critic_losses * value_share
+        of_replies = minibatch.advantages.sum(2) / minibatch.rollouts.num_tokens.clamp(min=1)
         with policy.timed("critic"):
             critic_gradients = torch.autograd.grad(
                 critic_losses.sum(), list(self.critic.parameters())
@@ -196,6 +200,7 @@ class PPO:
                 "entropy": masked_mean(scores.entropies(), mask) * share,
                 LOG_RATIO: mean_square_log_ratio(logprobs, rollouts) * share,
                 APPROX_KL: approx_kl(logprobs, rollouts) * share,
+                "advantage_covariance": reward_covariance(part, minibatch, of_replies, weights),
             },
             own=torch.cat([gradient.flatten() for gradient in critic_gradients]),
         )

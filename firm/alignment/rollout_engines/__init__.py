@@ -5,28 +5,25 @@ decorated with `register_rollout_engine` and an implementation of `RolloutEngine
 """
 
 from firm.alignment.rollout_config import (
-    ROLLOUT_ENGINES,
-    RolloutEngineConfig,
     SeparateEngineConfig,
     TransformersConfig,
-    VLLMConfig,
     register_rollout_engine,
 )
-from firm.alignment.rollout_engines.engine import RolloutEngine, SampledTokens, SampleRequest
-from firm.alignment.rollout_engines.transformers import TransformersEngine, generate
-from firm.alignment.rollout_engines.vllm import VLLMEngine
+from firm.alignment.rollout_engines.engine import (
+    BackgroundEngine,
+    RolloutEngine,
+    SampledTokens,
+    SampleRequest,
+)
+from firm.alignment.rollout_engines.transformers import TransformersEngine
 
 __all__ = [
-    "ROLLOUT_ENGINES",
+    "BackgroundEngine",
     "RolloutEngine",
-    "RolloutEngineConfig",
     "SampleRequest",
     "SampledTokens",
     "SeparateEngineConfig",
     "TransformersConfig",
     "TransformersEngine",
-    "VLLMConfig",
-    "VLLMEngine",
-    "generate",
     "register_rollout_engine",
 ]

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Protocol
 import torch
 
 from firm.alignment.sequences import SINGLE_PROCESS, Queries, SingleProcess
-from firm.federation.engines.processes import Team
+from firm.federation.processes import Team
 
 if TYPE_CHECKING:  # its default is the configuration of an engine
     from firm.alignment.rollout_config import RolloutConfig
@@ -67,4 +67,18 @@ class RolloutEngine(Protocol):
 
     def close(self) -> None:
         """Stops the processes that the engine started; a later `sample` starts them again."""
+        ...
+
+
+class BackgroundEngine(RolloutEngine, Protocol):
+    """Also samples while this process trains."""
+
+    def begin(self, requests: list[SampleRequest]) -> Sequence[Callable[[], SampledTokens]]:
+        """Begins to sample, and returns a function for each request that waits for its samples.
+
+        The samples are those of the adapters at the call, which may change meanwhile.
+
+        Raises:
+            RuntimeError: When an adapter cannot be used; also the returned functions.
+        """
         ...

@@ -24,12 +24,7 @@ import torch
 from firm.alignment.adapter_files import save_state
 from firm.alignment.policy_config import is_gguf
 from firm.alignment.rollout_config import VLLMConfig, max_lora_rank
-from firm.alignment.rollout_engines.adapter_versions import (
-    Reply,
-    row_seeds,
-    row_versions,
-    to_samples,
-)
+from firm.alignment.rollout_engines.adapter_versions import Reply, Row, rows_of, to_samples
 from firm.alignment.rollout_engines.engine import SampledTokens, SampleRequest
 
 if TYPE_CHECKING:  # it imports this package
@@ -84,28 +79,16 @@ class VLLMEngine:
         """
         self._start()
         states: dict[str, Mapping[str, torch.Tensor]] = {}
-        versions = [row_versions(self._policy, request, states) for request in requests]
-        rows: list[tuple[str, list[int], Any]] = []
-        for request, own in zip(requests, versions, strict=True):
-            prompts = request.queries.token_ids.tolist()
-            lengths = request.queries.lengths.tolist()
-            for version, ids, length, sampling in zip(
-                own, prompts, lengths, _sampling(request), strict=True
-            ):
-                rows.append((version, ids[len(ids) - length :], sampling))
-        outputs: list[Any] = [None] * len(rows)  # in the order of the requests' rows
+        rows = rows_of(self._policy, requests, states)
+        replies: list[Any] = [None] * len(rows)  # in the order of the requests' rows
         names = list(states)
         for start in range(0, len(names), self.config.max_loras):
             part = names[start : start + self.config.max_loras]
             self._load({name: states[name] for name in part})
-            places = [at for at, (version, _, _) in enumerate(rows) if version in part]
+            places = [at for at, row in enumerate(rows) if row.version in part]
             for at, output in zip(places, self._outputs([rows[at] for at in places]), strict=True):
-                outputs[at] = output
-        iterator = iter(outputs)
-        return [
-            to_samples(request, own, [_reply(next(iterator)) for _ in own])
-            for request, own in zip(requests, versions, strict=True)
-        ]
+                replies[at] = _reply(output)
+        return to_samples(requests, rows, replies)
 
     def _start(self) -> None:
         """Starts vLLM with the base model, unless it is running."""
@@ -181,12 +164,12 @@ class VLLMEngine:
                 "transformers."
             )
 
-    def _outputs(self, rows: Sequence[tuple[str, list[int], Any]]) -> list[Any]:
-        """Returns vLLM's outputs for rows of version, prompt and sampling parameters."""
-        requests = [self._request(version, self._ids[version]) for version, _, _ in rows]
+    def _outputs(self, rows: Sequence[Row]) -> list[Any]:
+        """Returns vLLM's outputs for rows."""
+        requests = [self._request(row.version, self._ids[row.version]) for row in rows]
         found = self._llm.generate(
-            [{"prompt_token_ids": ids} for _, ids, _ in rows],
-            [sampling for _, _, sampling in rows],
+            [{"prompt_token_ids": row.prompt} for row in rows],
+            [_sampling(row) for row in rows],
             lora_request=requests,
             use_tqdm=False,
         )
@@ -197,7 +180,7 @@ class VLLMEngine:
                     f"vLLM sampled with the adapter {used}, but {request.lora_name} was requested: "
                     "use another release of vLLM, or rollout.engine.name transformers."
                 )
-        self._check_loaded({version for version, _, _ in rows})
+        self._check_loaded({row.version for row in rows})
         return [output.outputs[0] for output in found]
 
     def _request(self, version: str, number: int) -> Any:
@@ -232,21 +215,18 @@ def _visible(devices: Sequence[int] | None) -> Iterator[None]:
             os.environ[_VISIBLE] = shown
 
 
-def _sampling(request: SampleRequest) -> list[Any]:
-    """Returns the sampling parameters of each row, with seeds from the request's generator."""
+def _sampling(row: Row) -> Any:
+    """Returns the sampling parameters of a row."""
     vllm: Any = import_module("vllm")
-    return [
-        vllm.SamplingParams(
-            temperature=request.config.temperature,
-            max_tokens=request.config.max_new_tokens,
-            stop_token_ids=list(request.end_ids),
-            ignore_eos=True,  # the end tokens include it
-            seed=seed,
-            logprobs=0,  # of the sampled token alone
-            detokenize=False,
-        )
-        for seed in row_seeds(request)
-    ]
+    return vllm.SamplingParams(
+        temperature=row.request.config.temperature,
+        max_tokens=row.request.config.max_new_tokens,
+        stop_token_ids=list(row.request.end_ids),
+        ignore_eos=True,  # the end tokens include it
+        seed=row.seed,
+        logprobs=0,  # of the sampled token alone
+        detokenize=False,
+    )
 
 
 def _reply(output: Any) -> Reply:

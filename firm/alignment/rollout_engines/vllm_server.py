@@ -12,16 +12,15 @@ no name of an adapter's matrices matches a layer.
 
 import json
 import logging
-import os
 import re
 import shutil
 import threading
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import nullcontext
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 from uuid import uuid4
@@ -31,17 +30,13 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from firm.alignment.adapter_files import save_state
-from firm.alignment.policy import adapter_parameters, copy_adapter, load_adapter_
+from firm.alignment.policy import adapter_parameters, copy_adapter, load_adapter_, set_mode
 from firm.alignment.rollout_config import VLLMServerConfig
-from firm.alignment.rollout_engines.adapter_versions import (
-    Reply,
-    row_seeds,
-    row_versions,
-    to_samples,
-)
+from firm.alignment.rollout_engines.adapter_versions import Reply, Row, rows_of, to_samples
 from firm.alignment.rollout_engines.engine import SampledTokens, SampleRequest
 from firm.alignment.sequences import set_preferences
-from firm.base.sanitize import first_line, printable
+from firm.base.sanitize import printable
+from firm.base.servers import JsonServer, ServerLost, error_text
 
 if TYPE_CHECKING:  # it imports this package
     from firm.alignment.rollout_config import RolloutConfig
@@ -63,55 +58,30 @@ KEY = "VLLM_API_KEY"
 """Environment variable with the servers' key, if they ask for one."""
 
 
-class ServerLost(Exception):
-    """A server does not answer, or has an error of its own."""
+class Server(JsonServer):
+    """A server of vLLM, and what it has.
 
+    Args:
+        url: Its address.
+        config: Limits.
+    """
 
-@dataclass
-class Server:
-    """A server, and what it has."""
-
-    url: str
-    config: VLLMServerConfig
-    client: httpx.Client | None = None
-    """Connections, opened when they are first needed."""
-    model: str = ""
-    """Name of the base model; empty until the server has been checked."""
-    base: torch.Tensor | None = None
-    """Log-probabilities of the probe under the base model."""
-    versions: dict[str, None] = field(default_factory=dict)
-    """Loaded versions, the one used last at the end."""
-    lost: str = ""
-    """Reason why the server is left out of the current batch."""
-
-    def ask(self, path: str, content: Mapping[str, Any] | None = None) -> httpx.Response:
-        """Returns the answer to a GET request, or to a POST request with content.
-
-        Raises:
-            ServerLost: There is none, or the server failed, in all tries.
-        """
-        reason, client = "", self._connected()
-        for _ in range(self.config.num_retries + 1):
-            try:
-                answer = client.get(path) if content is None else client.post(path, json=content)
-            except httpx.HTTPError as error:
-                reason = f"{type(error).__name__}: {first_line(error)}"
-                continue
-            if answer.status_code < 500:
-                return answer
-            reason = f"status {answer.status_code}: {_message(answer)}"
-        raise ServerLost(reason)
-
-    def _connected(self) -> httpx.Client:
-        if self.client is None:
-            key = os.environ.get(KEY)
-            self.client = httpx.Client(
-                base_url=self.url,
-                timeout=self.config.timeout_s,
-                headers={"Authorization": f"Bearer {key}"} if key else {},
-                limits=httpx.Limits(max_connections=self.config.num_requests),
-            )
-        return self.client
+    def __init__(self, url: str, config: VLLMServerConfig) -> None:
+        super().__init__(
+            url,
+            key=KEY,
+            timeout_s=config.timeout_s,
+            num_retries=config.num_retries,
+            num_requests=config.num_requests,
+        )
+        self.model = ""
+        """Name of the base model; empty until the server has been checked."""
+        self.base: torch.Tensor | None = None
+        """Log-probabilities of the probe under the base model."""
+        self.versions: dict[str, None] = {}
+        """Loaded versions, the one used last at the end."""
+        self.lost = ""
+        """Reason why the server is left out of the current batch."""
 
     def complete(self, **content: Any) -> Mapping[str, Any]:
         """Returns the only choice of a completion of tokens.
@@ -128,7 +98,7 @@ class Server:
                     "; it has forgotten the adapter, or several servers answer at this address: "
                     "list each of them in rollout.engine.urls"
                 )
-            raise RuntimeError(f"{self.url} refuses a request: {_message(answer)}{hint}.")
+            raise RuntimeError(f"{self.url} refuses a request: {error_text(answer)}{hint}.")
         model, choice = self.read(answer, lambda found: (found["model"], dict(found["choices"][0])))
         if model != content["model"]:
             raise RuntimeError(
@@ -207,6 +177,9 @@ class VLLMServerEngine:
         weakref.finalize(self, _close, self._servers, self._folder)
         self._probe: list[int] = tokenizer(PROBE, add_special_tokens=False)["input_ids"]  # type: ignore[assignment]
         self._probe = self._probe[: max(2, self._num_tokens - 1)]
+        self._thread = ThreadPoolExecutor(1, "rollout")
+        self._spreading: Future[list[Reply]] = Future()
+        self._spreading.set_result([])
         self._base: torch.Tensor | None = None  # the policy's log-probabilities without adapter
 
     def sample(self, requests: list[SampleRequest]) -> list[SampledTokens]:
@@ -217,70 +190,38 @@ class VLLMServerEngine:
         Raises:
             RuntimeError: A server does not fit the policy, or none is left.
         """
-        (team,) = {request.team for request in requests}
-        seeds = [row_seeds(request) for request in requests]
-        shares = [team.share(request.queries.num_rows) for request in requests]
-        own = [
-            replace(request, queries=request.queries.rows(share))
-            for request, share in zip(requests, shares, strict=True)
-        ]
-        own_seeds = [all_of[share] for all_of, share in zip(seeds, shares, strict=True)]
-        if team.size == 1:
-            return self._samples(own, own_seeds)
+        return [finish() for finish in self.begin(requests)]
+
+    def begin(self, requests: list[SampleRequest]) -> list[Callable[[], SampledTokens]]:
+        """Loads versions and begins to sample; see `BackgroundEngine`."""
+        team, states = requests[0].team, dict[str, Mapping[str, torch.Tensor]]()
+        rows = rows_of(self._policy, requests, states, suffix=f"-{self._process}")
         with team.unanimous():
-            parts = [(s.token_ids, s.logprobs, s.versions) for s in self._samples(own, own_seeds)]
-        return [
-            _joined(request, [part[at] for part in gathered])
-            for gathered in [team.gather(parts)]
-            for at, request in enumerate(requests)
-        ]
+            wait([self._spreading])  # an earlier batch that nobody waited for
+            self._prepare(states, {row.version: row for row in reversed(rows)})
+        spreading = self._spreading = self._thread.submit(self._spread, rows)
+
+        @cache
+        def finish() -> list[SampledTokens]:
+            with team.unanimous():
+                replies = spreading.result()
+            return to_samples(requests, rows, replies)
+
+        return [lambda at=at: finish()[at] for at in range(len(requests))]
 
     def close(self) -> None:
         """Unloads all adapters and removes their folders; the servers stay."""
+        wait([self._spreading])
         _close(self._servers, self._folder)
-
-    def _samples(
-        self, requests: Sequence[SampleRequest], seeds: Sequence[Sequence[int]]
-    ) -> list[SampledTokens]:
-        states: dict[str, Mapping[str, torch.Tensor]] = {}
-        probes: dict[str, Callable[[], torch.Tensor]] = {}
-        versions = []
-        for request in requests:
-            names = [self._name(v) for v in row_versions(self._policy, request, states)]
-            versions.append(names)
-            preferences = request.queries.preferences
-            for row, name in enumerate(names):
-                at = None if preferences is None else preferences[row : row + 1]
-                probes.setdefault(name, lambda r=request, at=at: self._own_probe(r.adapter, at))
-        self._prepare({self._name(version): state for version, state in states.items()}, probes)
-        rows = [
-            _Row(name, ids[len(ids) - length :], seed, request)
-            for request, own, names in zip(requests, seeds, versions, strict=True)
-            for name, ids, length, seed in zip(
-                names,
-                request.queries.token_ids.tolist(),
-                request.queries.lengths.tolist(),
-                own,
-                strict=True,
-            )
-        ]
-        replies = iter(self._spread(rows))
-        return [
-            to_samples(request, names, [next(replies) for _ in names])
-            for request, names in zip(requests, versions, strict=True)
-        ]
-
-    def _name(self, version: str) -> str:
-        return f"{version}-{self._process}"
 
     # --- Servers and their adapters --------------------------------------------------------------
 
     def _prepare(
         self,
         states: Mapping[str, Mapping[str, torch.Tensor]],
-        probes: Mapping[str, Callable[[], torch.Tensor]],
+        rows: Mapping[str, Row],
     ) -> None:
-        """Checks new servers, and loads versions into all of them.
+        """Checks new servers, and loads versions, each with one of its rows, into all of them.
 
         A server that was left out is tried again.
         """
@@ -295,7 +236,7 @@ class VLLMServerEngine:
                     self._check(server)
                 for name in states:
                     if name not in server.versions:
-                        self._load(server, name, states[name], own, probes[name])
+                        self._load(server, rows[name], own)
                     server.versions[name] = server.versions.pop(name, None)  # to the end: used last
                 if is_new:
                     self._check_room(server)
@@ -385,31 +326,25 @@ class VLLMServerEngine:
     def _unfit(self, server: Server, reason: str) -> RuntimeError:
         return RuntimeError(f"{server.url} {reason}. Start it as follows: {self._command}")
 
-    def _load(
-        self,
-        server: Server,
-        name: str,
-        state: Mapping[str, torch.Tensor],
-        own: dict[str, torch.Tensor],
-        probe: Callable[[], torch.Tensor],
-    ) -> None:
-        """Loads a version into a server, and compares it with the policy's own passes."""
+    def _load(self, server: Server, row: Row, own: dict[str, torch.Tensor]) -> None:
+        """Loads a row's version into a server, and compares it with the policy's own passes."""
+        name = row.version
         folder = Path(self.config.folder_on_servers or self._folder.parent)
         path = folder / self._folder.name / name
         answer = server.ask("/v1/load_lora_adapter", {"lora_name": name, "lora_path": str(path)})
         if answer.status_code == 404 and name not in answer.text:
             raise self._unfit(server, "does not load adapters while it runs")
         # by an earlier try, whose answer was lost
-        is_loaded = answer.status_code == 400 and "already" in _message(answer)
+        is_loaded = answer.status_code == 400 and "already" in error_text(answer)
         if answer.status_code != 200 and not is_loaded:
-            raise self._unfit(server, f"cannot load the adapter {path}: {_message(answer)}")
+            raise self._unfit(server, f"cannot load the adapter {path}: {error_text(answer)}")
         if not any(model.get("id") == name for model in server.models()):
             raise RuntimeError(
                 f"{server.url} does not list the adapter that it loaded, so several servers answer "
                 "at this address: list each of them in rollout.engine.urls."
             )
         if name not in own:
-            own[name] = probe()
+            own[name] = self._own_probe(row.request.adapter, row.preference)
         found = self._probe_of(server, name)
         assert server.base is not None
         assert self._base is not None
@@ -477,61 +412,49 @@ class VLLMServerEngine:
 
     def _logits(self) -> torch.Tensor:
         """Returns the policy's logits for the probe, [N, V]."""
-        with _in_eval_mode(self._policy):
-            ids = torch.tensor([self._probe], device=self._policy.device)
-            return self._policy(input_ids=ids, use_cache=False).logits[0]
+        set_mode(self._policy, is_training=False)
+        ids = torch.tensor([self._probe], device=self._policy.device)
+        return self._policy(input_ids=ids, use_cache=False).logits[0]
 
     # --- Rows ------------------------------------------------------------------------------------
 
-    def _spread(self, rows: Sequence["_Row"]) -> list[Reply]:
+    def _spread(self, rows: Sequence[Row]) -> list[Reply]:
         """Returns the reply of each row; each server takes the next row when it is free."""
-        waiting = deque(enumerate(rows))
-        replies: dict[int, Reply] = {}
-        errors: list[BaseException] = []
-        changed = threading.Condition()
+        waiting, replies, lock = deque(enumerate(rows)), dict[int, Reply](), threading.Lock()
 
         def work(server: Server) -> None:
-            while True:
-                with changed:
-                    changed.wait_for(
-                        lambda: waiting or errors or server.lost or len(replies) == len(rows)
-                    )
-                    if not waiting or errors or server.lost:
-                        return
-                    at, row = waiting.popleft()
+            while not server.lost:
                 try:
-                    reply = self._reply_to(server, row)
-                except BaseException as error:
-                    with changed:
-                        waiting.appendleft((at, row))
-                        if not isinstance(error, ServerLost):
-                            errors.append(error)
-                        elif not server.lost:
-                            self._leave_out(server, error)
-                        changed.notify_all()
+                    at, row = waiting.popleft()
+                except IndexError:  # other threads have the last ones
                     return
-                with changed:
-                    replies[at] = reply
-                    changed.notify_all()
+                try:
+                    replies[at] = self._reply_to(server, row)
+                except ServerLost as error:
+                    waiting.append((at, row))
+                    with lock:
+                        if not server.lost:
+                            self._leave_out(server, error)
+                except BaseException:
+                    waiting.clear()  # so that the others stop
+                    raise
 
-        left = [server for server in self._servers if not server.lost]
-        num_each = min(self.config.num_requests, len(rows))
-        with ThreadPoolExecutor(max(1, num_each * len(left)), "rollout") as pool:
-            # in turn, so that few rows are spread over all servers
-            futures = [pool.submit(work, server) for _ in range(num_each) for server in left]
-        for future in futures:
-            future.result()
-        if errors:
-            raise errors[0]
-        if len(replies) < len(rows):
+        while waiting:  # again, if a server is lost after others have ended
             self._check_left()
+            left = [server for server in self._servers if not server.lost]
+            num_each = min(self.config.num_requests, len(waiting))
+            with ThreadPoolExecutor(num_each * len(left), "rollout") as pool:
+                # in turn, so that few rows are spread over all servers
+                futures = [pool.submit(work, server) for _ in range(num_each) for server in left]
+            for future in futures:
+                future.result()
         return [replies[at] for at in range(len(rows))]
 
     @staticmethod
-    def _reply_to(server: Server, row: "_Row") -> Reply:
+    def _reply_to(server: Server, row: Row) -> Reply:
         config = row.request.config
         choice = server.complete(
-            model=row.name,
+            model=row.version,
             prompt=row.prompt,
             max_tokens=config.max_new_tokens,
             # vLLM would raise lower ones, at which replies are the most likely ones anyhow
@@ -544,14 +467,6 @@ class VLLMServerEngine:
             skip_special_tokens=False,
         )
         return _reply(server, choice, config.max_new_tokens)
-
-
-@dataclass(frozen=True)
-class _Row:
-    name: str
-    prompt: list[int]
-    seed: int
-    request: SampleRequest
 
 
 def _unload(server: Server, name: str) -> None:
@@ -567,9 +482,8 @@ def _close(servers: Sequence[Server], folder: Path) -> None:
     for server in servers:
         for name in [*server.versions]:
             _unload(server, name)
-        if server.client is not None:
-            server.client.close()
-        server.client, server.model = None, ""
+        server.close()
+        server.model = ""
     shutil.rmtree(folder, ignore_errors=True)
 
 
@@ -593,37 +507,5 @@ def _reply(server: Server, choice: Mapping[str, Any], max_tokens: int) -> Reply:
     return ids, logprobs
 
 
-def _joined(request: SampleRequest, parts: Sequence[tuple[Any, Any, list[str]]]) -> SampledTokens:
-    """Returns the shares of a team's processes as the samples of the whole request."""
-    start = request.queries.token_ids.size(1)
-    replies, versions = [], []
-    for ids, logprobs, names in parts:
-        versions += names
-        for row, own in zip(ids[:, start:].tolist(), logprobs.tolist(), strict=True):
-            num = sum(token >= 0 for token in row)
-            replies.append((row[:num], own[:num]))
-    return to_samples(request, versions, replies)
-
-
 def _rms(values: torch.Tensor) -> float:
     return values.float().square().mean().sqrt().item()
-
-
-def _message(answer: httpx.Response) -> str:
-    """Returns what a server says about an error."""
-    try:
-        content = answer.json()
-        text = content.get("error", content).get("message") or answer.text
-    except (AttributeError, ValueError):
-        text = answer.text
-    return printable(text, max_length=300)
-
-
-@contextmanager
-def _in_eval_mode(model: Any) -> Iterator[None]:
-    is_training = model.training
-    model.eval()
-    try:
-        yield
-    finally:
-        model.train(is_training)

@@ -1,14 +1,14 @@
 """A client's policy and sampler on a stacked model, with passes batched over all clients."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Self
+from typing import Any, Self, cast
 
 import torch
 
 from firm.alignment.estimators.estimator import Policy
 from firm.alignment.rollout import Sampler
-from firm.alignment.rollout_engines import SampledTokens, SampleRequest
+from firm.alignment.rollout_engines import BackgroundEngine, SampledTokens, SampleRequest
 from firm.alignment.sequences import Expand, Queries, Sequences, TokenScores
 from firm.alignment.stacked.model import Losses, StackedModel, Weighted
 from firm.alignment.stacked.passes import ClientPart, Output, PassPosition
@@ -125,13 +125,22 @@ class StackedSampler(Sampler):
         `on_token` is never called, since a joint pass samples for several clients.
         """
         assert self.engine is not None
+        return self._together(self.engine.sample, queries)
+
+    def begin(self, queries: Queries) -> Callable[[], SampledTokens]:
+        """Begins to sample replies to the prompts; see `Sampler`."""
+        return self._together(cast("BackgroundEngine", self.engine).begin, queries)
+
+    def _together(
+        self, work: Callable[[list[SampleRequest]], Sequence[Any]], queries: Queries
+    ) -> Any:
         generator = copy_of_generator(self.model.device)
         request = SampleRequest(
             queries, self.config, self.end_ids, adapter=self.policy.adapter, generator=generator
         )
-        samples = together(self.engine.sample, request, size=queries.num_rows)
+        result = together(work, request, size=queries.num_rows)
         set_generator(generator)
-        return samples
+        return result
 
     def logprobs(self, sequences: Sequences, *, of_reference: bool) -> torch.Tensor:
         """Returns the responses' log-probabilities; see `Sampler`."""

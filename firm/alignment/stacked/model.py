@@ -14,7 +14,7 @@ import torch
 
 from firm.alignment.adapters.forward import cast_once, forward_of
 from firm.alignment.compiled import compiles, sample_compiled
-from firm.alignment.decoding import Part, SamplingState, decode_, prefill, random_numbers
+from firm.alignment.decoding import SamplingPart, SamplingState, decode_, prefill
 from firm.alignment.head import head_of
 from firm.alignment.policy import adapter_parameters, set_mode
 from firm.alignment.rollout_engines import SampledTokens, SampleRequest
@@ -29,7 +29,6 @@ from firm.alignment.sequences import (
     takes_attention_masks,
 )
 from firm.alignment.stacked.passes import ClientPart, Output, Pass, PassPosition, RepliesOutput
-from firm.base.devices import copy_of_generator, set_generator
 from firm.federation.lockstep import outcome_of
 from firm.gradients.jacobian import check_losses, jacobian_buffer
 from firm.gradients.per_sequence import SharedRows, by_sequence, check_sequences, taken_rows
@@ -254,7 +253,7 @@ class StackedModel:
         adapters: Any = [request.adapter for request in requests]
         parts = zip(requests, adapters, strict=True)
         joint = self._pass([ClientPart(each.queries, adapter) for each, adapter in parts])
-        every = [_part(request) for request in requests]
+        every = [SamplingPart.of(request) for request in requests]
         prompts, index = self._prompts(joint)
         prepares_masks = takes_attention_masks(self.policy)  # its own passes are of other rows
         with cast_once(self.policy, adapters):
@@ -305,45 +304,6 @@ class StackedModel:
 
     def _pass(self, parts: list[ClientPart], prompts: Pass | None = None) -> Pass:
         return Pass(parts, {parameter: name for name, parameter in self._slot.items()}, prompts)
-
-
-class _Draws:
-    """Random numbers of a request's rows from its generator; implements `Draws`."""
-
-    def __init__(self, request: SampleRequest) -> None:
-        ids = request.queries.token_ids
-        self._num_rows, self._device = len(ids), ids.device
-        self._generator = request.generator
-
-    def draw(self, vocabulary: int) -> torch.Tensor:
-        """Returns the random numbers of all rows for a token."""
-        return random_numbers(
-            self._num_rows, vocabulary, device=self._device, generator=self._generator
-        )
-
-    def save(self) -> Any:
-        """Returns the state of the generator."""
-        if self._generator is None:
-            return copy_of_generator(self._device)
-        return self._generator.get_state()
-
-    def restore(self, state: Any) -> None:
-        """Restores a state returned by `save`."""
-        if self._generator is None:
-            set_generator(state)
-        else:
-            self._generator.set_state(state)
-
-
-def _part(request: SampleRequest) -> Part:
-    config = request.config
-    return Part(
-        request.queries.token_ids,
-        _Draws(request),
-        temperature=config.temperature,
-        max_new_tokens=config.max_new_tokens,
-        end_ids=request.end_ids,
-    )
 
 
 @dataclass(frozen=True, eq=False)

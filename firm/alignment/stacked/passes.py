@@ -90,7 +90,7 @@ class Pass:
             continues with their responses.
     """
 
-    is_overwritten = False  # as `FoldedRows` has it
+    is_overwritten = False  # as `PassRows` has it
 
     def __init__(
         self,
@@ -100,7 +100,7 @@ class Pass:
     ) -> None:
         self.parts = parts
         self.anchor = torch.zeros((), requires_grad=True)
-        self.targets: list[Target] = []
+        self.targets: list[JacobianGroup] = []
         """Jacobians to be filled by the backward pass."""
         self.stacked: dict[str, torch.Tensor] = {}
         """All clients' values of each parameter, shape [C, ...]; empty for the base model."""
@@ -134,7 +134,7 @@ class Pass:
 
     @property
     def members(self) -> torch.Tensor | None:
-        """The part of each row, [N]; None if all have equally many; see `FoldedRows`."""
+        """The part of each row, [N]; None if all have equally many; see `PassRows`."""
         return None if self._is_even else self._members
 
     @property
@@ -248,13 +248,13 @@ class Pass:
             rows = rows.view(len(indices), shape[0], -1)
             coefficients = torch.stack([wanted[index].detach() for index in indices]).to(rows)
             spans = None if len(indices) == len(self.parts) else [self.span(i) for i in indices]
-            self.targets.append(Target(rows, coefficients, spans))
+            self.targets.append(JacobianGroup(rows, coefficients, spans))
             jacobians.update(zip(indices, rows, strict=True))
         return jacobians
 
 
 @dataclass(frozen=True, eq=False)
-class Target:
+class JacobianGroup:
     """Jacobians of several parts with the same numbers of rows and objectives."""
 
     rows: torch.Tensor

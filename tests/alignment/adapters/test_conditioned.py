@@ -268,6 +268,12 @@ def test_firm_solves_at_each_preference_of_a_minibatch(make_client, monkeypatch)
     for whole, logged in zip(norms, update.metrics["gradient_norms"], strict=True):
         assert logged == pytest.approx(whole.tolist(), rel=1e-5)
     assert any(len(gradients.preferences) > 1 for gradients, _ in steps)
+    parts = torch.zeros(3)
+    for gradients, weights in steps:
+        rows = weights[:, None].float() * gradients.jacobian  # [K M, d]
+        parts += (rows @ rows.sum(0)).view(-1, 3).sum(0)
+    shares = dict(zip("abc", (parts / parts.sum()).tolist(), strict=True))
+    assert update.metrics["step_share"] == pytest.approx(shares, rel=1e-4)
 
 
 def test_a_preference_is_solved_for_the_objectives_that_its_replies_have_scores_of(

@@ -13,9 +13,11 @@ from hypothesis import strategies as st
 from peft import LoraConfig, get_peft_model
 from trl import GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer
 
-from firm.alignment.estimator_config import CriticFreeConfig
-from firm.alignment.estimators.critic_free import group_advantages, reply_losses
+from firm.alignment.estimator_config import CriticFreeConfig, KLConfig
+from firm.alignment.estimators.critic_free import reply_losses
+from firm.alignment.group_advantages import RewardSums, group_advantages, sum_advantages
 from firm.alignment.policy import set_mode, without_needless_warnings
+from firm.alignment.rewards import filled, values_or_none
 from firm.alignment.sequences import INVALID_LOGPROB, response_logprobs
 from firm.gradients import jacobian
 from tests.draws import draw_mask, draw_normal
@@ -121,6 +123,83 @@ def test_the_penalty_is_part_of_the_reward_or_an_advantage_of_its_own(seed):
     torch.testing.assert_close(beside, advantages_of(rewards, scale="group_std") + own)
 
 
+def test_groups_without_variance_that_are_left_out_are_as_if_they_were_not_there(make):
+    trainer = make(zero_variance="leave_out", minibatch_size=16)
+    estimator, rollouts = trainer.learner.estimator, moved_experience(trainer).rollouts
+    scores = draw_normal(1, 3, 16).float()
+    scores[0, :8], scores[1] = 0.25, 1.0  # half of the first objective's groups, all of the second
+    scores[2, 13:] = torch.nan  # a group with one score has no variance either
+    left_out = estimator.experience(rollouts, scores, filled(scores, 4))
+    assert not left_out.advantages[0, :8].any()
+    assert not left_out.advantages[1].any()
+    assert not left_out.advantages[2, 12:].any()
+    assert left_out.is_judged.any(1).tolist() == [True, False, True]
+    assert left_out.is_judged.sum(1).tolist() == [8, 0, 12]
+    config = replace(trainer.config, zero_variance="keep", batch_size=8, minibatch_size=8)
+    penalty = estimator.kl.coefficient * left_out.kl.sum(1)
+    alone = group_advantages(scores[:1, 8:], penalty[8:], config)
+    # twice as large, since the mean loss is one over the eight other replies
+    torch.testing.assert_close(left_out.advantages[:1, 8:], 2 * alone)
+    assert estimator.metrics(left_out)["zero_variance_share"] == [0.5, 1.0, 0.25]
+    estimator.config = replace(trainer.config, zero_variance="keep")
+    kept = estimator.experience(rollouts, scores, filled(scores, 4))
+    assert kept.advantages[1].any()  # the KL penalty
+    assert kept.is_judged.sum(1).tolist() == [16, 16, 13]
+
+
+OWN = """
+def halved(rewards, advantages, num_replies, **others):
+    assert {"prompts", "lengths", "penalty"} == set(others)
+    assert rewards.shape == advantages.shape == (3, 16) and num_replies == 4
+    return advantages / 2
+
+def by_hand(rewards):
+    return rewards - rewards.nanmean(1, keepdim=True)
+
+def short(advantages):
+    return advantages[0]
+"""
+
+
+def test_advantages_of_ones_own_take_the_place_of_the_configured_ones(make, tmp_path):
+    file = tmp_path / "own.py"
+    file.write_text(OWN)
+    configured = make()
+    rollouts = moved_experience(configured).rollouts
+    scores = draw_normal(1, 3, 16).float()
+    expected = configured.learner.estimator.experience(rollouts, scores, scores).advantages
+    for name, wanted in (
+        ("halved", expected / 2),
+        ("by_hand", scores - scores.mean(1, keepdim=True)),
+    ):
+        estimator = make(advantages=f"{file}:{name}").learner.estimator
+        own = estimator.experience(rollouts, scores, scores).advantages
+        torch.testing.assert_close(own, wanted)
+    scores[0, 0] = torch.nan
+    for name, said in (
+        ("short", r"short returned shape \[16\]: return a tensor of shape \[3, 16\]"),
+        ("by_hand", "by_hand returned nan for objective 0 and reply 0"),
+        ("nothing", "own.py has no function 'nothing'"),
+        ("", 'must be "module:function" or "file.py:function"'),
+    ):
+        with pytest.raises(ValueError, match=said):
+            make(advantages=f"{file}:{name}").learner.estimator.experience(
+                rollouts, scores, filled(scores, 4)
+            )
+
+
+def test_of_one_reward_the_sum_has_its_advantages_less_its_kl_penalty():
+    rewards, penalty = draw_normal(1, 1, 8), draw_normal(2, 8).abs()
+    base = CriticFreeConfig(num_replies=4, batch_size=8, minibatch_size=8, scale="group_std")
+    for kl_in in ("reward", "advantage"):
+        config = replace(base, kl_in=kl_in)
+        own = group_advantages(rewards, penalty, config)
+        summed = replace(config, aggregation="sum_then_normalize")
+        found = RewardSums(rewards, penalty, torch.full((8,), 5), summed).alone()
+        torch.testing.assert_close(found, own)
+        assert not torch.allclose(own, group_advantages(rewards, torch.zeros(8), config))
+
+
 # --- Losses ---------------------------------------------------------------------------------------
 
 
@@ -138,6 +217,12 @@ def surrogate(logprobs, old, advantage, mask, config) -> torch.Tensor:
     else:
         loss = -advantage * logprobs
     return (loss * mask).sum(1)
+
+
+def test_the_ratio_is_clipped_where_replies_are_used_more_than_once():
+    assert CriticFreeConfig(num_epochs=1).ratio_form == "cispo"
+    assert CriticFreeConfig(num_epochs=2).ratio_form == "ppo"
+    assert CriticFreeConfig(ratio="none", num_epochs=2).ratio_form == "none"
 
 
 @pytest.mark.parametrize("level", ["token", "reply"])
@@ -302,6 +387,30 @@ def test_micro_batches_sum_to_the_minibatch(make, options, vocabulary, size):
         torch.testing.assert_close(split.aux.metrics[name], figure, rtol=1e-4, atol=1e-6)
 
 
+def test_covariances_are_of_each_reward_with_the_weighted_advantage(make):
+    for options in ({}, {"aggregation": "normalize_then_sum", "micro_batch_size": 4}):
+        trainer = make(minibatch_size=16, **options)
+        estimator, rollouts = trainer.learner.estimator, moved_experience(trainer).rollouts
+        scores = draw_normal(4, 3, 16).float()
+        scores[1] = -scores[0]  # in conflict, and outweighed
+        scores[2, 10:] = torch.nan
+        experience = estimator.experience(rollouts, scores, filled(scores, 4))
+        weights = torch.tensor([0.6, 0.1, 0.3])
+        rows = trainer.gradients(trainer.learner, experience)
+        solved = rows.aux.metrics["advantage_covariance"] @ weights
+        known = trainer.gradients(trainer.learner, experience, weights)
+        known = known.aux.metrics["advantage_covariance"]
+        for covariances, advantages in (
+            (solved, experience.advantages),
+            (known, experience.weighted(weights)),
+        ):
+            signal = (weights @ advantages).numpy()
+            for j, count in enumerate([16, 16, 10]):
+                own = np.cov(scores[j, :count], signal[:count], bias=True)[0, 1]
+                assert covariances[j].item() == pytest.approx(own, rel=1e-4, abs=1e-6)
+        assert known[0] > 0 > known[1]
+
+
 def test_empty_replies_and_flat_groups_add_nothing_and_are_counted(make, letter_count):
     trainer = make(minibatch_size=16)
     experience = moved_experience(trainer)
@@ -334,17 +443,16 @@ def test_replies_to_one_prompt_stand_together_and_no_critic_is_kept(make):
 # --- Peers ----------------------------------------------------------------------------------------
 
 
-def peer_loss(trainer, minibatch, peer_class, config_class, tmp_path, **options):
-    """Loss and gradient of a trainer of TRL's on the same replies and advantages, M = 1."""
-    rollouts, policy = minibatch.rollouts, trainer._policy
-    model = policy.model
-    for parameter in policy.parameters:
+def make_peer(trainer, peer_class, config_class, tmp_path, rewards=None, size=8, **options):
+    """A trainer of TRL's with the policy of ours; `rewards` are called with `at`, a row's place."""
+    for parameter in trainer._policy.parameters:
         parameter.requires_grad_(True)
+    rollout_func = options.pop("rollout_func", None)
     peer = peer_class(
-        model=model,
+        model=trainer._policy.model,
         args=config_class(
             output_dir=str(tmp_path),
-            per_device_train_batch_size=8,
+            per_device_train_batch_size=size,
             gradient_accumulation_steps=1,
             steps_per_generation=1,
             num_generations=4,
@@ -357,11 +465,27 @@ def peer_loss(trainer, minibatch, peer_class, config_class, tmp_path, **options)
             report_to=[],
             **options,
         ),
-        reward_funcs=lambda completions, **_: [0.0] * len(completions),
-        train_dataset=Dataset.from_dict({"prompt": ["a"] * 8}),
+        reward_funcs=rewards or (lambda completions, **_: [0.0] * len(completions)),
+        train_dataset=Dataset.from_dict({"prompt": ["a"] * size}),
         processing_class=trainer.tokenizer,
+        **({"rollout_func": rollout_func} if rollout_func else {}),
     )
     peer.current_gradient_accumulation_steps = 1
+    return peer
+
+
+def loss_and_gradient(peer, trainer, inputs):
+    """Loss and gradient [d] of a trainer of TRL's."""
+    trainer._policy.model.train()
+    loss = peer._compute_loss(trainer._policy.model, inputs)
+    gradient = torch.autograd.grad(loss, trainer._policy.parameters)
+    return loss.detach(), torch.cat([part.flatten() for part in gradient])
+
+
+def peer_loss(trainer, minibatch, peer_class, config_class, tmp_path, **options):
+    """Loss and gradient of a trainer of TRL's on the same replies and advantages, M = 1."""
+    rollouts = minibatch.rollouts
+    peer = make_peer(trainer, peer_class, config_class, tmp_path, **options)
     mask = rollouts.mask
     query_ids = rollouts.queries.token_ids
     inputs = {
@@ -374,10 +498,7 @@ def peer_loss(trainer, minibatch, peer_class, config_class, tmp_path, **options)
         "old_logps": (rollouts.logprobs * mask).sum(1),
         "num_items_in_batch": mask.sum(),
     }
-    model.train()
-    loss = peer._compute_loss(model, inputs)
-    gradient = torch.autograd.grad(loss, policy.parameters)
-    return loss.detach(), torch.cat([part.flatten() for part in gradient])
+    return loss_and_gradient(peer, trainer, inputs)
 
 
 PEERS = {
@@ -388,8 +509,8 @@ PEERS = {
 }
 
 
-quietly = pytest.mark.filterwarnings("ignore:.gradient_checkpointing. is deprecated")
-"""TRL's configurations of this version give transformers' a name that it warns about."""
+quietly = pytest.mark.filterwarnings("ignore:.(is_)?gradient_checkpointing. is deprecated")
+"""TRL of this version uses names of transformers' that it warns about."""
 
 
 @quietly
@@ -435,3 +556,133 @@ def test_with_one_objective_loss_and_gradient_are_rloos(make_trainer, letter_cou
     assert ours.aux.metrics["clip_fraction"] > 0
     torch.testing.assert_close(ours.losses[0], loss, rtol=1e-6, atol=1e-6)
     assert (ours.jacobian[0] - gradient).norm() <= 1e-5 * gradient.norm()
+
+
+AGGREGATIONS = [
+    ("normalize_then_sum", "batch_std", "ppo"),
+    ("normalize_then_sum", "batch_std", "cispo"),
+    ("sum_then_normalize", "group_std", "ppo"),
+    ("sum_then_normalize", "batch_std", "ppo"),
+    ("sum_then_normalize", "none", "cispo"),
+]
+TRL_SCALES = {"group_std": "group", "batch_std": "batch", "none": "none"}
+SHARES = [0.5, 0.2, 0.3]
+
+
+@quietly
+@pytest.mark.parametrize(("aggregation", "scale", "ratio"), AGGREGATIONS)
+def test_on_a_weighted_sum_advantages_loss_and_gradient_are_trls(
+    make, tmp_path, aggregation, scale, ratio
+):
+    own = {"ratio": ratio, "loss_mean": "tokens", "clip_range": 0.1, "ratio_cap": 1.2}
+    trainer = make(
+        aggregation=aggregation,
+        scale=scale,
+        kl=KLConfig(controller="fixed", coefficient=0.0),
+        **own,
+    )
+    rollouts = moved_experience(trainer).rollouts
+    scores = draw_normal(3, 3, 16).float() * torch.tensor([[1.0], [20.0], [0.1]])
+    scores[0, :4], scores[0, 9], scores[1, 4:7] = 0.7, torch.nan, torch.nan
+    scores[:, 14], scores[2, 8:] = torch.nan, torch.nan  # no reward; none in the second minibatch
+    given = trainer.learner.estimator.experience(
+        rollouts, scores, filled(scores, trainer.config.num_replies)
+    )
+
+    def rollout_func(prompts, peer):
+        return {
+            "prompt_ids": [
+                ids[mask].tolist()
+                for ids, mask in zip(rollouts.queries.token_ids, rollouts.queries.mask, strict=True)
+            ],
+            "completion_ids": [
+                ids[mask].tolist()
+                for ids, mask in zip(rollouts.responses, rollouts.mask, strict=True)
+            ],
+            "logprobs": None,
+        }
+
+    def reward(row):
+        return lambda completions, **_: values_or_none(row)
+
+    peer = make_peer(
+        trainer,
+        GRPOTrainer,
+        GRPOConfig,
+        tmp_path,
+        rewards=[reward(row) for row in scores],
+        size=16,
+        rollout_func=rollout_func,
+        reward_weights=SHARES,
+        multi_objective_aggregation=aggregation,
+        scale_rewards=TRL_SCALES[scale],
+        loss_type="cispo" if ratio == "cispo" else "dapo",
+        epsilon=0.1,
+        epsilon_high=1.2 if ratio == "cispo" else 0.1,
+    )
+    theirs = peer._generate_and_score_completions([{"prompt": "a"}] * 16)
+    weights = torch.tensor(SHARES)
+    advantages = weights @ given.weighted(weights)
+    torch.testing.assert_close(advantages, theirs["advantages"], rtol=1e-5, atol=1e-6)
+    assert advantages[14] == 0
+    assert advantages.abs().max() > 0.5
+    theirs = {name: value for name, value in theirs.items() if isinstance(value, torch.Tensor)}
+    for rows in (slice(0, 8), slice(8, 16)):
+        minibatch = given.rows(rows)
+        inputs = {
+            **{name: value[rows] for name, value in theirs.items() if value.ndim},
+            "old_per_token_logps": rollouts.logprobs[rows],
+            "num_items_in_batch": minibatch.rollouts.mask.sum(),
+        }
+        loss, gradient = loss_and_gradient(peer, trainer, inputs)
+        ours = trainer.gradients(trainer.learner, minibatch, weights)
+        assert (weights @ ours.losses - loss).abs() <= 1e-6
+        assert (ours.jacobian[0] - gradient).norm() <= 1e-6 * max(1, gradient.norm())
+        assert ours.aux.metrics["clip_fraction"] > 0
+        assert gradient.norm() > 1e-3
+
+
+def sum_of(rewards, weights=None, lengths=None, **options):
+    """Advantages [B] of the weighted sum of rewards [M, B]."""
+    rewards = torch.as_tensor(rewards, dtype=torch.float64)
+    weights = torch.as_tensor(weights or [1 / len(rewards)] * len(rewards), dtype=torch.float64)
+    tokens = torch.ones(rewards.size(1)) if lengths is None else torch.tensor(lengths)
+    config = CriticFreeConfig(**{"aggregation": "normalize_then_sum", "std_floor": 0.0, **options})
+    return weights @ sum_advantages(rewards, weights, config, num_tokens=tokens)
+
+
+def test_whitening_by_token_gives_tokens_zero_mean_and_unit_variance():
+    lengths = [1, 9, 2, 8, 3, 7, 4, 6]
+    rewards = draw_normal(2, 2, 8)
+    by_token = sum_of(rewards, lengths=lengths, whiten_over="tokens")
+    tokens = by_token.repeat_interleave(torch.tensor(lengths))
+    torch.testing.assert_close(tokens.mean(), torch.tensor(0.0).double(), atol=1e-12, rtol=0)
+    torch.testing.assert_close(tokens.std(), torch.tensor(1.0).double())
+    by_reply = sum_of(rewards, lengths=lengths)
+    torch.testing.assert_close(by_reply.std(), torch.tensor(1.0).double())
+    assert (by_reply - by_token).abs().max() > 0.05
+
+
+def test_without_the_reply_itself_it_is_compared_with_mean_and_deviation_of_the_others():
+    rewards = torch.tensor([[3.0, 1.0, 2.0, 6.0, 5.0, 5.0, 5.0, 9.0]])
+    # 3 of others 1, 2, 6 with mean 3 and variance 7; the others of 9 are equal: not divided
+    expected = [0.0, -2.6667 / 2.0817, -1.3333 / 2.5166, 4.0, *[-1.3333 / 2.3094] * 3, 4.0]
+    expected = torch.tensor(expected).double()
+    own = sum_of(rewards, baseline="leave_one_out")
+    torch.testing.assert_close(
+        own, (expected - expected.mean()) / expected.std(), rtol=1e-4, atol=1e-4
+    )
+
+
+def test_options_without_an_effect_on_a_sum_are_refused():
+    for options, said in (
+        ({"aggregation": "normalize_then_sum", "scale": "group_std"}, "scale must be batch_std"),
+        ({"aggregation": "sum_then_normalize", "advantage_scale": "shared"}, "must be left out"),
+        ({"aggregation": "sum_then_normalize", "whiten_over": "tokens"}, "must be replies"),
+        (
+            {"aggregation": "normalize_then_sum", "baseline": "leave_one_out", "num_replies": 2},
+            "num_replies must be at least 3 with aggregation normalize_then_sum and baseline",
+        ),
+    ):
+        with pytest.raises(ValueError, match=said):
+            CriticFreeConfig(**options)

@@ -94,7 +94,11 @@ class SmallServer:
         if rank > self.max_lora_rank:
             text = f"LoRA rank {rank} is greater than max_lora_rank {self.max_lora_rank}."
             return 400, _error(text)
-        with warnings.catch_warnings(action="ignore", category=FutureWarning):  # PEFT's own
+        # the run in this process goes on with the same random numbers
+        with (
+            torch.random.fork_rng(devices=[]),
+            warnings.catch_warnings(action="ignore", category=FutureWarning),  # PEFT's own
+        ):
             if self._model is None:
                 self._model = PeftModel.from_pretrained(self._base, path, adapter_name=name)
             else:

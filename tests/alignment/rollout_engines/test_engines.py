@@ -14,8 +14,7 @@ import torch
 from firm.alignment.estimator_config import CriticFreeConfig
 from firm.alignment.estimators.critic_free import reply_losses
 from firm.alignment.estimators.ppo import policy_losses
-from firm.alignment.generation import find_ends
-from firm.alignment.rollout import Sampler, rollout
+from firm.alignment.rollout import Sampler, find_ends, rollout
 from firm.alignment.rollout_config import (
     ROLLOUT_ENGINES,
     RolloutConfig,

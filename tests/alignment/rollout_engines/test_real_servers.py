@@ -11,9 +11,11 @@ import socket
 import subprocess
 import sys
 import time
-from contextlib import ExitStack, suppress
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 from importlib.util import find_spec
+from pathlib import Path
 
 import httpx
 import pytest
@@ -23,16 +25,20 @@ from firm.alignment.adapters.conditioned import ConditioningConfig
 from firm.alignment.policy import adapter_parameters, copy_adapter, load_adapter_, load_policy
 from firm.alignment.policy_config import PolicyConfig
 from firm.alignment.prompts import Prompt
+from firm.alignment.rewards import score
 from firm.alignment.rollout import encode_prompts
 from firm.alignment.rollout_config import RolloutConfig, VLLMServerConfig
 from firm.alignment.rollout_engines import SampleRequest, TransformersEngine
 from firm.federation import RandomStream
+from reward_models import RewardModelConfig, load_reward_model
 from tests.alignment.rollout_engines.test_vllm import TEXTS, changed
 from tests.alignment.rollout_engines.test_vllm_server import own_logprobs
 from tests.real_model import real_model
+from tests.smoke import ROOT
 
 pytestmark = pytest.mark.filterwarnings("default")
 
+CLASSIFIER = str(ROOT / "firm/miniature/checkpoints/helpful")
 NUM_CLIENTS = 8
 PREFERENCES = torch.tensor([[0.9, 0.1], [0.7, 0.3], [0.5, 0.5], [0.3, 0.7], [0.1, 0.9]])
 ENVIRONMENT = {
@@ -40,6 +46,7 @@ ENVIRONMENT = {
     "VLLM_CPU_KVCACHE_SPACE": "1",
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
     "VLLM_NO_USAGE_STATS": "1",
+    "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1",
     "OMP_NUM_THREADS": "1",
 }
 
@@ -60,13 +67,8 @@ def policy(path):
 
 @pytest.fixture(scope="module")
 def config(tmp_path_factory) -> RolloutConfig:
-    ports = []
-    for _ in range(2):
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            ports.append(free.getsockname()[1])
     engine = VLLMServerConfig(
-        urls=[f"http://127.0.0.1:{port}" for port in ports],
+        urls=[_free_url(), _free_url()],
         shared_folder=str(tmp_path_factory.mktemp("shared")),
         max_loras=8,  # the others wait, and are read again
         num_retries=1,
@@ -77,36 +79,53 @@ def config(tmp_path_factory) -> RolloutConfig:
 @pytest.fixture(scope="module")
 def servers(path, policy, config, tmp_path_factory):
     """Two servers, started by the command that FIRM prints."""
-    logs = tmp_path_factory.mktemp("logs")
-    started = []
+    logs, rank = tmp_path_factory.mktemp("logs"), policy.peft_config["default"].r
     with ExitStack() as stack:
-        for number, url in enumerate(config.engine.urls):
-            port = int(url.rpartition(":")[2])
-            rank = policy.peft_config["default"].r
-            command = config.engine.command(path, "float32", rank, 76, port)
-            variable, *words = shlex.split(command)
-            # the package for CPUs, vllm-cpu, has no command of its own
-            words = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", *words[2:]]
-            words[3:4] = ["--model", path]
-            name, _, value = variable.partition("=")
-            log = stack.enter_context((logs / f"{number}.txt").open("w"))
-            process = subprocess.Popen(
-                [*words, "--enforce-eager"],
-                env={**ENVIRONMENT, name: value},
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
-            )
-            stack.callback(process.wait)
-            stack.callback(_kill, process)
-            started.append(process)
-        for number, url in enumerate(config.engine.urls):
-            end = time.monotonic() + 300
-            while not _answers(url):
-                assert started[number].poll() is None, (logs / f"{number}.txt").read_text()[-3000:]
-                assert time.monotonic() < end
-                time.sleep(1)
+        started = []
+        for url in config.engine.urls:
+            command = config.engine.command(path, "float32", rank, 76, _port(url))
+            _variable, _program, _serve, _path, *words = shlex.split(command)
+            started.append(stack.enter_context(_vllm(path, words, logs / f"{_port(url)}.txt")))
+        for process, url in zip(started, config.engine.urls, strict=True):
+            _wait_for(process, url, logs / f"{_port(url)}.txt")
         yield started
+
+
+@contextmanager
+def _vllm(path: str, words: Sequence[str], log: Path) -> Iterator[subprocess.Popen]:
+    """Starts a server; the package for CPUs, vllm-cpu, has no command of its own."""
+    start = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", path]
+    with log.open("w") as file:
+        process = subprocess.Popen(
+            [*start, *words, "--enforce-eager"],
+            env=ENVIRONMENT,
+            stdout=file,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+        try:
+            yield process
+        finally:
+            _kill(process)
+            process.wait()
+
+
+def _wait_for(process: subprocess.Popen, url: str, log: Path) -> None:
+    end = time.monotonic() + 300
+    while not _answers(url):
+        assert process.poll() is None, log.read_text()[-3000:]
+        assert time.monotonic() < end
+        time.sleep(1)
+
+
+def _free_url() -> str:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return f"http://127.0.0.1:{free.getsockname()[1]}"
+
+
+def _port(url: str) -> int:
+    return int(url.rpartition(":")[2])
 
 
 def _kill(process: subprocess.Popen) -> None:
@@ -200,3 +219,25 @@ def test_a_server_that_is_killed_in_a_batch_loses_nothing(
         expected, mask = own_logprobs(policy, request.queries, own, request.adapter)
         assert (expected - own.logprobs)[mask].abs().max() < 2e-3
     engine.close()
+
+
+@pytest.mark.parametrize("format", ["plain", "hh_pair"])
+def test_a_classifier_in_vllm_scores_as_one_that_is_loaded(format, classifier):
+    settings = {"path": CLASSIFIER, "format": format, "append_eos": True, "batch_size": 4}
+    replies = [f" The answer is {word * number}." for number, word in enumerate(TEXTS)]
+    local, far = (
+        score({"x": load_reward_model(RewardModelConfig(**settings, **own), "x")}, TEXTS, replies)
+        for own in ({}, {"url": classifier})
+    )
+    assert local.unique().numel() > 1
+    torch.testing.assert_close(far, local, atol=1e-4, rtol=0)
+
+
+@pytest.fixture(scope="module")
+def classifier(path, tmp_path_factory):
+    """The address of a server with a classifier of the miniature world."""
+    url, log = _free_url(), tmp_path_factory.mktemp("logs") / "classifier.txt"
+    words = shlex.split(f"--runner pooling --dtype float32 --port {_port(url)}")
+    with _vllm(CLASSIFIER, words, log) as process:
+        _wait_for(process, url, log)
+        yield url

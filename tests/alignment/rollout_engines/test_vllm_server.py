@@ -1,5 +1,6 @@
 """The engine `vllm_server`, with small servers that speak vLLM's protocol and have its faults."""
 
+import threading
 from contextlib import ExitStack
 from dataclasses import replace
 
@@ -17,19 +18,21 @@ from firm.alignment.policy import (
 from firm.alignment.policy_config import PolicyConfig
 from firm.alignment.prompts import Prompt
 from firm.alignment.rollout import encode_prompts
-from firm.alignment.rollout_config import RolloutConfig, VLLMServerConfig
+from firm.alignment.rollout_config import RolloutConfig, TransformersConfig, VLLMServerConfig
 from firm.alignment.rollout_engines import SampleRequest, TransformersEngine
 from firm.alignment.sequences import Sequences, response_logprobs, set_preferences
 from firm.federation import RandomStream
 from firm.jobs.alignment import main as align
 from firm.jobs.alignment_config import AlignmentConfig
 from firm.run import compose
+from firm.run.config import UserError
 from tests.alignment.rollout_engines.small_server import SmallServer, served
 from tests.alignment.rollout_engines.test_vllm import changed as with_random_b
-from tests.runs import read_rows
-from tests.smoke import ROOT, SMOKE
+from tests.json_server import serving
+from tests.runs import distance, read_rows
+from tests.smoke import POLICY, SMOKE
 
-PATH = str(ROOT / "firm/miniature/checkpoints/policy")
+PATH = str(POLICY)
 TEXTS = ("Can you paint a chair?", "How do I bake bread?", "Why is the sky blue?")
 
 
@@ -57,8 +60,8 @@ def start(tmp_path, policy, tokenizer):
     """Starts servers, and returns an engine that asks them."""
     with ExitStack() as stack:
 
-        def started(*servers, temperature=1.0, **settings):
-            urls = [stack.enter_context(served(server)) for server in servers]
+        def started(*servers, urls=(), temperature=1.0, **settings):
+            urls = [*urls, *(stack.enter_context(served(server)) for server in servers)]
             config = VLLMServerConfig(
                 urls=urls, shared_folder=str(tmp_path / "shared"), **{"num_retries": 0} | settings
             )
@@ -250,6 +253,31 @@ def test_temperatures_beyond_the_servers_are_refused(start):
         start(SmallServer(PATH), temperature=2.5)
 
 
+def test_replies_begun_before_an_update_are_the_older_adapters(start, policy, queries):
+    server, is_open = SmallServer(PATH), threading.Event()
+
+    def answer(path, content):
+        if "completions" in path and "prompt_logprobs" not in content:
+            assert is_open.wait(60)
+        return server.answer(path, content)
+
+    kept = copy_adapter(adapter_parameters(policy))
+    with serving(answer) as url:
+        engine = start(urls=[url])
+        load_adapter_(adapter_parameters(policy), changed(policy, 1))
+        is_open.set()
+        (expected,) = engine.sample([request(queries, None)])
+        is_open.clear()
+        first, second = engine.begin([request(queries, None), request(queries, None, seed=1)])
+        load_adapter_(adapter_parameters(policy), kept)  # the servers have not replied yet
+        is_open.set()
+        assert torch.equal(first().token_ids, expected.token_ids)
+        assert torch.equal(first().logprobs, expected.logprobs)
+        assert not torch.equal(second().token_ids, expected.token_ids)
+        own, mask = own_logprobs(policy, queries, first(), changed(policy, 1))
+    torch.testing.assert_close(first().logprobs[mask], own[mask], atol=1e-4, rtol=0)
+
+
 def run_of(tmp_path, urls, settings):
     own = {
         "policy.path": PATH,
@@ -286,3 +314,52 @@ def test_a_run_goes_on_when_a_server_dies(settings, tmp_path, caplog):
     with served(SmallServer(PATH)) as url:  # a resumed run may have other servers
         align(run_of(tmp_path, [url], settings | {"rounds": 3, "resume": True}))
     assert read_rows(tmp_path / "run", "round")[-1]["round"] == 3
+
+
+BRIEF = {
+    "rollout.max_new_tokens": 6,
+    "evaluation.num_calibration_prompts": 4,
+    "evaluation.num_validation_prompts": 0,
+    "evaluation.num_test_prompts": 2,
+    "evaluation.num_shown_samples": 1,
+}
+"""Settings of runs with few and short replies, each of which is a server's pass."""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("settings", [{}, CONDITIONED])
+def test_the_next_batch_is_an_older_adapters_and_resumes_bit_for_bit(settings, tmp_path):
+    own = settings | {"rollout.max_staleness": 1, **BRIEF}
+    with served(SmallServer(PATH)) as url:
+        align(run_of(tmp_path, [url], own))
+        for rounds in (1, 2):
+            other = {"rounds": rounds, "resume": rounds > 1, "out": str(tmp_path / "resumed")}
+            align(run_of(tmp_path, [url], own | other))
+    rows = read_rows(tmp_path / "run", "client")
+    assert rows
+    for row in rows:  # of two local steps, the second has replies of the first's adapter
+        assert row["staleness"] == 0.5
+        assert row["logprob_mismatch"] < 1e-3  # of the first
+        assert 0 <= row["capped_weight_share"] < 0.2
+    assert distance(tmp_path / "run", tmp_path / "resumed") == 0.0
+
+
+@pytest.mark.parametrize(
+    ("engine", "message"),
+    [
+        (TransformersConfig(), "engine.name must be vllm_server with rollout.max_staleness 1, got"),
+        (
+            VLLMServerConfig(urls=["http://a"], shared_folder="s", importance_cap=None),
+            "importance_cap must be a number with rollout.max_staleness 1, got null",
+        ),
+    ],
+)
+def test_older_adapters_need_servers_and_weights(engine, message):
+    with pytest.raises(ValueError, match=message):
+        RolloutConfig(engine=engine, max_staleness=1)
+
+
+def test_older_adapters_need_several_local_steps(tmp_path):
+    settings = {"rollout.max_staleness": 1, "strategy.num_local_steps": 1}
+    with pytest.raises(UserError, match="num_local_steps must be above 1 with"):
+        run_of(tmp_path, ["http://a"], settings)
