@@ -2,7 +2,7 @@
 
 Models are trained for several preferences and seeds; a model's rewards in M objectives are a point
 [M], and more is better. `dominance` and `hypervolume` evaluate points, `front` is the record that
-is saved and compared, `uncertainty` and `correlation` assess its reliability, `collapse` detects
+is saved and compared, `correlation` assesses its reliability, `collapse` detects
 collapsed models, `nearest` finds the models for a target preference, `reach` the preference for a
 target point on a conditioned model's front, and `smoothing` smooths training curves. The FIRM paper
 plots such points; these measures are not in the paper.
@@ -11,8 +11,11 @@ plots such points; these measures are not in the paper.
 from typing import TYPE_CHECKING
 
 from firm.base.lazy import lazy
-from firm.fronts.hypervolume import hypervolume  # as its module, which a later import would bind
-from firm.fronts.nearest import Expectation, expected_rewards, nearest, neighbours  # likewise
+from firm.fronts.hypervolume import (  # as its module, which a later import would bind
+    bootstrap_hypervolume,
+    hypervolume,
+)
+from firm.fronts.nearest import expected_rewards, nearest, neighbours  # likewise
 
 if TYPE_CHECKING:
     from firm.base.preferences import grid, preference_folder
@@ -29,16 +32,13 @@ if TYPE_CHECKING:
         Point,
         by_preference,
         check_comparable,
-        differing_figure,
         mean_front,
         seed_hypervolumes,
     )
-    from firm.fronts.reach import mean_preference, reaching, widest_gap
+    from firm.fronts.reach import reaching, widest_gap
     from firm.fronts.smoothing import exponential_average, total_variation
-    from firm.fronts.uncertainty import bootstrap_hypervolume
 
 __all__ = [
-    "Expectation",
     "Front",
     "Point",
     "Violation",
@@ -47,14 +47,12 @@ __all__ = [
     "check_comparable",
     "collapse_reason",
     "correlation_interval",
-    "differing_figure",
     "dominators",
     "expected_rewards",
     "exponential_average",
     "grid",
     "hypervolume",
     "mean_front",
-    "mean_preference",
     "monotone_violations",
     "nearest",
     "neighbours",

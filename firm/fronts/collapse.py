@@ -38,16 +38,6 @@ def collapse_reason(
     >>> collapse_reason(commonest_share=0.75, empty_share=0.0, mean_kl=2.5)
     'one reply to 75 % of the prompts'
     """
-    for name, share in (("commonest_share", commonest_share), ("empty_share", empty_share)):
-        if not 0 <= share <= 1:
-            raise ValueError(f"{name} must be in [0, 1], got {share}.")
-    rates = (parse_rate, base_parse_rate)
-    if (parse_rate is None) != (base_parse_rate is None):
-        raise ValueError(
-            f"parse_rate is compared to base_parse_rate, got {rates}: give both or neither."
-        )
-    if any(rate is not None and not 0 <= rate <= 1 for rate in rates):
-        raise ValueError(f"parse rates must be in [0, 1], got {rates}.")
     if not math.isfinite(mean_kl):
         return f"the mean KL from the base model is {mean_kl}"
     if empty_share > MAX_EMPTY_SHARE:

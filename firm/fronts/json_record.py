@@ -59,7 +59,12 @@ def _parse(kind: Any, value: Any, where: str) -> Any:
     """Converts plain data to type `kind`; `where` is the key path for messages."""
     origin, args = get_origin(kind), get_args(kind)
     if is_dataclass(kind):
-        return _parse_dataclass(kind, value, where)
+        entries, hints = _of_type(dict, value, where), get_type_hints(kind)
+        for key in sorted(hints.keys() ^ entries.keys()):
+            problem = "is missing" if key in hints else "is an unknown key"
+            raise ValueError(f"{_join_key(where, key)} {problem}")
+        parts = {k: _parse(hints[k], entries[k], _join_key(where, k)) for k in hints}
+        return kind(**parts)  # type: ignore[operator]
     if origin is UnionType:  # X | None
         return None if value is None else _parse(args[0], value, where)
     if origin is tuple:
@@ -74,17 +79,6 @@ def _parse(kind: Any, value: Any, where: str) -> Any:
         number = math.nan if value is None else _of_type((int, float), value, where)
         return float(number)
     return value if kind is Any else _of_type(kind, value, where)
-
-
-def _parse_dataclass(kind: Any, value: Any, where: str) -> Any:
-    entries, hints = _of_type(dict, value, where), get_type_hints(kind)
-    for key in hints:
-        if key not in entries:
-            raise ValueError(f"{_join_key(where, key)} is missing")
-    for key in entries:
-        if key not in hints:
-            raise ValueError(f"{_join_key(where, key)} is an unknown key")
-    return kind(**{key: _parse(hints[key], entries[key], _join_key(where, key)) for key in hints})
 
 
 def _join_key(where: str, key: str) -> str:

@@ -1,9 +1,8 @@
 """Selects models for a target preference: the nearest one, or a mixture of several."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from itertools import combinations
-from math import comb
+from typing import Any
 
 import numpy as np
 from scipy.optimize import linprog
@@ -12,8 +11,6 @@ from firm.fronts.dominance import non_dominated
 from firm.fronts.front import Front, Point
 from firm.solvers.checks import as_shares
 
-MAX_SETS = 20_000
-"""Number of sets of models of which all mixtures are tried."""
 LP_TOLERANCE = 1e-7
 """Reduced costs below this count as zero; that is the solver's own tolerance."""
 _SAME = 1e-9
@@ -32,11 +29,7 @@ def nearest(front: Front, target: Sequence[float], *, any_point: bool = False) -
     """
     shares = _target_shares(front, target)
     candidates = _with_preference(front) if any_point else sound(front)
-    if not candidates.points:
-        raise ValueError(
-            f"none of the {len(front.points)} models has a preference"
-            f"{'' if any_point else ' and is neither dominated nor collapsed'}: train more models."
-        )
+    check_eligible(candidates, front, any_point=any_point)
     distances = np.linalg.norm(candidates.preferences() - shares, axis=1)
     values = candidates.selection_rewards() @ shares
     values = np.where(distances <= distances.min() + _SAME, values, -np.inf)
@@ -60,20 +53,18 @@ def neighbours(front: Front, target: Sequence[float]) -> list[tuple[Point, float
         ValueError: When the target preference [M] is invalid, or no model is eligible.
     """
     shares = _target_shares(front, target)
-    eligible = sound(front)
-    preferences, values = eligible.preferences(), eligible.selection_rewards() @ shares
-    seeds = np.array([point.seed for point in eligible.points])
-    mixtures = [
-        mixture
-        for own in (np.flatnonzero(seeds == seed) for seed in np.unique(seeds))
-        for mixture in _mixtures(
-            [eligible.points[index] for index in own], preferences[own], values[own], shares
-        )
-    ]
-    if not mixtures:
+    eligible, found = sound(front), []
+    for seed in sorted({point.seed for point in eligible.points}):
+        own = eligible.of_seed(seed)
+        preferences, values = own.preferences(), own.selection_rewards() @ shares
+        mixture = _closest_mixture(preferences, values, shares)
+        spread = mixture @ ((preferences - shares) ** 2).sum(axis=1)
+        parts = [(p, float(s)) for p, s in zip(own.points, mixture, strict=True) if s > 0]
+        if parts:
+            found.append((round(float(spread), 12), -float(mixture @ values), parts))
+    if not found:
         return [(nearest(front, target), 1.0)]
-    best = min(mixtures, key=lambda mixture: (mixture.spread, -mixture.value))
-    return list(zip(best.points, best.shares, strict=True))
+    return min(found, key=lambda entry: entry[:2])[2]
 
 
 @dataclass(frozen=True)
@@ -107,6 +98,15 @@ def _target_shares(front: Front, target: Sequence[float]) -> np.ndarray:
     return as_shares(target, len(front.objectives), name="the target preference")
 
 
+def check_eligible(candidates: Front, front: Front, *, any_point: bool = False) -> None:
+    """Raises ``ValueError`` if no model of a front is eligible; see `sound`."""
+    if not candidates.points:
+        raise ValueError(
+            f"none of the {len(front.points)} models has a preference"
+            f"{'' if any_point else ' and is neither dominated nor collapsed'}: train more models."
+        )
+
+
 def _with_preference(front: Front) -> Front:
     return replace(front, points=tuple(p for p in front.points if p.preference is not None))
 
@@ -121,66 +121,29 @@ def sound(front: Front) -> Front:
     return _with_preference(replace(uncollapsed, points=points))
 
 
-@dataclass(frozen=True)
-class _Mixture:
-    points: list[Point]
-    shares: list[float]
-    spread: float
-    """Mean squared distance of the preferences from the target, rounded to twelve digits so that
-    rounding errors do not break ties."""
-    value: float
-    """Expected reward under the target preference."""
+def _closest_mixture(preferences: np.ndarray, values: np.ndarray, target: np.ndarray) -> np.ndarray:
+    """Returns the shares [N] of the mixture that gives the target with the smallest spread.
 
-
-def _mixtures(
-    points: Sequence[Point], preferences: np.ndarray, values: np.ndarray, target: np.ndarray
-) -> Iterator[_Mixture]:
-    """Yields all mixtures of at most M models that give the target with positive shares.
-
-    Of many models, only those that can be in one with the smallest spread are considered.
+    The smallest spread is the optimum of a linear program, whose solutions contain no model with a
+    positive reduced cost; a second program takes the one with the highest value. A vertex has at
+    most M models.
 
     Args:
-        points: N models.
-        preferences: Their preferences, shape [N, M].
+        preferences: Preferences of N models, shape [N, M].
         values: Their expected rewards under the target preference, shape [N].
         target: The target preference, shape [M].
+
+    Returns:
+        Shares that sum to 1; zeros if the preferences do not enclose the target.
     """
-    most = min(preferences.shape)
-    distances = np.linalg.norm(preferences - target, axis=1)
-    kept = np.arange(len(points))
-    if comb(len(points), most) > MAX_SETS:
-        kept = _around(preferences, values, target)
-    for size in range(1, min(most, len(kept)) + 1):
-        sets = np.array(list(combinations(kept, size)))  # [K, size]
-        corners = preferences[sets]  # [K, size, M]
-        shares = target @ np.linalg.pinv(corners)  # [K, size]
-        misses = np.abs((shares[:, None] @ corners)[:, 0] - target).max(axis=1)
-        for index in np.flatnonzero((misses <= _SAME) & (shares > _SAME).all(axis=1)):
-            chosen, parts = sets[index], shares[index] / shares[index].sum()
-            yield _Mixture(
-                [points[i] for i in chosen],
-                parts.tolist(),
-                round(float(parts @ distances[chosen] ** 2), 12),
-                float(parts @ values[chosen]),
-            )
-
-
-def _around(preferences: np.ndarray, values: np.ndarray, target: np.ndarray) -> np.ndarray:
-    """Returns the indices of models that can be in a mixture with the smallest spread.
-
-    That is the optimum of a linear program, whose solutions contain no model with a positive
-    reduced cost. Of equal preferences, the one with the highest value is enough.
-    """
-    order = np.argsort(-values, kind="stable")  # `unique` returns the first of equal ones
-    _, first = np.unique(preferences[order].round(12), axis=0, return_index=True)
-    kept = np.sort(order[first])
-    costs = ((preferences[kept] - target) ** 2).sum(axis=1)
-    best = linprog(costs, A_eq=preferences[kept].T, b_eq=target, bounds=(0, None))
-    if best.x is None:  # the preferences do not enclose the target
-        return kept[:0]
-    is_tight = costs - preferences[kept] @ best.eqlin.marginals <= LP_TOLERANCE
-    kept, shares = kept[is_tight], best.x[is_tight]
-    most = preferences.shape[1]
-    if comb(len(kept), most) > MAX_SETS:  # many on a sphere: one of the solutions is enough
-        kept = kept[np.argsort(-shares, kind="stable")[:most]]
-    return kept
+    costs, shares = ((preferences - target) ** 2).sum(axis=1), np.zeros(len(preferences))
+    settings: Any = {"b_eq": target, "bounds": (0, None), "method": "highs-ds"}
+    settings["options"] = {"primal_feasibility_tolerance": 1e-10}
+    closest = linprog(costs, A_eq=preferences.T, **settings)
+    if closest.x is None:
+        return shares
+    kept = np.flatnonzero(costs - preferences @ closest.eqlin.marginals <= LP_TOLERANCE)
+    best = linprog(-values[kept], A_eq=preferences[kept].T, **settings)
+    chosen = kept[(closest.x[kept] if best.x is None else best.x) > _SAME]
+    shares[chosen] = target @ np.linalg.pinv(preferences[chosen])  # exact, unlike the program's
+    return shares / shares.sum()

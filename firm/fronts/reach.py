@@ -9,7 +9,7 @@ from scipy.linalg import null_space
 from scipy.spatial import Delaunay, QhullError
 
 from firm.fronts.front import Front, Point
-from firm.fronts.nearest import sound
+from firm.fronts.nearest import check_eligible, sound
 from firm.solvers.checks import as_shares
 from firm.solvers.min_norm import min_norm_weights
 
@@ -44,14 +44,9 @@ def reaching(front: Front, target: Sequence[float]) -> list[tuple[Point, float]]
         ValueError: When the target is invalid, or no model is eligible.
     """
     target_shares = as_shares(target, len(front.objectives), name="the target trade-off")
-    seeds = sorted({point.seed for point in front.points})
     eligible = sound(front)
-    fronts = [own for seed in seeds if (own := eligible.of_seed(seed)).points]
-    if not fronts:
-        raise ValueError(
-            f"none of the {len(front.points)} models has a preference and is neither dominated nor "
-            "collapsed: train more models."
-        )
+    check_eligible(eligible, front)
+    fronts = [eligible.of_seed(seed) for seed in sorted({p.seed for p in eligible.points})]
     rewards = np.concatenate([own.selection_rewards() for own in fronts])
     least, ranges = rewards.min(axis=0), np.ptp(rewards, axis=0)
     found = []

@@ -16,7 +16,7 @@ from firm.base.preferences import in_words
 from firm.fronts.certificate import Bound, Certificate
 from firm.fronts.confidence import check_confidence, half_width, lower_bound, upper_bound
 from firm.fronts.front import KL, Front, Point
-from firm.fronts.nearest import sound
+from firm.fronts.nearest import check_eligible, sound
 from firm.fronts.reach import mean_preference, neighbourhoods
 from firm.solvers.checks import as_shares
 
@@ -184,10 +184,9 @@ def best_meeting(
     shares = as_shares(weights, len(front.objectives), name="the weights of the objectives")
     evidence = _evidence_of_choice(front, requirements, confidence)
     found, num_unknown = [], 0
-    for seed in sorted({point.seed for point in front.points}):
-        own = sound(front).of_seed(seed)
-        if not own.points:
-            continue
+    eligible = sound(front)
+    for seed in sorted({point.seed for point in eligible.points}):
+        own = eligible.of_seed(seed)
         every_value = own.selection_rewards() if evidence.is_validation else own.rewards()
         found_bounds = [
             [evidence.bound([(p, 1.0)], r)[:2] for r in requirements] for p in own.points
@@ -214,23 +213,19 @@ def best_meeting(
             points, values = [own.points[at] for at in cell], every_value[cell]
             mixture = _best_mixture(values @ shares, cautious[cell])
             parts = [(p, float(s)) for p, s in zip(points, mixture, strict=True) if s > 1e-9]
-            wide, margin = (_met(mixture @ rows[cell]) for rows in (cautious, every_margin))
+            wide, margin = (_least(mixture @ rows[cell]) for rows in (cautious, every_margin))
             found.append((min(wide, 0.0), float(mixture @ values @ shares), margin, parts))
     if not found and num_unknown:
         raise ValueError(
             f"require: nothing is known about {', '.join(map(str, requirements))}, since the front "
             "has no values that differ, and no standard error above 0: measure more prompts."
         )
-    if not found:
-        raise ValueError(
-            f"none of the {len(front.points)} models has a preference and is neither dominated nor "
-            "collapsed: train more models."
-        )
+    check_eligible(eligible, front)
     _, _, margin, parts = max(found, key=lambda entry: entry[:2])
     return parts, margin
 
 
-def _met(margins: np.ndarray) -> float:
+def _least(margins: np.ndarray) -> float:
     """Returns the smallest margin; 0 if a bound is just met, up to rounding."""
     margin = float(margins.min())
     return 0.0 if abs(margin) < _SAME else margin

@@ -45,7 +45,7 @@ OnChunk = Callable[[dict[str, Any]], bool]
 """Receives a part of a reply; returns True to stop."""
 
 
-class Engine(Protocol):
+class ServingEngine(Protocol):
     """Replies at given scales; see `firm.serving.llama.LlamaEngine`."""
 
     served: ServedFront
@@ -76,7 +76,7 @@ class Endpoint:
 
     def __init__(
         self,
-        engine: Engine,
+        engine: ServingEngine,
         *,
         name: str,
         host: str,
@@ -249,7 +249,10 @@ class Endpoint:
 
         def compute() -> None:
             try:
-                self.engine.reply(_stream_request(request.body), request.scales, put)
+                # all replies come in parts, those of the prompt among them, which can be stopped
+                options = {"stream_options": {"include_usage": True}, "return_progress": True}
+                body = {**request.body, "stream": True, **options}
+                self.engine.reply(body, request.scales, put)
             except Exception as error:
                 put(error)
             else:
@@ -267,9 +270,3 @@ class Endpoint:
                 yield chunk
         finally:
             has_left.set()
-
-
-def _stream_request(body: dict[str, Any]) -> dict[str, Any]:
-    """Returns a request whose reply llama.cpp can stop: one in parts, the prompt's among them."""
-    options = {"stream_options": {"include_usage": True}, "return_progress": True}
-    return {**body, "stream": True, **options}

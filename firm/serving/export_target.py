@@ -16,7 +16,7 @@ from firm.serving.front import ServedFront
 
 
 @dataclass(frozen=True)
-class Source:
+class ExportedRun:
     """A finished run's parts of an export."""
 
     adapter: Path
@@ -38,7 +38,7 @@ class Source:
         return load_tokenizer(self.policy, own)
 
 
-class Target:
+class ExportTarget:
     """An engine that serves exports; subclasses say what differs."""
 
     suffix = ""
@@ -52,7 +52,7 @@ class Target:
     verb = "serve"
     """Purpose of the command that comes next."""
 
-    def write_adapter(self, place: Path, adapter: Adapter, source: Source) -> None:
+    def write_adapter(self, place: Path, adapter: Adapter, source: ExportedRun) -> None:
         """Writes an adapter to a folder or file.
 
         Raises:
@@ -60,7 +60,7 @@ class Target:
         """
         raise NotImplementedError
 
-    def write_rest(self, folder: Path, source: Source, *, has_base: bool) -> str:
+    def write_rest(self, folder: Path, source: ExportedRun, *, has_base: bool) -> str:
         """Writes what the engine needs besides adapters; returns the base model's file, if any.
 
         Args:

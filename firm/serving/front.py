@@ -90,35 +90,9 @@ class ServedFront:
             raise ValueError(f"there is no {file}: pass a folder that `firm export` wrote.")
         return read_record(file, cls, version=_FORMAT, added={"end_ids": [], "certificates": []})
 
-    def preference(
-        self,
-        preference: Shares | None = None,
-        *,
-        target: Shares | None = None,
-        require: str | None = None,
-        confidence: float = 0.95,
-    ) -> list[float]:
-        """Returns the preference that a request states, [M], with sum 1; equal shares by default.
-
-        Args:
-            preference: Shares of the objectives, which must sum to 1. One objective may be left
-                out; its share is the rest.
-            target: Proportion of the measured gains, scaled to sum 1; see `firm.fronts.reaching`.
-            require: Requirements such as "harmless>=0.6, kl<=3", as of `firm pick`; the rewards of
-                the objectives without one are maximised.
-            confidence: Confidence of the one-sided bounds that must meet the requirements.
-
-        Raises:
-            ValueError: When more than one is given, one is malformed, or no mixture of measured
-                points meets the requirements.
-        """
-        return stated_preference(
-            self.front, preference, target=target, require=require, confidence=confidence
-        )
-
     def scales(self, preference: Shares | None = None, **request: Any) -> dict[str, float]:
-        """Returns the scale of each objective's adapter for a request; see `preference`."""
-        shares = self.preference(preference, **request)
+        """Returns the scale of each objective's adapter for a request; see `stated_preference`."""
+        shares = stated_preference(self.front, preference, **request)
         return dict(zip(self.adapters, shares, strict=True))
 
 
@@ -130,7 +104,21 @@ def stated_preference(
     require: str | None = None,
     confidence: float = 0.95,
 ) -> list[float]:
-    """Returns the preference [M] that a request to a front states; see `ServedFront.preference`."""
+    """Returns the preference that a request to a front states, [M], with sum 1.
+
+    Args:
+        front: The front.
+        preference: Shares of the objectives, which must sum to 1; equal shares by default. One
+            objective may be left out; its share is the rest.
+        target: Proportion of the measured gains, scaled to sum 1; see `firm.fronts.reaching`.
+        require: Requirements such as "harmless>=0.6, kl<=3", as of `firm pick`; the rewards of the
+            objectives without one are maximised.
+        confidence: Confidence of the one-sided bounds that must meet the requirements.
+
+    Raises:
+        ValueError: When more than one is given, one is malformed, or no mixture of measured points
+            meets the requirements.
+    """
     given = zip(TRADE_OFFS, (preference, target, require), strict=True)
     if len(names := [name for name, value in given if value is not None]) > 1:
         raise ValueError(f"pass one of preference, target and require, got {', '.join(names)}.")

@@ -1,4 +1,4 @@
-"""Base models as GGUF files for llama.cpp, in the dtype of their checkpoint."""
+"""GGUF files for llama.cpp: base models in the dtype of their checkpoint, and names of tensors."""
 
 import json
 from collections.abc import Iterator, Sequence
@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
-from firm.serving.gguf_layout import import_gguf, layout_of
+from firm.base.extras import install_command
 
 _USE_OTHER = "convert it with llama.cpp's convert_hf_to_gguf.py, and pass --base FILE.gguf."
 _BYTES = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}
@@ -20,6 +20,72 @@ _PRE_TOKENIZERS = {
     "smollm": {"type": "Sequence", "pretokenizers": [_DIGITS, _BYTES]},
 }
 """Pre-tokenizers as tokenizer.json defines them, by llama.cpp's names."""
+ARCHITECTURES = {"llama": "llama", "mistral": "llama", "qwen2": "qwen2"}
+"""Supported architectures of GGUF files, by the model type of transformers."""
+_PERMUTED = "llama"
+"""Architecture whose query and key rows are reordered: llama.cpp rotates neighbouring rows, and
+transformers rows that are half a head apart."""
+
+
+def import_gguf() -> Any:
+    """Returns the package gguf.
+
+    Raises:
+        ModuleNotFoundError: When it is not installed.
+    """
+    try:
+        import gguf
+    except ModuleNotFoundError:
+        raise ModuleNotFoundError(
+            f"GGUF files need the package gguf: {install_command('serve')}.", name="gguf"
+        ) from None
+    return gguf
+
+
+class TensorLayout:
+    """Names and row orders of a model's tensors in GGUF files, as llama.cpp's converter has them.
+
+    Args:
+        config: The model's configuration.
+
+    Raises:
+        ValueError: When the architecture is not supported.
+        ModuleNotFoundError: When the package gguf is not installed.
+    """
+
+    def __init__(self, config: PretrainedConfig) -> None:
+        gguf = import_gguf()
+        if config.model_type not in ARCHITECTURES:
+            raise ValueError(
+                f"GGUF files are written for models of type {', '.join(ARCHITECTURES)}, got "
+                f"{config.model_type}: export with --to peft, and convert with llama.cpp's "
+                "convert_lora_to_gguf.py."
+            )
+        self.architecture = ARCHITECTURES[config.model_type]
+        kinds = {name: kind for kind, name in gguf.MODEL_ARCH_NAMES.items()}
+        self._names = gguf.get_tensor_name_map(kinds[self.architecture], config.num_hidden_layers)
+        self._num_heads = {
+            "q_proj": config.num_attention_heads,
+            "k_proj": config.num_key_value_heads,
+        }
+
+    def name(self, own: str) -> str:
+        """Returns the GGUF name of a tensor of transformers, such as "model.norm.weight".
+
+        Raises:
+            ValueError: When it has none.
+        """
+        found = self._names.get_name(own, try_suffixes=(".weight", ".bias"))
+        if found is None:
+            raise ValueError(f"{own} has no name in GGUF files of {self.architecture}.")
+        return found
+
+    def rows(self, own: str, tensor: torch.Tensor) -> torch.Tensor:
+        """Returns the tensor with this name of transformers, with its rows in GGUF's order."""
+        layer = own.split(".")[-2]
+        if self.architecture != _PERMUTED or layer not in self._num_heads:
+            return tensor
+        return permute_rows(tensor, self._num_heads[layer])
 
 
 def write_base(
@@ -43,14 +109,19 @@ def write_base(
             tokenizer in GGUF files.
         ModuleNotFoundError: When the package gguf is not installed.
     """
-    gguf, config = import_gguf(), model.config
-    writer = gguf.GGUFWriter(str(file), layout_of(config).architecture)
+    gguf, config, layout = import_gguf(), model.config, TensorLayout(model.config)
+    writer = gguf.GGUFWriter(str(file), layout.architecture)
     _add_sizes(writer, config)
     _add_tokenizer(writer, gguf.TokenType, tokenizer, config.vocab_size)
     _add_ends(writer, tokenizer, end_ids)
-    for name, values, dtype in _tensors(model):
+    for name, values, dtype in _tensors(model, layout):
         kind = getattr(gguf.GGMLQuantizationType, dtype)
         writer.add_tensor(name, values, raw_shape=None, raw_dtype=kind)
+    finish(writer)
+
+
+def finish(writer: Any) -> None:
+    """Writes what a writer has been given, and closes it."""
     with closing(writer):
         writer.write_header_to_file()
         writer.write_kv_data_to_file()
@@ -131,11 +202,12 @@ def _add_ends(writer: Any, tokenizer: PreTrainedTokenizerBase, end_ids: Sequence
         add(token)
 
 
-def _tensors(model: PreTrainedModel) -> Iterator[tuple[str, np.ndarray, str]]:
+def _tensors(model: PreTrainedModel, layout: TensorLayout) -> Iterator[tuple[str, np.ndarray, str]]:
     """Yields the tensors with their names and dtypes in GGUF files."""
-    layout, is_tied = layout_of(model.config), model.config.tie_word_embeddings
     for own, tensor in model.state_dict().items():
-        if is_tied and own == "lm_head.weight":  # llama.cpp then uses the embedding
+        if (
+            model.config.tie_word_embeddings and own == "lm_head.weight"
+        ):  # llama.cpp then uses the embedding
             continue
         tensor = layout.rows(own, tensor).contiguous()
         if tensor.ndim == 1 or tensor.dtype == torch.float32:
@@ -144,3 +216,13 @@ def _tensors(model: PreTrainedModel) -> Iterator[tuple[str, np.ndarray, str]]:
             yield layout.name(own), tensor.view(torch.uint8).numpy(), "BF16"
         else:
             yield layout.name(own), tensor.numpy(), "F16"
+
+
+def permute_rows(tensor: torch.Tensor, num_heads: int) -> torch.Tensor:
+    """Returns a tensor with the rows of each head interleaved from its two halves.
+
+    >>> permute_rows(torch.arange(8.0), 2).tolist()
+    [0.0, 2.0, 1.0, 3.0, 4.0, 6.0, 5.0, 7.0]
+    """
+    halves = tensor.unflatten(0, (num_heads, 2, tensor.size(0) // num_heads // 2))
+    return halves.transpose(1, 2).reshape(tensor.shape)

@@ -159,13 +159,13 @@ def _options(value: dict[str, Any]) -> dict[str, Any]:
     return value
 
 
-def _texts(value: Any) -> Any:
-    return [value] if isinstance(value, str) else value
-
-
 _Name = Annotated[str, StringConstraints(pattern=r"^[a-zA-Z0-9_.-]{1,64}$")]
 _Schema = Annotated[dict[str, Any], AfterValidator(_schema)]
-_Stops = Annotated[list[Annotated[str, Len(1, 256)]], BeforeValidator(_texts), Len(0, 16)]
+_Stops = Annotated[
+    list[Annotated[str, Len(1, 256)]],
+    BeforeValidator(lambda value: [value] if isinstance(value, str) else value),
+    Len(0, 16),
+]
 _Share = Annotated[float, Interval(ge=0, le=1)]
 _Penalty = Annotated[float, Interval(ge=-2, le=2)]
 _Count = Annotated[int, Interval(ge=1, le=2**31 - 1)]

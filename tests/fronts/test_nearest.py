@@ -1,4 +1,3 @@
-import sys
 from dataclasses import replace
 from itertools import combinations
 
@@ -183,8 +182,8 @@ def test_shares_off_the_simplex_are_refused(build_point, shares):
 
 
 @pytest.mark.parametrize("num_objectives", [2, 3])
-def test_of_many_models_the_same_are_mixed_as_when_all_sets_are_tried(
-    build_point, build_front, monkeypatch, num_objectives
+def test_the_mixture_is_the_closest_and_then_the_best_of_all_sets(
+    build_point, build_front, num_objectives
 ):
     random = np.random.default_rng(0)
     for _ in range(20):
@@ -195,15 +194,21 @@ def test_of_many_models_the_same_are_mixed_as_when_all_sets_are_tried(
             for index, row in enumerate(np.unique(rows, axis=0))
         ]
         front = build_front(points, num_objectives=num_objectives)
+        values, preferences = front.selection_rewards(), front.preferences()
         for target in (random.dirichlet(np.ones(num_objectives)), rows[0]):
-            expected = neighbours(front, target)
-            with monkeypatch.context() as patch:
-                patch.setattr(sys.modules[neighbours.__module__], "MAX_SETS", 10)
-                found = neighbours(front, target)
-            spread = [
-                sum(share * np.square(np.subtract(p.preference, target)).sum() for p, share in mix)
-                for mix in (expected, found)
-            ]
-            assert spread[0] == pytest.approx(spread[1], abs=1e-9)
-            mean = sum(share * np.array(p.preference) for p, share in found)
-            assert mean == pytest.approx(target / target.sum(), abs=1e-8)
+            found = neighbours(front, target)
+            assert len(found) <= num_objectives
+            ours = np.zeros(len(points))
+            for point, share in found:
+                ours[front.points.index(point)] = share
+            assert ours @ preferences == pytest.approx(target, abs=1e-8)
+            distances = ((preferences - target) ** 2).sum(1)
+            expected = min(
+                (round(float(shares @ distances[own]), 9), -float(shares @ values[own] @ target))
+                for size in range(1, num_objectives + 1)
+                for own in map(list, combinations(range(len(points)), size))
+                if (shares := target @ np.linalg.pinv(preferences[own])).min() > 1e-9
+                and np.abs(shares @ preferences[own] - target).max() < 1e-9
+            )
+            got = float(ours @ distances), -float(ours @ values @ target)
+            assert got == pytest.approx(expected, abs=1e-8)

@@ -29,18 +29,19 @@ def test_scales_are_equal_by_default_and_may_be_zero(served):
 def test_a_target_is_reached_by_another_preference(served):
     # both gain half at a reward of 0.5, between those of 0.25 at equal shares and 1
     share = 0.5 + 0.5 * (0.5 - 0.25) / (1 - 0.25)
-    assert served.preference(target="helpful=1,harmless=1") == pytest.approx([share, 1 - share])
-    assert served.preference(target=[2, 2]) == pytest.approx([share, 1 - share])
+    for target in ("helpful=1,harmless=1", [2, 2]):
+        scales = served.scales(target=target)
+        assert list(scales.values()) == pytest.approx([share, 1 - share])
 
 
 def test_requirements_are_met_by_lower_bounds(served):
-    [first, second] = served.preference(require="helpful>=0.4", confidence=0.95)
+    first, second = served.scales(require="helpful>=0.4", confidence=0.95).values()
     # of three models at once; what is left goes to harmless
     bound = 0.4 + half_width(0.01, 8, 1 - 0.05 / 3)
     assert first == pytest.approx(0.5 + 0.5 * (bound - 0.25) / 0.75, abs=1e-6)
     assert first + second == pytest.approx(1)
     with pytest.raises(ValueError, match=r"no mixture meets helpful >= 2 .* misses by 1\.026"):
-        served.preference(require="helpful>=2")
+        served.scales(require="helpful>=2")
 
 
 @pytest.mark.parametrize(
@@ -65,7 +66,7 @@ def test_requirements_are_met_by_lower_bounds(served):
 )
 def test_what_cannot_be_served_is_refused(served, request_, message):
     with pytest.raises(ValueError) as refusal:
-        served.preference(**request_)
+        served.scales(**request_)
     assert message in str(refusal.value)
 
 

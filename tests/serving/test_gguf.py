@@ -19,8 +19,7 @@ from transformers import (
 from firm.alignment.policy import without_needless_warnings
 from firm.alignment.prompts import hh_text
 from firm.serving.chat_templates import HH_TEMPLATE, plain_template
-from firm.serving.gguf_base import write_base
-from firm.serving.gguf_layout import layout_of
+from firm.serving.gguf_base import TensorLayout, write_base
 from firm.serving.targets import openvino
 from firm.serving.targets.gguf import write_adapter
 from tests.smoke import POLICY
@@ -123,7 +122,7 @@ def test_llama_cpp_reads_texts_as_the_tokenizer_does(tokenizer, tmp_path):
 
 def test_models_that_llama_cpp_reads_otherwise_are_refused(tokenizer, tmp_path):
     with pytest.raises(ValueError, match="llama, mistral, qwen2, got gpt2: export with --to peft"):
-        layout_of(GPT2Config())
+        TensorLayout(GPT2Config())
     scaled = {"rope_type": "linear", "factor": 2.0, "rope_theta": 10_000.0}
     for config, message in (
         (LlamaConfig(**SIZES, rope_parameters=scaled), "rotary scaling 'linear': convert it with"),

@@ -5,7 +5,7 @@ from pkgutil import iter_modules
 from typing import TYPE_CHECKING, Literal
 
 if TYPE_CHECKING:
-    from firm.serving.export_target import Target
+    from firm.serving.export_target import ExportTarget
 
     TargetName = str
 else:
@@ -13,6 +13,6 @@ else:
     TargetName = Literal[tuple(module.name for module in iter_modules(__path__))]
 
 
-def target(name: TargetName) -> "Target":
+def target(name: TargetName) -> "ExportTarget":
     """Returns the target with a name."""
     return import_module(f"{__name__}.{name}").TARGET

@@ -2,7 +2,6 @@
 
 import shutil
 from collections.abc import Sequence
-from contextlib import closing
 from pathlib import Path
 
 import transformers
@@ -11,9 +10,8 @@ from transformers import PretrainedConfig
 
 from firm.alignment.policy import is_gguf, load_base_model
 from firm.federation.client import Adapter
-from firm.serving.export_target import Source, Target
-from firm.serving.gguf_base import write_base
-from firm.serving.gguf_layout import import_gguf, layout_of
+from firm.serving.export_target import ExportedRun, ExportTarget
+from firm.serving.gguf_base import TensorLayout, finish, import_gguf, write_base
 from firm.serving.plain import PREFIX, check_plain
 
 BASE_NAME = "base.gguf"
@@ -37,7 +35,7 @@ def write_adapter(
             `check_plain`.
     """
     check_plain(adapter, settings, "llama.cpp")
-    gguf, layout = import_gguf(), layout_of(config)
+    gguf, layout = import_gguf(), TensorLayout(config)
     writer = gguf.GGUFWriter(str(file), layout.architecture)
     writer.add_type(gguf.GGUFType.ADAPTER)
     writer.add_string(gguf.Keys.Adapter.TYPE, "lora")
@@ -52,23 +50,20 @@ def write_adapter(
         writer.add_tensor(
             f"{layout.name(weight)}.lora_{factor.lower()}", ordered.float().contiguous().numpy()
         )
-    with closing(writer):
-        writer.write_header_to_file()
-        writer.write_kv_data_to_file()
-        writer.write_tensors_to_file()
+    finish(writer)
 
 
-class GgufTarget(Target):
+class GgufTarget(ExportTarget):
     """GGUF files of plain LoRA adapters and of the base model."""
 
     suffix = ".lora.gguf"
     single_file = "adapter.gguf"
 
-    def write_adapter(self, place: Path, adapter: Adapter, source: Source) -> None:
+    def write_adapter(self, place: Path, adapter: Adapter, source: ExportedRun) -> None:
         """Writes a plain adapter as a GGUF file."""
         write_adapter(place, adapter, source.settings, source.architecture, name=place.name)
 
-    def write_rest(self, folder: Path, source: Source, *, has_base: bool) -> str:
+    def write_rest(self, folder: Path, source: ExportedRun, *, has_base: bool) -> str:
         """Writes the base model as a GGUF file."""
         if not has_base:
             return ""

@@ -7,7 +7,7 @@ from peft import LoraConfig
 from safetensors.torch import save_file
 
 from firm.federation.client import Adapter
-from firm.serving.export_target import Source, Target
+from firm.serving.export_target import ExportedRun, ExportTarget
 from firm.serving.openvino import BASE_FOLDER
 from firm.serving.plain import check_plain
 
@@ -29,14 +29,14 @@ def write_adapter(file: Path, adapter: Adapter, settings: LoraConfig) -> None:
     save_file(scaled, file, metadata={"format": "pt"})
 
 
-class OpenVINOTarget(Target):
+class OpenVINOTarget(ExportTarget):
     """Safetensors files of plain LoRA adapters; `optimum-cli` converts the base model."""
 
     suffix = ".safetensors"
     single_file = "adapter.safetensors"
     verb = "convert"
 
-    def write_adapter(self, place: Path, adapter: Adapter, source: Source) -> None:
+    def write_adapter(self, place: Path, adapter: Adapter, source: ExportedRun) -> None:
         """Writes a plain adapter as a safetensors file."""
         write_adapter(place, adapter, source.settings)
 

@@ -6,7 +6,7 @@ from pathlib import Path
 from transformers import GenerationConfig
 
 from firm.federation.client import Adapter
-from firm.serving.export_target import Source
+from firm.serving.export_target import ExportedRun
 from firm.serving.plain import check_plain
 from firm.serving.targets.peft import PeftTarget
 
@@ -16,12 +16,12 @@ class VllmTarget(PeftTarget):
 
     is_scaled = False
 
-    def write_adapter(self, place: Path, adapter: Adapter, source: Source) -> None:
+    def write_adapter(self, place: Path, adapter: Adapter, source: ExportedRun) -> None:
         """Writes the folder of an adapter that is plain; see `check_plain`."""
         check_plain(adapter, source.settings, "vLLM")
         super().write_adapter(place, adapter, source)
 
-    def write_rest(self, folder: Path, source: Source, *, has_base: bool) -> str:
+    def write_rest(self, folder: Path, source: ExportedRun, *, has_base: bool) -> str:
         """Writes the sampling of replies beside the adapters."""
         # vLLM would limit all requests to max_new_tokens
         settings = {**source.generation.to_diff_dict(), "max_new_tokens": None}
