@@ -1,13 +1,15 @@
 """Reports: reads run directories into one tidy table, draws figures, and renders pages.
 
 `record` reads a run directory, and `tables` puts the numbers of one run, or of several settings
-over seeds, into one tidy table. `firm.base.quantities` registers their titles and units. `drawing`,
-`plane`, `run_figures` and `outcome_figures` draw them in one style as plain data for plotly;
-`static` draws the same figures as PNG and SVG and writes their data as CSV. `page` is the model of
-every page, with its template; `sections.yaml` has titles and texts of its sections. There are five
-pages: `run_page` (one run), `settings_page` (settings over seeds, of language models or classic
-algorithms), `front_page` (a sweep over preferences), `comparison` (evaluated adapters) and
-`reward_page` (reward models on held-out pairs). `terminal` prints the results of a study.
+over seeds, into one tidy table. `firm.base.quantities` registers their titles and units. `drawing`
+and `plane` draw figures in one style as plain data for plotly, and `static` draws the same figures
+as PNG and SVG and writes their data as CSV. `page` is the model of every page, with its template: a
+page is a list of blocks, each a section with figures, a table, or samples. Their titles and texts
+are in `sections.yaml`; `run_figures`, `settings_sections`, `front_sections` and `ledger` draw them
+for every page that has them. There are five pages: `run_page` (one run), `settings_page` (settings
+over seeds, of language models or classic algorithms), `front_page` (a sweep over preferences),
+`comparison` (evaluated adapters) and `reward_page` (reward models on held-out pairs). `terminal`
+prints the results of a study.
 
 A page is one self-contained file that needs no network; pages of a sweep or study share the
 plotly.min.js in its folder. A section that cannot be drawn, because the files of a run contain

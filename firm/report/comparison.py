@@ -11,7 +11,7 @@ from firm.run.comparison import Line, Measure, compare, prompts_text, score_note
 
 
 @dataclass(frozen=True)
-class Comparison:
+class RunComparison:
     """Base and aligned model of a run on the same prompts, objectives first."""
 
     split: str
@@ -25,7 +25,7 @@ class Comparison:
         return next((line for line in self.lines if line.name == name), None)
 
 
-def comparison_of(record: Record, split: str) -> Comparison | None:
+def comparison_of(record: Record, split: str) -> RunComparison | None:
     """Compares base and aligned model on a split; None until both were evaluated."""
     rows = record.evaluations.get(split, [])
     if not rows or rows[0]["round"] != 0 or rows[-1]["round"] == 0:
@@ -40,10 +40,10 @@ def comparison_of(record: Record, split: str) -> Comparison | None:
     prompts = prompts_text(*counts, split)
     if record.learns_from_pairs:
         prompts = f"{counts[1]} {split} pairs of replies to {prompts_text(counts[0], None)}"
-    return Comparison(split, aligned["round"], prompts, tuple(lines))
+    return RunComparison(split, aligned["round"], prompts, tuple(lines))
 
 
-def best_comparison(record: Record) -> Comparison | None:
+def best_comparison(record: Record) -> RunComparison | None:
     """Returns the comparison on the test split, or on the validation split until that exists."""
     return comparison_of(record, "test") or comparison_of(record, "validation")
 

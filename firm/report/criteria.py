@@ -3,13 +3,11 @@
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from statistics import fmean
 
 import numpy as np
 
 from firm.base.quantities import QUANTITIES, Quantity
-from firm.report.outcome_figures import LOG_TICKS
 from firm.report.plane import ACCURACY
 from firm.report.tables import Frame, How, Setting
 from firm.run.comparison import score_label
@@ -17,6 +15,8 @@ from firm.run.errors import UserError
 
 SPLITS = ("test", "validation", "train")
 """The split that final values come from is the first of these that was evaluated."""
+LOG_TICKS = {"type": "log", "tickformat": "~g", "dtick": "D2"}
+"""Ticks at 1, 2, 5."""
 
 
 @dataclass(frozen=True)
@@ -31,29 +31,14 @@ class Criterion:
     objectives: tuple[str, ...]
 
     @property
-    def is_higher_better(self) -> bool:
-        """True if higher values are better."""
-        return self.quantity.better == "higher"
-
-    @property
     def sign(self) -> int:
         """1 where higher values are better, else -1."""
-        return 1 if self.is_higher_better else -1
-
-    @property
-    def is_percent(self) -> bool:
-        """True if values are shares, which tables show in per cent."""
-        return "%" in self.quantity.axis.get("tickformat", "")
-
-    @property
-    def scale(self) -> int:
-        """Factor of the values in tables."""
-        return 100 if self.is_percent else 1
+        return 1 if self.quantity.better == "higher" else -1
 
     @property
     def worst_how(self) -> How:
         """Description of how the worst objective is found."""
-        return "lowest" if self.is_higher_better else "highest"
+        return "lowest" if self.sign > 0 else "highest"
 
     @property
     def split(self) -> str:
@@ -63,14 +48,6 @@ class Criterion:
     def beside(self, name: str) -> str:
         """Returns the name of another quantity of the final evaluations."""
         return f"{self.split}/{name}" if self.split else name
-
-    def beside_curve(self, name: str) -> str:
-        """Returns the name of another quantity of the rows that the curves come from."""
-        return f"{self.curve.removesuffix(self.quantity.name)}{name}"
-
-    def worst(self, values: np.ndarray) -> np.ndarray:
-        """Returns the worst objective of each run, [S, M] to [S]."""
-        return values.min(axis=1) if self.is_higher_better else values.max(axis=1)
 
     def has_kl(self, settings: Sequence[Setting]) -> bool:
         """Returns whether the KL from a base model was measured."""
@@ -92,8 +69,8 @@ def criteria_of(settings: Sequence[Setting]) -> list[Criterion]:
     The objectives are the most frequent ones, so that one log with other names has no effect.
     """
     criteria = []
-    is_log = any(record.settings.get("target_loss") for s in settings for record in s.records)
     records = [record for setting in settings for record in setting.records]
+    is_log = any(record.settings.get("target_loss") for record in records)
     learns_from_pairs = bool(records) and all(record.learns_from_pairs for record in records)
     for quantity in (quantity for quantity in QUANTITIES.values() if quantity.better):
         names = [*(f"{split}/{quantity.name}" for split in SPLITS), quantity.name]
@@ -102,7 +79,7 @@ def criteria_of(settings: Sequence[Setting]) -> list[Criterion]:
             continue
         # A test split beside a validation split is evaluated at the end only: it has no curve.
         candidates = (f"validation/{quantity.name}", quantity.name)
-        curve = next((n for n in candidates if all(_num_rounds(s, n) > 1 for s in settings)), final)
+        curve = next((n for n in candidates if all(s.num_rounds(n) > 1 for s in settings)), final)
         runs = Counter(names for s in settings for names in s.objectives_by_run(final) if names)
         own = quantity
         if is_log and quantity.better == "lower":
@@ -111,10 +88,6 @@ def criteria_of(settings: Sequence[Setting]) -> list[Criterion]:
             own = replace(quantity, title="accuracy on pairs", unit=ACCURACY, help="")
         criteria.append(Criterion(own, final, curve, runs.most_common(1)[0][0]))
     return criteria
-
-
-def _num_rounds(setting: Setting, quantity: str) -> int:
-    return setting.values(quantity)["round"].nunique()
 
 
 def comparable(settings: Sequence[Setting]) -> tuple[list[Setting], list[str]]:
@@ -158,44 +131,34 @@ class Column:
     objectives: Sequence[str]
     reduce: Callable[[Frame], Frame] = lambda table: table.iloc[:, 0]
     """Maps values by seed and objective to values by seed."""
-    unit: str = ""
-    scale: int = 1
-    """Factor of the values in the unit."""
-
-    @property
-    def heading(self) -> str:
-        """The name with the unit."""
-        return f"{self.name}{self.unit}"
 
     def ends(self, setting: Setting) -> Frame:
-        """Returns the values in the unit by seed; NaN for logged values that are not finite."""
-        return self.scale * self.reduce(setting.ends(self.quantity, self.objectives))
+        """Returns the values by seed; NaN for logged values that are not finite."""
+        return self.reduce(setting.ends(self.quantity, self.objectives))
 
     def start(self, settings: Sequence[Setting]) -> float | None:
-        """Returns the initial model's value in the unit, the mean over all runs that have it."""
+        """Returns the initial model's value, the mean over all runs that have it."""
         tables = [setting.starts(self.quantity, self.objectives) for setting in settings]
         values = [value for table in tables for value in self.reduce(table).dropna().tolist()]
-        return self.scale * fmean(values) if values else None
+        return fmean(values) if values else None
 
 
 def final_columns(settings: Sequence[Setting], criterion: Criterion) -> list[Column]:
     """Returns the columns of final values: each objective, mean, worst, other scores and the KL."""
     objectives, sign = criterion.objectives, criterion.sign
-    reductions: dict[str, Callable[[Frame], Frame]] = {
-        "mean": lambda table: table.mean(axis=1, skipna=False),
-        "worst": lambda table: sign * (sign * table).min(axis=1, skipna=False),
-    }
-    column = partial(Column, unit=" (%)" if criterion.is_percent else "", scale=criterion.scale)
-    columns = [column(name, criterion.final, [name]) for name in objectives]
+    columns = [Column(name, criterion.final, [name]) for name in objectives]
     if len(objectives) > 1:
+        reductions: dict[str, Callable[[Frame], Frame]] = {
+            "mean": lambda table: table.mean(axis=1, skipna=False),
+            "worst": lambda table: sign * (sign * table).min(axis=1, skipna=False),
+        }
         columns += [
-            column(name, criterion.final, objectives, reduce) for name, reduce in reductions.items()
+            Column(name, criterion.final, objectives, reduce) for name, reduce in reductions.items()
         ]
-    scores, kl = criterion.beside("scores"), criterion.beside("kl")
-    columns += [
-        Column(score_label(name), scores, [name]) for name in further_scores(settings, criterion)
-    ]
-    return columns + ([Column("KL", kl, [""])] if criterion.has_kl(settings) else [])
+    scores = criterion.beside("scores")
+    columns += [Column(score_label(n), scores, [n]) for n in further_scores(settings, criterion)]
+    has_kl = criterion.has_kl(settings)
+    return columns + ([Column("KL", criterion.beside("kl"), [""])] if has_kl else [])
 
 
 def further_scores(settings: Sequence[Setting], criterion: Criterion) -> list[str]:

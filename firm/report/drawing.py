@@ -13,11 +13,10 @@ from math import inf, isfinite
 from typing import Any, Literal
 
 import numpy as np
+from numpy.typing import ArrayLike
 
 INK, MUTED, GRID, SURFACE = "var(--ink)", "var(--muted)", "var(--grid)", "var(--surface)"
 DASHED = {"color": INK, "width": 1, "dash": "dash"}
-NUM_BANDS = 6
-"""With more lines, bands would hide one another."""
 
 Trace = dict[str, Any]
 Error = float | tuple[float, float]
@@ -26,17 +25,6 @@ Axis = dict[str, Any]
 """Attributes of one of plotly's axes."""
 Over = Literal["rounds", "megabytes"]
 """Unit of an x-axis: rounds, or megabytes (10⁶ bytes) uploaded so far."""
-
-
-@dataclass(frozen=True)
-class Panel:
-    """A figure and the title above it."""
-
-    name: str
-    """Unique on its page."""
-    title: str
-    figure: dict[str, Any]
-    """Data and layout."""
 
 
 @dataclass(frozen=True)
@@ -59,6 +47,35 @@ class Series:
     means: np.ndarray
     ses: np.ndarray
     """Standard errors; zeros with one seed."""
+    num_seeds: int = 1
+
+    @classmethod
+    def of(cls, key: LegendEntry, xs: ArrayLike, values: ArrayLike) -> "Series":
+        """Returns means over the seeds from the values of each seed, [S, N]."""
+        places, table = np.asarray(xs, dtype=float), np.asarray(values, dtype=float)
+        return cls(key, places, *mean_and_error(table), len(table))
+
+
+def mean_and_error(values: ArrayLike) -> tuple[np.ndarray, np.ndarray]:
+    """Returns mean and standard error over the seeds, [S, N] to [N]; no error from one seed."""
+    table = np.asarray(values, dtype=float)
+    # the spread of a single seed is unknown; zeros draw no band
+    if len(table) == 1:
+        return table[0], np.zeros(table.shape[1])
+    return table.mean(axis=0), table.std(axis=0, ddof=1) / len(table) ** 0.5
+
+
+@dataclass(frozen=True)
+class Panel:
+    """A figure and the title above it."""
+
+    name: str
+    """Unique on its page."""
+    title: str
+    figure: dict[str, Any]
+    """Data and layout."""
+    series: Sequence[Series] = ()
+    """The lines over the rounds, if they are means over seeds."""
 
 
 # --- Traces ---------------------------------------------------------------------------------------
@@ -118,21 +135,6 @@ def curve(
         hover="%{fullData.name}<br>round %{x}: %{y:.4~g}",
         error_y=error_bars([se for _, _, se in kept], key.color),
     )
-
-
-def bars(
-    key: LegendEntry, xs: Iterable[Any], ys: Iterable[Any], hover: str, **attributes: Any
-) -> Trace:
-    """Returns bars in the colour of a key."""
-    return {
-        "type": "bar",
-        "x": list(xs),
-        "y": list(ys),
-        "name": escape(key.label),
-        "marker": {"color": key.color, "line": {"color": SURFACE, "width": 1}},
-        "hovertemplate": f"{hover}<extra></extra>",
-        **attributes,
-    }
 
 
 def error_bars(errors: Sequence[Error | None], color: str) -> dict[str, Any]:
@@ -215,39 +217,25 @@ def rounds_figure(
     """
     data = [trace for trace in traces if trace["x"]]
     xs = [x for trace in data for x in trace["x"]] or [0]
-    if reference is None:
-        y_axis |= _range_of_one(data, y_axis)
-    made = figure(data, _x_axis(xs, over, data), axis(y_title, **y_axis), height=height)
+    values = {y for trace in data for y in trace["y"]}
+    has_bars = any("array" in trace.get("error_y", {}) for trace in data)
+    if len(values) == 1 and reference is None and not has_bars and not y_axis:
+        (value,) = values  # plotly would leave ±1 around it
+        gap = 0.1 * abs(value) or 0.05
+        y_axis = {"range": [value - gap, value + gap]}
+    made = figure(data, _x_axis(xs, over), axis(y_title, **y_axis), height=height)
     if reference is not None:
         line = DASHED | {"color": MUTED}
         made["layout"]["shapes"] = [straight_line(y=reference, line=line, layer="below")]
     return made
 
 
-def _range_of_one(data: Sequence[Trace], y_axis: Axis) -> Axis:
-    """Returns a y-range for a constant line, around which plotly would leave ±1.
-
-    Axes from zero keep plotly's range unless the constant is zero.
-    """
-    values = {y for trace in data for y in trace["y"]}
-    has_bars = any("array" in trace.get("error_y", {}) for trace in data)
-    is_from_zero = y_axis.get("rangemode") == "tozero"
-    if len(values) != 1 or has_bars or "range" in y_axis or y_axis.get("type") == "log":
-        return {}
-    (value,) = values
-    if value and is_from_zero:
-        return {}
-    gap = 0.1 * abs(value) or 0.05
-    return {"range": [0.0 if is_from_zero else value - gap, value + gap]}
-
-
-def _x_axis(xs: Sequence[float], over: Over, data: Sequence[Trace]) -> Axis:
+def _x_axis(xs: Sequence[float], over: Over) -> Axis:
     first, last = min(xs), max(xs)
     if over == "megabytes":
         end = last or 1.0
         return axis("uploaded so far (MB)", range=[-0.02 * end, 1.03 * end])
-    has_bars = any(trace["type"] == "bar" for trace in data)
-    margin = 0.6 if has_bars else 0.03 * (last - first) + 0.2
+    margin = 0.03 * (last - first) + 0.2
     # plotly would mark half rounds in short runs
     steps = (factor * 10**power for power in range(9) for factor in (1, 2, 5))
     tick = next(step for step in steps if (last - first) / step <= 8)  # at most nine marks
@@ -281,18 +269,15 @@ def series_panel(
     *,
     y_title: str,
     over: Over = "rounds",
-    num_bands: int = NUM_BANDS,
     **y_axis: Any,
 ) -> Panel:
     """Returns lines with bands of one standard error, drawn below all lines.
 
-    On a logarithmic axis bands stop at a tenth of their line. With more lines than `num_bands`
-    there are no bands.
+    On a logarithmic axis bands stop at a tenth of their line.
     """
     # a band down to zero would stretch a logarithmic axis over many decades
     least = 0.1 if y_axis.get("type") == "log" else -inf
-    has_bands = len(series) <= num_bands
-    traces = [_band(own, least) for own in series if has_bands and own.ses.any()]
+    traces = [_band(own, least) for own in series if own.ses.any()]
     for own in series:
         points = list(zip(own.xs.tolist(), own.means.tolist(), strict=True))
         line = curve(own.key, points, size=5 if len(points) <= 12 else 0)
@@ -300,7 +285,8 @@ def series_panel(
         if over == "megabytes":
             line["hovertemplate"] = "%{fullData.name}<br>%{x:.4~g} MB: %{y:.4~g}<extra></extra>"
         traces.append(line)
-    return Panel(name, title, rounds_figure(traces, y_title, over=over, height=300, **y_axis))
+    made = rounds_figure(traces, y_title, over=over, height=300, **y_axis)
+    return Panel(name, title, made, series)
 
 
 def _band(series: Series, least: float) -> Trace:
@@ -320,3 +306,34 @@ def _band(series: Series, least: float) -> Trace:
         showlegend=False,
         legendgroup=escape(series.key.label),
     )
+
+
+def points_panel(
+    name: str,
+    title: str,
+    series: Sequence[Series],
+    *,
+    x_title: str,
+    y_title: str,
+    labels: Sequence[str] = (),
+    **y_axis: Any,
+) -> Panel:
+    """Returns a quantity against a parameter, such as the local steps, or against named places.
+
+    The parameter's values are evenly spaced in rising order, so that 0 can be shown, too. Named
+    places are numbered from 0, and `labels` has their names.
+    """
+    values = np.unique(np.concatenate([own.xs for own in series])) if series else np.empty(0)
+    ticks = [escape(label) for label in labels] or [f"{value:g}" for value in values]
+    data = []
+    for own in series:
+        places = np.searchsorted(values, own.xs).tolist()
+        points = zip(places, own.means.tolist(), strict=True)
+        trace = curve(own.key, points, size=7, ses=own.ses.tolist())
+        trace["customdata"] = [ticks[place] for place in places]
+        trace["legendgroup"] = trace["name"]
+        hover = f"%{{fullData.name}}<br>{escape(x_title)} %{{customdata}}: %{{y:.4~g}}"
+        data.append(trace | {"hovertemplate": f"{hover}<extra></extra>"})
+    span = {"range": [-0.3, len(values) - 0.7], "tickvals": list(range(len(values)))}
+    x_axis = axis(escape(x_title), **span, ticktext=ticks)
+    return Panel(name, title, figure(data, x_axis, axis(y_title, **y_axis)))

@@ -117,11 +117,6 @@ def shares(preference: Sequence[float] | None) -> str:
     return "none" if preference is None else ", ".join(f"{share:.3g}" for share in preference)
 
 
-def vector(values: Sequence[float]) -> str:
-    """Returns a vector as text."""
-    return f"({', '.join(f'{value:.3g}' for value in values)})"
-
-
 def _with_sign(value: float, digits: str, is_signed: bool) -> str:
     if value < 0:
         return f"−{digits}"

@@ -133,7 +133,6 @@ class Samples:
     """Replies of several models to the same prompts, the base model's first."""
 
     kind: ClassVar = "samples"
-    name: ClassVar = "samples"
     title: ClassVar = "Samples"
     text: str
     samples: Sequence[Sample]
@@ -141,6 +140,7 @@ class Samples:
     """Name of the model behind each reply of a sample."""
     has_changes: bool = False
     """True if scores are shown with their change against the first reply's."""
+    name: str = "samples"
 
 
 @dataclass(frozen=True)
@@ -148,12 +148,12 @@ class Provenance:
     """Provenance of the page's numbers, with the files needed to repeat it."""
 
     kind: ClassVar = "origin"
-    name: ClassVar = "settings"
     title: ClassVar = "How it was made"
     text: str
     files: Mapping[str, str]
     """Text by heading."""
     table: Table | None = None
+    name: str = "settings"
 
 
 Block = Section | Table | Bars | Samples | Provenance
@@ -165,24 +165,18 @@ def _sections() -> dict[str, dict[str, str]]:
 
 
 def prose(name: str, **values: object) -> tuple[str, str]:
-    """Returns title and text of an entry of sections.yaml, with values in place of their names."""
+    """Returns title and text of an entry of sections.yaml, with values in place of their names.
+
+    Sentences have no title.
+    """
     entry = _sections()[name]
-    return entry["title"].format(**values), entry["text"].format(**values)
+    return entry.get("title", "").format(**values), entry["text"].format(**values)
 
 
 def is_shown(block: Block) -> bool:
     """Returns whether a block has content."""
-    match block:
-        case Section():
-            return bool(block.panels or block.note or block.is_text)
-        case Table():
-            return bool(block.rows)
-        case Bars():
-            return bool(block.groups)
-        case Samples():
-            return bool(block.samples)
-        case Provenance():
-            return True
+    parts = ("panels", "note", "is_text", "rows", "groups", "samples", "files")
+    return any(getattr(block, part, None) for part in parts)
 
 
 @dataclass(frozen=True)
@@ -309,22 +303,30 @@ def stand_alone(path: Path) -> Path:
     return path
 
 
-def drawn_block(name: str, draw: Callable[[], Block]) -> Block:
-    """Returns a block under its name, or a section with a note if the block cannot be drawn.
+def draw_blocks(draws: Mapping[str, Callable[[], Block | None]]) -> list[Block]:
+    """Returns the blocks that have content, under their names, which are unique on a page.
 
-    Figures must consist of finite numbers, texts and lists. The name is unique on its page.
+    Figures must consist of finite numbers, texts and lists. A block that cannot be drawn becomes a
+    section with a note.
     """
+    blocks = []
+    for name, draw in draws.items():
+        notes: list[str] = []
+        empty = Section(name, name.capitalize(), "", [])
+        block = drawn_part(notes, f"The section {empty.title!r}", partial(_checked, draw), empty)
+        blocks.append(replace(empty, note=notes[0]) if notes else block)
+    return [
+        replace(block, name=name)
+        for name, block in zip(draws, blocks, strict=True)
+        if block and is_shown(block)
+    ]
 
-    def checked() -> Block:
-        block = draw()
-        if isinstance(block, Section):
-            script_json(block.panels)
-        return replace(block, name=name) if isinstance(block, Section | Table) else block
 
-    notes: list[str] = []
-    empty = Section(name, name.capitalize(), "", [])
-    block = drawn_part(notes, f"The section {empty.title!r}", checked, empty)
-    return replace(empty, note=notes[0]) if notes else block
+def _checked(draw: Callable[[], Block | None]) -> Block | None:
+    block = draw()
+    if isinstance(block, Section):
+        script_json(block.panels)
+    return block
 
 
 def drawn_part(notes: list[str], what: str, draw: Callable[[], T], default: T) -> T:

@@ -6,20 +6,17 @@ from html import escape
 from itertools import combinations
 from math import isfinite
 from statistics import fmean, stdev
-from typing import Any
 
 from firm.fronts.dominance import non_dominated
 from firm.report import formats
 from firm.report.drawing import (
     INK,
-    MUTED,
     SURFACE,
     Axis,
     Error,
     LegendEntry,
     Panel,
     Trace,
-    annotation,
     axis,
     error_bars,
     figure,
@@ -35,16 +32,15 @@ REWARD = "mean reward in [0, 1]"
 ACCURACY = "share of pairs ranked as by people"
 MARGIN = 0.08
 """Margin around the points, as a share of their span."""
-SIDES = ("top right", "bottom left", "top left", "bottom right")
-"""Sides of a marker on which its label may stand, the preferred ones first."""
-WIDTHS, HEIGHT = (250.0, 980.0), 380.0
-"""Size of the axes in CSS pixels, on a telephone and on a wide screen."""
-LETTER, LINE, RADIUS = 6.8, 16.0, 6.0
-"""Width and height of a letter of a label, and radius of a marker, in CSS pixels."""
+NARROW = (250.0, 380.0)
+"""Width and height of the axes on a telephone, where labels are nearest, in CSS pixels."""
+LETTER, LINE = 6.8, 16.0
+"""Width and height of a letter of a label, in CSS pixels."""
 
-Box = tuple[float, float, float, float]
 PlanePoint = Mapping[str, float]
 """Rewards by objective, and the KL under `KL`."""
+Spans = tuple[Sequence[float], Sequence[float]]
+"""Ranges of the x- and the y-axis."""
 
 
 @dataclass(frozen=True)
@@ -142,12 +138,10 @@ def planes(
     unit: str = REWARD,
     base: PlanePoint | None = None,
     base_name: str = "base model",
-    reference: PlanePoint | None = None,
 ) -> list[Panel]:
     """Returns one plane per pair of objectives; for a single objective, its value against the KL.
 
-    The axes cover all models, the base model and the error bars. The reference point of
-    hypervolumes is part of the data; if it is outside the axes, a note gives its coordinates.
+    The axes cover all models, the base model and the error bars.
     """
     panels = []
     for x, y in combinations(objectives, 2) if len(objectives) > 1 else [(KL, objectives[0])]:
@@ -157,50 +151,22 @@ def planes(
         spots = [*means, *bare, Spot(base or {}, {}, {})]
         spots = [spot for spot in spots if _has(spot.place, x, y)]
         axes = _axis(x, spots, unit), _axis(y, spots, unit)
-        area = _Area(x, y, axes[0]["range"], axes[1]["range"], [spot.place for spot in spots])
-        traces = [t for cloud in clouds for t in _traces(cloud, area) if t["x"]]
+        spans = axes[0]["range"], axes[1]["range"]
+        traces = [t for cloud in clouds for t in _traces(cloud, (x, y), spans) if t["x"]]
         if base and _has(base, x, y):
             traces.append(_mark(base, x, y, LegendEntry(base_name, INK), "asterisk-open"))
-        notes = {}
-        if reference and _has(reference, x, y):
-            key = LegendEntry("reference point", MUTED)
-            traces.append(_mark(reference, x, y, key, "cross-thin-open"))
-            if any(reference[n] < own["range"][0] for n, own in zip((x, y), axes, strict=True)):
-                notes["annotations"] = [_corner_note(reference, x, y)]
         margin = {"l": 52, "r": 28, "t": 28, "b": 40}
-        made = figure(traces, *axes, height=460, margin=margin, **notes)
+        made = figure(traces, *axes, height=460, margin=margin)
         short = "KL" if x == KL else x
         panels.append(Panel(f"{name}-{short}-{y}", f"{y} against {short}", made))
     return panels
 
 
-@dataclass(frozen=True)
-class _Area:
-    """The axes of a plane, and the markers in it."""
-
-    x: str
-    y: str
-    x_range: Sequence[float]
-    y_range: Sequence[float]
-    markers: Sequence[PlanePoint]
-
-    def box(self, place: PlanePoint, width: float, text: str = "", side: str = "") -> Box:
-        """Returns left, bottom, right and top of a marker, or of its label, in CSS pixels."""
-        left = width * (place[self.x] - self.x_range[0]) / (self.x_range[1] - self.x_range[0])
-        up = HEIGHT * (place[self.y] - self.y_range[0]) / (self.y_range[1] - self.y_range[0])
-        if not text:
-            return left - RADIUS, up - RADIUS, left + RADIUS, up + RADIUS
-        length = LETTER * len(text)
-        left += RADIUS if side.endswith("right") else -RADIUS - length
-        up += RADIUS if side.startswith("top") else -RADIUS - LINE
-        return left, up, left + length, up + LINE
-
-
-def _traces(cloud: Cloud, area: _Area) -> list[Trace]:
+def _traces(cloud: Cloud, names: tuple[str, str], spans: Spans) -> list[Trace]:
     """Returns the traces of a cloud: path, models behind means, and means."""
-    x, y = area.x, area.y
+    x, y = names
     width = 1 if any(spot.shade is not None for spot in cloud.means) else 1.5
-    models, means = (_markers(cloud, spots, area) for spots in (cloud.models, cloud.means))
+    models, means = (_markers(cloud, own, names, spans) for own in (cloud.models, cloud.means))
     # the path joins all means in order, so that one trace can draw line and markers
     if cloud.path and list(cloud.path) == list(range(len(cloud.means))):
         line = {"color": cloud.key.color, "width": width, "dash": cloud.key.mark}
@@ -218,8 +184,8 @@ def _traces(cloud: Cloud, area: _Area) -> list[Trace]:
     return [path, models, means]
 
 
-def _markers(cloud: Cloud, spots: Sequence[Spot], area: _Area) -> Trace:
-    x, y = area.x, area.y
+def _markers(cloud: Cloud, spots: Sequence[Spot], names: tuple[str, str], spans: Spans) -> Trace:
+    x, y = names
     shown = [spot for spot in spots if _has(spot.place, x, y)]
     key, is_mean = cloud.key, spots is cloud.means
     marker = {
@@ -240,13 +206,11 @@ def _markers(cloud: Cloud, spots: Sequence[Spot], area: _Area) -> Trace:
     attributes = {}
     if any(spot.label for spot in shown):
         marker["line"] = {"width": 1, "color": SURFACE} if is_shaded else marker["line"]
-        sides = _label_sides(shown, area)
+        sides = _label_sides(shown, names, spans)
         attributes = {
             "mode": "markers+text",
-            "text": [
-                escape(spot.label) if side else "" for spot, side in zip(shown, sides, strict=True)
-            ],
-            "textposition": [side or SIDES[0] for side in sides],
+            "text": [escape(s.label) if side else "" for s, side in zip(shown, sides, strict=True)],
+            "textposition": [side or "top right" for side in sides],
             "textfont": {"color": INK},
         }
     if is_mean:
@@ -268,42 +232,27 @@ def _markers(cloud: Cloud, spots: Sequence[Spot], area: _Area) -> Trace:
     )
 
 
-def _label_sides(spots: Sequence[Spot], area: _Area) -> list[str]:
-    """Returns the side of each marker on which its label has room, "" if it has none.
+def _label_sides(spots: Sequence[Spot], names: tuple[str, str], spans: Spans) -> list[str]:
+    """Returns the side of each marker on which its label stands, "" if it would hide another one.
 
-    No label leaves the axes or overlaps another one, in a narrow and in a wide figure. Of the free
-    sides, a label takes the one with the fewest markers below it. The ends of a path are first,
-    then those between, the most distant ones first.
+    Labels stand on the side that has more room; those of a path's ends are first.
     """
     sides, last = [""] * len(spots), len(spots) - 1
-    taken: list[tuple[Box, ...]] = []
-    for index in sorted(range(len(spots)), key=lambda i: (i not in (0, last), -(i & -i))):
-        place, text = spots[index].place, spots[index].label
-        free = {}
-        for side in SIDES if text else ():
-            boxes = tuple(area.box(place, width, text, side) for width in WIDTHS)
-            others = [own for label in taken for own in zip(boxes, label, strict=True)]
-            is_inside = all(
-                box[0] >= 0 and box[2] <= width and box[1] >= 0 and box[3] <= HEIGHT
-                for box, width in zip(boxes, WIDTHS, strict=True)
-            )
-            if is_inside and not any(_meet(*pair) for pair in others):
-                free[side] = (
-                    boxes,
-                    sum(
-                        _meet(box, area.box(marker, width))
-                        for box, width in zip(boxes, WIDTHS, strict=True)
-                        for marker in area.markers
-                    ),
-                )
-        if free:
-            sides[index] = min(free, key=lambda side: free[side][1])
-            taken.append(free[sides[index]][0])
+    taken: list[tuple[float, float, float]] = []
+    for index in sorted(range(len(spots)), key=lambda i: i not in (0, last)):
+        left, up = (
+            size * (spots[index].place[name] - low) / (high - low)
+            for name, size, (low, high) in zip(names, NARROW, spans, strict=True)
+        )
+        length, is_left = LETTER * len(spots[index].label), left < NARROW[0] / 2
+        left -= 0 if is_left else length
+        is_free = all(
+            abs(left - x) >= max(length, width) or abs(up - y) >= LINE for x, y, width in taken
+        )
+        if length and is_free:
+            sides[index] = "top right" if is_left else "top left"
+            taken.append((left, up, length))
     return sides
-
-
-def _meet(a: Box, b: Box) -> bool:
-    return a[0] < b[2] and b[0] < a[2] and a[1] < b[3] and b[1] < a[3]
 
 
 def _mark(place: PlanePoint, x: str, y: str, key: LegendEntry, symbol: str) -> Trace:
@@ -321,12 +270,6 @@ def _axis(name: str, spots: Sequence[Spot], unit: str) -> Axis:
     gap = MARGIN * (high - low) or 0.05
     title = name if name == KL else f"{escape(name)} ({unit})"
     return axis(title, range=[low - gap, high + gap])
-
-
-def _corner_note(reference: PlanePoint, x: str, y: str) -> dict[str, Any]:
-    text = f"reference point ({reference[x]:g}, {reference[y]:g}) is outside, at the lower left"
-    place = {"xref": "paper", "yref": "paper", "xanchor": "right", "yanchor": "bottom"}
-    return annotation(1, 1, text, MUTED, **place)
 
 
 def _coordinates(x: str, y: str) -> str:

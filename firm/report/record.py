@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -77,6 +78,12 @@ class Record:
     def main_field(self) -> str:
         """Field of evaluations with the objectives: raw scores, or accuracies on pairs."""
         return "rewards" if self.learns_from_pairs else "scores"
+
+    @cached_property
+    def place_by_client(self) -> dict[str, int]:
+        """Places of the clients that have trained, among all clients."""
+        places = enumerate(self.clients)
+        return {client: place for place, client in places if client in self.trainings}
 
     @property
     def is_finished(self) -> bool:

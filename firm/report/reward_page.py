@@ -10,7 +10,7 @@ import numpy as np
 
 from firm.fronts.confidence import share_interval
 from firm.report import formats
-from firm.report.drawing import DASHED, INK, LegendEntry, Panel, axis, figure, scatter
+from firm.report.drawing import DASHED, INK, Error, LegendEntry, Panel, axis, curve, figure, scatter
 from firm.report.page import Headline, Page, Section, Table, prose
 from firm.report.tables import COLORS
 
@@ -90,36 +90,29 @@ class RewardReport:
 
     def tables(self) -> list[Table]:
         """Returns the tables that the terminal and the page show."""
-        num_pairs = next(iter(self.verdicts.values())).accuracy.num
-        tables = [
-            Table(
-                f"{num_pairs} held-out pairs, with 95 % intervals",
-                "Accuracy: share of pairs whose chosen reply has the higher score. Log loss: "
-                f"{np.log(2):.3f} is chance. Calibration error: mean distance between the "
-                "probability that the scores state and the share that is right.",
-                ["", "accuracy", "log loss", "calibration error"],
-                [
-                    *(
-                        [name, str(v.accuracy), f"{v.log_loss:.3f}", f"{v.calibration_error:.3f}"]
-                        for name, v in self.verdicts.items()
-                    ),
-                    ["longer reply", str(self.longer_is_better), "", ""],
-                ],
-            ),
-            Table(
-                *prose("length-bias"),
-                ["", "chosen is longer", "chosen is shorter", "prefers the longer"],
-                [
-                    [name, str(v.longer_chosen), str(v.shorter_chosen), str(v.prefers_longer)]
-                    for name, v in self.verdicts.items()
-                ],
-            ),
-            Table(
-                *prose("agreement"),
-                ["", "same preference"],
-                [[pair, str(share)] for pair, share in self.agreement.items()],
-            ),
+        models = self.verdicts.items()
+        columns = [
+            {
+                "": [*self.verdicts, "longer reply"],
+                "accuracy": [*(str(v.accuracy) for _, v in models), str(self.longer_is_better)],
+                "log loss": [*(f"{v.log_loss:.3f}" for _, v in models), ""],
+                "calibration error": [*(f"{v.calibration_error:.3f}" for _, v in models), ""],
+            },
+            {
+                "": list(self.verdicts),
+                "chosen is longer": [str(v.longer_chosen) for _, v in models],
+                "chosen is shorter": [str(v.shorter_chosen) for _, v in models],
+                "prefers the longer": [str(v.prefers_longer) for _, v in models],
+            },
+            {
+                "": list(self.agreement),
+                "same preference": [str(share) for share in self.agreement.values()],
+            },
         ]
+        num_pairs = next(iter(self.verdicts.values())).accuracy.num
+        names = ("held-out", "length-bias", "agreement")
+        texts = [prose(name, count=num_pairs, chance=f"{np.log(2):.3f}") for name in names]
+        tables = [Table.of(*text, own) for text, own in zip(texts, columns, strict=True)]
         return [table for table in tables if table.rows]
 
 
@@ -184,84 +177,57 @@ def _verdicts(differences: np.ndarray, lengths: np.ndarray) -> Verdicts:
 
 def reward_page(report: RewardReport, *, title: str) -> Page:
     """Returns the page of a report: tables, calibration curve and training loss."""
-    keys = {
-        name: LegendEntry(name, COLORS[place % len(COLORS)])
-        for place, name in enumerate(report.verdicts)
-    }
-    name, own = next(iter(report.verdicts.items()))
-    calibration = Section(
-        "calibration",
-        *prose("calibration"),
-        [Panel("calibration", "Probability and share that is right", _calibration(report, keys))],
-        [*keys.values(), LegendEntry("calibrated", INK, "dash", is_thin=True)],
+    keys = [
+        LegendEntry(name, COLORS[place % len(COLORS)]) for place, name in enumerate(report.verdicts)
+    ]
+    own = next(iter(report.verdicts.values()))
+    curves = []
+    for key, verdicts in zip(keys, report.verdicts.values(), strict=True):
+        shares = [each.right for each in verdicts.bins]
+        bars: list[Error | None] = [(s.value - s.low, s.high - s.value) for s in shares]
+        points = [(each.mean_probability, each.right.value) for each in verdicts.bins]
+        line = curve(key, points, size=7, ses=bars)
+        curves.append(line | {"hovertemplate": "states %{x:.2f}, right %{y:.2f}<extra></extra>"})
+    diagonal = {"type": "line", "x0": 0.5, "x1": 1, "y0": 0.5, "y1": 1, "line": DASHED}
+    calibration = figure(
+        curves,
+        axis("stated probability", range=[0.48, 1.02]),
+        axis("share that is right", range=[0, 1.02]),
+        shapes=[diagonal | {"layer": "below"}],
     )
     steps = range(1, len(report.losses) + 1)
-    loss = figure(
-        [scatter(keys[name], steps, report.losses, mode="lines", hover="step %{x}: %{y:.3f}")],
-        axis("step"),
-        axis("loss (nats)"),
-    )
-    training = Section(
-        "training",
-        *prose("reward-training"),
-        [Panel("loss", "Loss", loss)] if report.losses else [],
-    )
+    line = scatter(keys[0], steps, report.losses, mode="lines", hover="step %{x}: %{y:.3f}")
+    loss = Panel("loss", "Loss", figure([line], axis("step"), axis("loss (nats)")))
     facts = {
         "training pairs": f"{report.num_training:,}",
         "held-out pairs": f"{own.accuracy.num:,}",
         "steps": f"{len(report.losses):,}",
         "training": formats.duration(report.seconds),
     }
-    beats = own.accuracy.low > report.longer_is_better.value
-    summary = (
-        f"On {own.accuracy.num} pairs that were held out, the model prefers the reply that people "
-        f"chose in {own.accuracy.value:.0%} of the pairs; always taking the longer reply would be "
-        f"right in {report.longer_is_better.value:.0%}"
-        + ("." if beats else ", which is within the model's interval.")
-    )
     headline = Headline(
         "accuracy on held-out pairs",
-        keys[name].color,
+        keys[0].color,
         f"{own.accuracy.value:.3f}",
         [f"95 % interval {own.accuracy.low:.3f} to {own.accuracy.high:.3f}"],
     )
+    longer = report.longer_is_better.value
+    summary = prose(
+        "summary-reward" if own.accuracy.low > longer else "summary-reward-open",
+        count=own.accuracy.num,
+        accuracy=f"{own.accuracy.value:.0%}",
+        longer=f"{longer:.0%}",
+    )[1]
+    name, rule = "calibration", LegendEntry("calibrated", INK, "dash", is_thin=True)
+    panel = Panel(name, "Probability and share that is right", calibration)
     return Page(
         product="reward model",
         title=title,
-        blocks=[*report.tables(), calibration, training],
+        blocks=[
+            *report.tables(),
+            Section(name, *prose(name), [panel], [*keys, rule]),
+            Section("training", *prose("reward-training"), [loss] if report.losses else []),
+        ],
         summary=[summary],
         facts=facts,
         headlines=[headline],
-    )
-
-
-def _calibration(report: RewardReport, keys: Mapping[str, LegendEntry]) -> dict[str, Any]:
-    traces = []
-    for name, verdicts in report.verdicts.items():
-        up = [each.right.high - each.right.value for each in verdicts.bins]
-        color = keys[name].color
-        down = [each.right.value - each.right.low for each in verdicts.bins]
-        traces.append(
-            scatter(
-                keys[name],
-                [each.mean_probability for each in verdicts.bins],
-                [each.right.value for each in verdicts.bins],
-                mode="lines+markers",
-                size=7,
-                hover="states %{x:.2f}, right %{y:.2f}",
-                error_y={
-                    "array": up,
-                    "arrayminus": down,
-                    "color": color,
-                    "thickness": 1,
-                    "width": 3,
-                },
-            )
-        )
-    line = {"type": "line", "x0": 0.5, "x1": 1, "y0": 0.5, "y1": 1, "line": DASHED}
-    return figure(
-        traces,
-        axis("stated probability", range=[0.48, 1.02]),
-        axis("share that is right", range=[0, 1.02]),
-        shapes=[line | {"layer": "below"}],
     )

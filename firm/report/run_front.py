@@ -12,10 +12,9 @@ from firm.base.preferences import preference_folder
 from firm.base.sanitize import printable
 from firm.fronts.collapse import collapse_reason
 from firm.fronts.front import KL, Front, Point
-from firm.fronts.hypervolume import hypervolume
 from firm.report import formats
-from firm.report.drawing import Series, nonempty, series_panel
-from firm.report.page import Section, prose
+from firm.report.front_sections import volume_section, volumes_by_round
+from firm.report.page import Section
 from firm.report.record import Record, final_row, rewards_of
 from firm.report.tables import Setting
 from firm.run.rows import Row
@@ -171,27 +170,23 @@ def front_of_run(record: Record) -> Front | None:
     )
 
 
-def volume_section(run: Setting) -> Section:
-    """Returns the hypervolume of a conditioned run on the validation prompts over the rounds."""
+def volumes_of_run(run: Setting) -> Section:
+    """Returns the hypervolume of a conditioned run on the validation prompts over the rounds.
+
+    It is that of the preferences measured in every round; the last one may have refined others.
+    """
     record = run.records[0]
-    volumes: dict[int, float] = {}
     by_round = _rows(record, "validation")
-    splits = [{row["split"] for row in rows} for rows in by_round.values()]
-    common = set.intersection(*splits) if splits else set()  # the last round may have refined ones
-    for round_number, every_row in by_round.items():
-        rows = [row for row in every_row if row["split"] in common]
-        rewards = [rewards_of(row, record.objectives) for row in rows]
-        known = np.array([own for own in rewards if own is not None])
-        if len(known) == len(rows) > 1 and (known > 0).all():
-            volumes[round_number] = hypervolume(known, [0.0] * len(record.objectives))
-    xs, means = (np.array(list(values), dtype=float) for values in (volumes, volumes.values()))
-    series = [Series(run.key, xs, means, np.zeros(len(xs)))] if len(xs) else []
-    title = "Hypervolume on the validation prompts"
-    return Section(
-        "front-rounds",
-        *prose("front-rounds"),
-        nonempty([series_panel("front-rounds", title, series, y_title="hypervolume")]),
-    )
+    models: dict[str, dict[int, list[float]]] = {}
+    for at, rows in by_round.items():
+        for row in rows:
+            if (rewards := rewards_of(row, record.objectives)) is not None:
+                models.setdefault(row["split"], {})[at] = rewards
+    whole = [own for own in models.values() if len(own) == len(by_round)]
+    seeds = [whole] if len(whole) > 1 else []
+    volumes = volumes_by_round(seeds, [0.0] * len(record.objectives))
+    data = "pairs" if record.learns_from_pairs else "prompts"
+    return volume_section({run: volumes}, data=data)
 
 
 def _rows(record: Record, split: str) -> Mapping[int, list[Row]]:

@@ -12,7 +12,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from firm.base.quantities import QUANTITIES
 from firm.report import formats
 from firm.report import settings_sections as sections
 from firm.report import settings_tables as tables
@@ -25,7 +24,7 @@ from firm.report.page import (
     Section,
     Table,
     alarms,
-    drawn_block,
+    draw_blocks,
     drawn_part,
     left_out_notes,
     prose,
@@ -33,11 +32,10 @@ from firm.report.page import (
 )
 from firm.report.plane import KL, Cloud, PlanePoint, Spot, clouds_of, planes
 from firm.report.record import Record, final_row, main_error
-from firm.report.static import Curve, PaperFigure, curves_figure, plane_figure
+from firm.report.static import PaperFigure, curves_figure, plane_figure
 from firm.report.tables import (
     COLORS,
     Setting,
-    drawn_objectives,
     scales,
     seeds_text,
     settings_of,
@@ -51,10 +49,7 @@ NUM_ALARMS = 20
 """Maximum number of warnings listed, since those of a large study would hide its figures."""
 NUM_PLANE_OBJECTIVES = 5
 """Maximum number of objectives with planes; more would have over ten pairs."""
-METHOD = (
-    "Every setting and seed is a run with its own folder, which holds its configuration, every row "
-    "of its metrics and what it trained. Runs with the same seed have the same clients and data."
-)
+METHOD = prose("origin-study")[1]
 
 
 def write_settings_page(path: Path, runs: Mapping[str, Sequence[Record]], **options: Any) -> Path:
@@ -135,62 +130,65 @@ def settings_page(
 def _blocks(
     groups: Sequence[Sequence[Setting]], settings: Sequence[Setting], folder: Path
 ) -> list[Block]:
-    """Returns all sections and tables in order; some may be empty."""
+    """Returns all sections and tables that have content, in order."""
     blocks: list[Block] = []
-    objectives = criteria_of(settings)[0].objectives
     for place, group in enumerate(groups, start=1):
-        for kind, draw in _draws(group, folder).items():
-            name = f"{kind}-{place}" if len(groups) > 1 else kind
-            block = drawn_block(name, partial(draw, name))
-            if len(groups) > 1 and isinstance(block, Section | Table):
-                block = replace(block, title=f"{block.title}, {_scale_name(group, place)}")
-            blocks.append(block)
-    if all(setting.records for setting in settings):
-        blocks.append(drawn_block("ledger", lambda: tables.ledger_table(settings)))
-    blocks.append(drawn_block("samples", lambda: sections.shared_samples(groups[0])))
-    return [*blocks, *sections.training_blocks(settings, objectives)]
+        own = draw_blocks(_sections(group, folder))
+        if len(groups) > 1:
+            own = [_renamed(block, place, _scale_name(group, place)) for block in own]
+        blocks += own
+    objectives = criteria_of(settings)[0].objectives
+    rest = sections.training_sections(settings, objectives, sampled=groups[0])
+    return [*blocks, *draw_blocks(rest)]
 
 
-def _draws(group: Sequence[Setting], folder: Path) -> dict[str, Callable[[str], Block]]:
+def _sections(group: Sequence[Setting], folder: Path) -> dict[str, Callable[[], Block | None]]:
     """Returns the functions that draw the sections of one group of settings, by name."""
     criteria = criteria_of(group)
-    main = criteria[0]
-    curves, parameters = {}, {}
-    for place, (key, families) in enumerate(sections.swept_parameters(group).items()):
-        draw = partial(sections.parameter_section, families, criteria, key=key)
-        parameters[f"setting-{place}"] = draw
-    for criterion in criteria:
-        name = criterion.quantity.name
-        curves[name] = partial(sections.curve_section, group, criterion)
-        if name == "losses":
-            parameters["preferences"] = partial(sections.preference_section, group, criterion)
+    main, losses = criteria[0], next((c for c in criteria if c.quantity.name == "losses"), None)
+    clouds = partial(setting_clouds, folder=folder)
+    swept = sections.swept_parameters(group)
     return {
-        "trade-off": lambda name: _plane_section(group, main, name, folder),
-        **curves,
-        "final": lambda name: tables.final_table(
-            group, main, tables.further_texts(group, criteria)
-        ),
-        "differences": lambda name: tables.difference_table(group, main),
-        "upload": partial(sections.upload_section, group, criteria),
-        "objectives": partial(sections.radar_section, group, criteria),
-        **parameters,
-        "users": partial(sections.user_section, group, main),
-        "progress": partial(sections.progress_section, group, main),
-        "weights": partial(sections.weights_section, group, main.objectives),
+        "trade-off": lambda: _plane_section(group, main, folder),
+        **{c.quantity.name: partial(sections.curve_section, group, c) for c in criteria},
+        "final": lambda: tables.final_table(group, main, tables.further_texts(group, criteria)),
+        "differences": lambda: tables.difference_table(group, main),
+        "objectives": lambda: sections.objectives_section(group, criteria),
+        **{
+            f"setting-{place}": partial(sections.parameter_section, key, families, criteria)
+            for place, (key, families) in enumerate(swept.items())
+        },
+        "preferences": lambda: losses and sections.preference_section(group, losses, clouds),
+        "users": lambda: sections.user_section(group, main),
+        "progress": lambda: sections.progress_section(group, main),
+        "weights": lambda: sections.quantities_section(group, main.objectives, "weights"),
     }
+
+
+def _renamed(block: Block, place: int, scale: str) -> Block:
+    """Returns a block of one of several groups, with names that are unique on the page."""
+    if isinstance(block, Section):
+        panels = [replace(panel, name=f"{panel.name}-{place}") for panel in block.panels]
+        block = replace(block, panels=panels)
+    if isinstance(block, Section | Table):
+        block = replace(block, title=f"{block.title}, {scale}")
+    return replace(block, name=f"{block.name}-{place}")
 
 
 # --- The plane ------------------------------------------------------------------------------------
 
 
-def setting_clouds(settings: Sequence[Setting], folder: Path) -> list[Cloud]:
+def setting_clouds(
+    settings: Sequence[Setting], criterion: Criterion | None = None, *, folder: Path
+) -> list[Cloud]:
     """Returns the final models of each setting and their means over the seeds, as points.
 
     Args:
-        settings: Settings of one scale; runs that lack values of the main criterion are omitted.
+        settings: Settings of one scale; runs that lack values of the criterion are omitted.
+        criterion: The main one by default.
         folder: Folder that adapters' paths are relative to.
     """
-    criterion = criteria_of(settings)[0]
+    criterion = criterion or criteria_of(settings)[0]
     groups = {}
     for setting in settings:
         if spots := _spots(setting, criterion, folder):
@@ -240,14 +238,14 @@ def _spots(setting: Setting, criterion: Criterion, folder: Path) -> list[Spot]:
 
 
 def _plane_section(
-    settings: Sequence[Setting], criterion: Criterion, name: str, folder: Path
-) -> Section:
-    clouds, objectives = setting_clouds(settings, folder), criterion.objectives
+    settings: Sequence[Setting], criterion: Criterion, folder: Path
+) -> Section | None:
+    clouds, objectives = setting_clouds(settings, criterion, folder=folder), criterion.objectives
     has_kl = any(KL in spot.place for cloud in clouds for spot in cloud.spots)
     if not clouds or not (has_kl or 1 < len(objectives) <= NUM_PLANE_OBJECTIVES):
-        return Section(name, "", "", [])
+        return None
     better = "Up and to the right" if len(objectives) > 1 else "Up"
-    if not criterion.is_higher_better:
+    if criterion.sign < 0:
         better = "Down and to the left"
     start = tables.initial_name(settings, criterion)
     single = ", over the prompts if there is one seed" if has_kl else ""  # classic runs have none
@@ -255,8 +253,8 @@ def _plane_section(
     if len(objectives) == 1:
         title = f"{criterion.quantity.title} against KL"
     unit, base = criterion.quantity.unit, base_place(settings)
-    panels = planes(name, clouds, objectives, unit=unit, base=base, base_name=start)
-    return Section(name, title, text, panels)
+    panels = planes("trade-off", clouds, objectives, unit=unit, base=base, base_name=start)
+    return Section("trade-off", title, text, panels)
 
 
 # --- Figures for a paper --------------------------------------------------------------------------
@@ -303,27 +301,19 @@ def _figures(
 ) -> dict[str, PaperFigure]:
     criteria = criteria_of(settings)
     objectives = criteria[0].objectives
-    quantities = {
-        **{c.quantity.name: replace(c.quantity, name=c.curve, title="{}") for c in criteria},
-        "weights": replace(QUANTITIES["client", "weights"], unit="weight λ"),
-        **{quantity.name: quantity for quantity in sections.further_quantities()},
-    }
     figures = {}
-    for kind, quantity in quantities.items():
-        names = drawn_objectives(quantity, objectives) if quantity.by else [""]
-        with drawing(f"The figure {kind}"):
-            panels = {
-                quantity.title.format(name): [
-                    Curve(setting.key, curves.index.to_numpy(), curves.to_numpy().T)
-                    for setting in settings
-                    if not (curves := setting.curves(quantity.name, name)).empty
-                ]
-                for name in names
-            }
-            if any(panels.values()):
-                figures[kind] = curves_figure(panels, y_title=quantity.unit, half_life=half_life)
+    with drawing("The figures over the rounds"):
+        draw = partial(sections.quantities_section, settings, objectives, half_life=half_life)
+        drawn = [
+            *(sections.curve_section(settings, c, half_life=half_life) for c in criteria),
+            *map(draw, ("weights", "drift", "further")),
+        ]
+        for section in filter(None, drawn):
+            panels = [panel for panel in section.panels if not panel.name.endswith(".upload")]
+            if panels:
+                figures[section.name] = curves_figure(panels)
     with drawing("The figure plane"):
-        if clouds := setting_clouds(settings, folder):
+        if clouds := setting_clouds(settings, folder=folder):
             figures["plane"] = plane_figure(clouds, objectives, base=base_place(settings))
     return figures
 

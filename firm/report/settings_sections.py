@@ -1,12 +1,10 @@
 """Sections of the page that compares settings; a section without logged quantities is empty."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from html import escape
 from itertools import chain
-from statistics import fmean
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
@@ -14,23 +12,28 @@ from firm.base.quantities import QUANTITIES, Kind, Quantity, shown
 from firm.fronts.measures import preference_correlation
 from firm.report import formats
 from firm.report.criteria import Criterion
-from firm.report.drawing import Panel, Series, axis, bars, figure, nonempty, series_panel
-from firm.report.outcome_figures import (
-    PreferenceOutcome,
+from firm.report.drawing import (
+    MUTED,
+    Panel,
+    Series,
+    annotation,
+    axis,
+    figure,
+    mean_and_error,
+    nonempty,
     points_panel,
-    preference_plane,
-    radar_panel,
-    ratios_panel,
-    user_histograms,
+    scatter,
+    series_panel,
+    straight_line,
 )
-from firm.report.page import Block, Samples, Section, drawn_block, prose
-from firm.report.run_figures import stage_keys
+from firm.report.ledger import cost_section, ledger_table
+from firm.report.page import Block, Samples, Section, prose
+from firm.report.plane import Cloud, planes
 from firm.report.samples import Sample, samples_of
 from firm.report.settings_tables import NUM_TABLE_USERS, least_values, user_values
 from firm.report.tables import (
     Setting,
     drawn_objectives,
-    mean_and_error,
     quantity_panel,
     reference_of,
     seeds_text,
@@ -41,92 +44,78 @@ from firm.run.differences import leaves
 NUM_OWN_PANELS = 8
 """Up to this many objectives have one panel each."""
 NUM_SAMPLES = 8
-NUM_WINDOWS = 12
-"""Noisy lines are running means over 1/12 of their values, which keeps their shape readable."""
+SMOOTHING = 24
+"""Lines of more values are running averages, with a half-life of this part of them."""
 RUN_KEYS = ("name", "out", "seed", "seeds", "resume", "tracking")
 """Top-level keys in which runs of the same method may differ."""
+TRAINING: dict[str, Sequence[tuple[Kind, str]]] = {
+    "weights": [("client", "weights"), ("round", "weights_spread")],
+    "drift": [("round", "drift"), ("round", "stationarity"), ("client", "entropy")],
+}
+"""Quantities of sections, by kind and name; a program may not have registered all of them."""
+LOG_AXIS = {"type": "log", "tickformat": "~g", "nticks": 6}
+"""Axis of the bound on stationarity: a linear one would show only the first orders of magnitude."""
 
 
 # --- Criteria -------------------------------------------------------------------------------------
 
 
-def curve_section(settings: Sequence[Setting], criterion: Criterion, name: str) -> Section:
-    """Returns a criterion and the KL over the rounds: mean, and each objective or the worst one."""
-    entry, objectives = replace(criterion.quantity, name=criterion.curve), criterion.objectives
-    panels = []
+def curve_section(
+    settings: Sequence[Setting], criterion: Criterion, *, half_life: float | None = None
+) -> Section:
+    """Returns a criterion over the rounds and over the uploads, and the KL.
+
+    It has panels of the mean over the objectives, and of each objective or of the worst one; with a
+    half-life, lines are running averages.
+    """
+    own, objectives = criterion.quantity, criterion.objectives
+    entry = replace(own, name=criterion.curve)
+    mean = "Mean over the objectives" if len(objectives) > 1 else own.title.capitalize()
     # suffixes with a dot, since an objective may be called "kl"
-    if len(objectives) > 1:
-        title = "Mean over the objectives"
-        panels.append(quantity_panel(f"{name}.mean", settings, entry, title=title))
+    views: dict[str, dict[str, Any]] = {".mean": {"title": mean}} if len(objectives) > 1 else {}
     if len(objectives) <= NUM_OWN_PANELS:
-        panels += [
-            quantity_panel(f"{name}-{own}", settings, entry, own, title=own) for own in objectives
-        ]
+        views |= {f"-{name}": {"objective": name, "title": name} for name in objectives}
     else:
-        title, how = "Worst objective of each round", criterion.worst_how
-        panels.append(quantity_panel(f"{name}.worst", settings, entry, title=title, how=how))
-    for kl in registered(("client", "kl")):
-        own = replace(kl, name=criterion.beside_curve("kl"))
-        panels.append(quantity_panel(f"{name}.kl", settings, own))
+        views[".worst"] = {"title": "Worst objective of each round", "how": criterion.worst_how}
+    views[".upload"] = {"title": f"{mean}, over uploaded data", "over": "megabytes"}
+    panels = [
+        quantity_panel(own.name + at, settings, entry, half_life=half_life, **view)
+        for at, view in views.items()
+    ]
+    if kl := QUANTITIES.get(("client", "kl")):
+        kl = replace(kl, name=f"{criterion.curve.removesuffix(own.name)}kl")
+        panels.append(quantity_panel(f"{own.name}.kl", settings, kl, half_life=half_life))
     split = criterion.curve.rpartition("/")[0]
     is_training = not split and any(
         client for s in settings for n in objectives for client in s.lines(criterion.curve, n)
     )
     source = "Means over the clients during training" if is_training else "Global model"
-    return Section(
-        name,
-        f"{split.capitalize()} {entry.title} over the rounds".strip(),
-        " ".join(filter(None, [f"{source}.", entry.help, seeds_text(settings)])),
-        nonempty(panels),
-    )
+    title, uploads = prose("curves", subject=f"{split.capitalize()} {own.title}".strip())
+    sentences = [f"{source}.", own.help, seeds_text(settings), uploads]
+    return Section(own.name, title, " ".join(filter(None, sentences)), nonempty(panels))
 
 
-def upload_section(
-    settings: Sequence[Setting], criteria: Sequence[Criterion], name: str
-) -> Section:
-    """Returns the means of all criteria over the uploaded megabytes."""
-    panels = []
-    for criterion in criteria:
-        entry = replace(criterion.quantity, name=criterion.curve)
-        title = f"{'Mean ' if len(criterion.objectives) > 1 else ''}{entry.title}".capitalize()
-        panel_name = f"{name}-{criterion.quantity.name}"
-        panels.append(quantity_panel(panel_name, settings, entry, title=title, over="megabytes"))
-    return Section(
-        name,
-        *prose("upload"),
-        nonempty(panels),
-    )
+def objectives_section(settings: Sequence[Setting], criteria: Sequence[Criterion]) -> Section:
+    """Returns the final values of three or more objectives; diverged settings are left out.
 
-
-def radar_section(settings: Sequence[Setting], criteria: Sequence[Criterion], name: str) -> Section:
-    """Returns the final values of three or more objectives; diverged settings are left out."""
+    Losses, whose scales differ, are divided by the largest of all settings.
+    """
     panels = []
     for criterion in (criterion for criterion in criteria if len(criterion.objectives) > 2):
         means = {s.key: own for s in settings if (own := criterion.mean(s)) is not None}
-        if not means:
-            continue
-        word = criterion.quantity.title
-        if criterion.is_higher_better:
-            # one tenth below the lowest value: small differences between good settings show
-            center = max(float(np.floor(10 * np.min(list(means.values())))) - 1, 0) / 10
-            heading = f"Final {word}, from {center:.0%} at the centre"
-            span, ticks = (center, 1.0), {"tickformat": "~%"}
-        else:
+        unit, scale = criterion.quantity.unit, np.ones(len(criterion.objectives))
+        if criterion.sign < 0 and means:
             largest = np.max(list(means.values()), axis=0)
-            scale = np.where(largest > 0, largest, 1.0)
-            means = {key: values / scale for key, values in means.items()}
-            heading = f"Final {word}, relative to the largest of all settings"
-            span, ticks = (0.0, 1.0), {}
-        radii = {key: values.tolist() for key, values in means.items()}
-        panel_name = f"{name}-{criterion.quantity.name}"
-        panels.append(
-            radar_panel(panel_name, heading, radii, criterion.objectives, span=span, **ticks)
-        )
-    return Section(
-        name,
-        *prose("radar"),
-        panels,
-    )
+            unit, scale = f"{unit} / largest of all settings", np.where(largest > 0, largest, 1.0)
+        places, none = np.arange(len(scale), dtype=float), np.zeros(len(scale))
+        series = [Series(key, places, values / scale, none) for key, values in means.items()]
+        names = {"x_title": "objective", "y_title": unit, "labels": criterion.objectives}
+        if series:
+            title = f"Final {criterion.quantity.title}"
+            panels.append(
+                points_panel(f"objectives-{criterion.quantity.name}", title, series, **names)
+            )
+    return Section("objectives", *prose("objectives"), panels)
 
 
 # --- Configurations -------------------------------------------------------------------------------
@@ -142,7 +131,10 @@ def swept_parameters(settings: Sequence[Setting]) -> dict[str, dict[str, dict[fl
         families.setdefault(setting.name.partition(",")[0], []).append(setting)
     swept: dict[str, dict[str, dict[float, Setting]]] = {}
     for family, members in families.items():
-        configs = [_method_leaves(setting) for setting in members]
+        configs = [
+            dict(leaves({key: value for key, value in s.method.items() if key not in RUN_KEYS}))
+            for s in members
+        ]
         # a key may be in the configuration of some members only
         keys = dict.fromkeys(chain.from_iterable(configs))
         changed = [key for key in keys if any(c.get(key) != configs[0].get(key) for c in configs)]
@@ -154,17 +146,8 @@ def swept_parameters(settings: Sequence[Setting]) -> dict[str, dict[str, dict[fl
     return swept
 
 
-def _method_leaves(setting: Setting) -> dict[str, Any]:
-    """Returns the values of a method's configuration by dotted key."""
-    return dict(leaves({k: v for k, v in setting.method.items() if k not in RUN_KEYS}))
-
-
 def parameter_section(
-    families: Mapping[str, Mapping[float, Setting]],
-    criteria: Sequence[Criterion],
-    name: str,
-    *,
-    key: str,
+    key: str, families: Mapping[str, Mapping[float, Setting]], criteria: Sequence[Criterion]
 ) -> Section:
     """Returns the final means over the objectives against a parameter.
 
@@ -173,157 +156,180 @@ def parameter_section(
     """
     panels, legend, has_gap = [], {}, False
     for criterion in criteria:
-        lines = [_against_parameter(family, own, criterion) for family, own in families.items()]
+        lines = []
+        for family, settings in families.items():
+            ends = {at: criterion.finals(s).mean(axis=1) for at, s in sorted(settings.items())}
+            known = {at: own for at, own in ends.items() if len(own) and np.isfinite(own).all()}
+            has_gap |= 0 < len(known) < len(ends)
+            if not known:
+                continue
+            figures = [mean_and_error(own[:, None]) for own in known.values()]  # each [1], [1]
+            first = replace(next(iter(settings.values())).key, label=family)
+            lines.append(Series(first, np.array(list(known)), *np.concatenate(figures, axis=1)))
         # one value of the parameter is no line
         if len({x for line in lines for x in line.xs.tolist()}) < 2:
             continue
-        lines = [line for line in lines if len(line.xs)]
-        entry = criterion.quantity
-        title, x_title = f"Final {entry.title}, mean over the objectives", key.rpartition(".")[2]
-        axes = {"x_title": x_title.replace("_", " "), "y_title": entry.unit, **entry.axis}
-        panels.append(points_panel(f"{name}-{entry.name}", title, lines, **axes))
+        entry, x_title = criterion.quantity, key.rpartition(".")[2].replace("_", " ")
+        axes = {"x_title": x_title, "y_title": entry.unit, **entry.axis}
+        title = f"Final {entry.title}, mean over the objectives"
+        panels.append(points_panel(f"{key}-{entry.name}", title, lines, **axes))
         legend |= {line.key.label: line.key for line in lines}
-        has_gap |= any(len(line.xs) < len(families[line.key.label]) for line in lines)
-    text = (
-        "Final values at each value of the parameter; the values are evenly spaced, not to scale. "
-        f"{seeds_text([s for own in families.values() for s in own.values()])}"
-        f"{' Values with which a run diverged have no point.' if has_gap else ''}"
-    )
-    return Section(name, f"The setting {key}", text, panels, list(legend.values()))
+    title, text = prose("parameter", key=key)
+    text += f" {seeds_text([s for own in families.values() for s in own.values()])}"
+    text += " Values with which a run diverged have no point." if has_gap else ""
+    return Section(key, title, text, panels, list(legend.values()))
 
 
-def _against_parameter(
-    family: str, settings: Mapping[float, Setting], criterion: Criterion
-) -> Series:
-    """Returns the final means over the objectives by rising value, without diverged runs."""
-    ends = {value: criterion.finals(setting).mean(axis=1) for value, setting in settings.items()}
-    known = [value for value in sorted(ends) if len(ends[value]) and np.isfinite(ends[value]).all()]
-    figures = [mean_and_error(ends[value][:, None]) for value in known]  # each [1], [1]
-    means, ses = np.concatenate(figures, axis=1) if figures else np.empty((2, 0))
-    key = replace(next(iter(settings.values())).key, label=family)
-    return Series(key, np.array(known), means, ses)
+def preference_section(
+    settings: Sequence[Setting],
+    losses: Criterion,
+    clouds_of: Callable[[Sequence[Setting], Criterion], Sequence[Cloud]],
+) -> Section | None:
+    """Returns the losses that preferences request, as rays, and the losses that runs reached.
 
-
-def preference_section(settings: Sequence[Setting], losses: Criterion, name: str) -> Section:
-    """Returns the ratios of two losses, as requested by preferences and as reached by runs.
-
-    A preference r, positive, asks for r₁F₁ = r₂F₂.
+    A preference r, positive, asks for r₁F₁ = r₂F₂ (Figure 4 of Askin et al., 2024). The region
+    below the losses of training for one objective alone is grey, since no model is expected there.
     """
-    outcomes = []
+    asked, pairs = {}, []
     for setting in settings if len(losses.objectives) == 2 else ():
         preference = (setting.method.get("strategy") or {}).get("preference")
         ends = losses.finals(setting)  # [S, 2]
         ends = ends[np.isfinite(ends).all(axis=1)]
         if isinstance(preference, list) and min(preference) > 0 and len(ends):
-            outcomes.append(PreferenceOutcome(setting.key, tuple(preference), ends))
-    if not outcomes:
-        return Section(name, "", "", [])
+            asked[setting] = preference
+            pairs += [(preference, row) for row in ends]
+    if not asked:
+        return None
     first, second = objectives = losses.objectives
     title, text = prose("losses", first=first, second=second)
-    limits = least_values(settings, losses)
-    if limits:
-        text += (
-            " The grey region is below the losses of training for one objective alone; no model is "
-            "expected there."
-        )
-    pairs = [(outcome.preference, row) for outcome in outcomes for row in outcome.losses]
+    if limits := least_values(settings, losses):
+        text += f" {prose('losses-limits')[1]}"
     correlation = preference_correlation(*zip(*pairs, strict=True))
     if correlation is not None:
-        text += (
-            " The rank correlation of requested and reached ratios is "
-            f"{formats.correlation(correlation, len(pairs))}, with an approximate 95 % interval; "
-            "1 means the same order."
-        )
-    box = (limits[0], limits[1]) if limits else None
-    panels = [
-        preference_plane(name, "Final losses", outcomes, objectives=objectives, limits=box),
-        ratios_panel("ratios", "Ratio of the final losses", outcomes, objectives=objectives),
-    ]
-    legend = [outcome.key for outcome in outcomes]
-    return Section(name, title, text, panels, legend)
+        value = formats.correlation(correlation, len(pairs))
+        text += f" {prose('losses-correlation', value=value)[1]}"
+    (panel,) = planes("preferences", clouds_of(list(asked), losses), objectives, unit="loss")
+    layout = panel.figure["layout"]
+    ends = layout["xaxis"]["range"][1], layout["yaxis"]["range"][1]
+    rays, notes = [], []
+    for setting, preference in asked.items():
+        slope = preference[0] / preference[1]
+        x = min(ends[0], ends[1] / slope)
+        wanted = replace(setting.key, label=f"{setting.name}, wanted", mark="dot")
+        rays.append(scatter(wanted, [0, x], [0, x * slope], mode="lines", width=1.5))
+        ratio = " : ".join(f"{share:g}" for share in preference)
+        at = ("left", "middle") if x == ends[0] else ("center", "bottom")
+        place = {"xanchor": at[0], "yanchor": at[1]}
+        notes.append(annotation(x, x * slope, ratio, setting.key.color, **place))
+    layout |= {"annotations": notes, "margin": layout["margin"] | {"r": 44}}
+    for name in ("xaxis", "yaxis"):
+        layout[name]["range"] = [0, layout[name]["range"][1]]
+    if limits:
+        grey = {"type": "rect", "x0": 0, "y0": 0, "line": {"width": 0}, "fillcolor": MUTED}
+        grey |= {"opacity": 0.16, "layer": "below"}
+        layout["shapes"] = [
+            grey | {"x1": limits[0], "y1": ends[1]},
+            grey | {"x0": limits[0], "x1": ends[0], "y1": limits[1]},
+            straight_line(x=limits[0]),
+            straight_line(y=limits[1]),
+        ]
+    panel = replace(
+        panel, title="Final losses", figure=panel.figure | {"data": [*rays, *panel.figure["data"]]}
+    )
+    return Section("preferences", title, text, [panel], [setting.key for setting in asked])
 
 
-def user_section(settings: Sequence[Setting], criterion: Criterion, name: str) -> Section:
-    """Returns histograms of the users' final accuracies, one for each setting.
+def user_section(settings: Sequence[Setting], criterion: Criterion) -> Section | None:
+    """Returns the users' final accuracies, a box for each setting.
 
     Includes only users measured with all seeds. Up to ten users are shown in the table instead.
     """
-    users = {
-        s.key: user_values(s, criterion).dropna(axis="columns").to_numpy(dtype=float)
-        for s in settings
-    }
-    users = {key: own for key, own in users.items() if own.shape[1] > NUM_TABLE_USERS}
-    if not users:
-        return Section(name, "", "", [])
-    title, text = prose("users", count=next(iter(users.values())).shape[1])
-    return Section(name, title, text, user_histograms(name, users))
+    boxes, num_users = [], 0
+    for setting in settings:
+        users = user_values(setting, criterion).dropna(axis="columns").to_numpy(dtype=float)
+        if users.shape[1] > NUM_TABLE_USERS:
+            num_users = num_users or users.shape[1]
+            label, color = escape(setting.name), setting.key.color
+            box = {"type": "box", "y": users.ravel().tolist(), "boxmean": True}
+            box |= {"name": label, "legendgroup": label, "marker": {"color": color, "size": 4}}
+            boxes.append(box | {"line": {"color": color, "width": 1.5}})
+    if not boxes:
+        return None
+    made = figure(boxes, axis("setting"), axis("accuracy of a user"))
+    panel = Panel("users", "Final accuracy by user", made)
+    return Section("users", *prose("users", count=num_users), [panel])
 
 
 # --- Over the rounds ------------------------------------------------------------------------------
 
 
+def training_sections(
+    settings: Sequence[Setting], objectives: Sequence[str], *, sampled: Sequence[Setting]
+) -> dict[str, Callable[[], Block | None]]:
+    """Returns the functions that draw traffic, samples, drift and all else that runs log, by name.
+
+    Args:
+        settings: Any settings; they need no common scale.
+        objectives: The objectives of most of them.
+        sampled: Settings whose samples are shown.
+    """
+    are_runs = all(setting.records for setting in settings)
+    return {
+        "ledger": lambda: ledger_table(settings) if are_runs else None,
+        "samples": lambda: shared_samples(sampled),
+        "drift": lambda: quantities_section(settings, objectives, "drift"),
+        "further": lambda: quantities_section(settings, objectives, "further"),
+        "cost": lambda: cost_section(settings),
+    }
+
+
+def quantities_of(section: str) -> list[Quantity]:
+    """Returns the quantities of a section; "further" has all that no other section shows."""
+    if section == "further":
+        return [q for q in shown("further") if q.kind != "evaluation" and q.by != "pair"]
+    found = [QUANTITIES[place] for place in TRAINING[section] if place in QUANTITIES]
+    return [replace(q, axis=LOG_AXIS) if q.name == "stationarity" else q for q in found]
+
+
 def quantities_section(
     settings: Sequence[Setting],
     objectives: Sequence[str],
-    quantities: Sequence[Quantity],
     name: str,
     *,
-    title: str,
-    text: str = "",
-) -> Section:
-    """Returns registered quantities over the rounds, with their help texts."""
-    panels, helps = [], [text]
-    window = max((_window(settings, quantity.name) for quantity in quantities), default=1)
+    half_life: float | Literal["auto"] | None = "auto",
+) -> Section | None:
+    """Returns a section's quantities over the rounds, with their help texts.
+
+    Weights are shown of 2 to 8 objectives. With "auto", long lines are smoothed as far as keeps
+    their shape readable.
+    """
+    if name == "weights" and not 2 <= len(objectives) <= NUM_OWN_PANELS:
+        return None
+    quantities, panels, helps = quantities_of(name), [], []
+    if half_life == "auto":
+        half_life = _half_life(settings, [quantity.name for quantity in quantities])
     for quantity in quantities:
-        place = name if quantity.by and quantity.name == name else f"{name}-{quantity.name}"
         entry = replace(quantity, reference=reference_of(quantity, objectives))
+        title = entry.title if "{}" in entry.title else f"{entry.title}, {{}}"
         own = [
-            quantity_panel(f"{place}-{n}" if n else place, settings, entry, n, window=window)
+            quantity_panel(
+                f"{entry.name}-{n}" if n else entry.name,
+                settings,
+                entry,
+                n,
+                title=title.format(n) if n else entry.title,
+                half_life=half_life,
+            )
             for n in (drawn_objectives(entry, objectives) if entry.by else [""])
         ]
         panels += nonempty(own)
         helps += [quantity.help] if nonempty(own) else []
-    sentences = [*helps, _smoothing(window), seeds_text(settings)]
+    title, text = prose(f"settings-{name}")
+    sentences = [text, *helps, _smoothing(half_life), seeds_text(settings)]
     return Section(name, title, " ".join(filter(None, sentences)), panels)
 
 
-def weights_section(settings: Sequence[Setting], objectives: Sequence[str], name: str) -> Section:
-    """Returns the weights λ over the rounds and their spread between clients."""
-    if not 2 <= len(objectives) <= NUM_OWN_PANELS:
-        return Section(name, "", "", [])
-    spread = QUANTITIES["round", "weights_spread"]
-    spread = replace(spread, title="Spread of λ of {} between clients", help="")
-    quantities = [replace(QUANTITIES["client", "weights"], help=""), spread]
-    title, text = prose("weights")
-    return quantities_section(settings, objectives, quantities, name, title=title, text=text)
-
-
-def training_blocks(settings: Sequence[Setting], objectives: Sequence[str]) -> list[Block]:
-    """Returns the sections on drift, on everything else that was logged, and on the cost."""
-    drift = registered(("round", "drift"), ("round", "stationarity"), ("client", "entropy"))
-    # the bound falls by orders of magnitude, of which a linear axis would show only the first
-    log = {"type": "log", "tickformat": "~g", "nticks": 6}
-    drift = [replace(q, axis=log) if q.name == "stationarity" else q for q in drift]
-    own = partial(quantities_section, settings, objectives)
-    further = further_quantities()
-    return [
-        drawn_block("drift", lambda: own(drift, "drift", title="Drift and stationarity")),
-        drawn_block("further", lambda: own(further, "further", title="Further quantities")),
-        drawn_block("cost", lambda: cost_section(settings, "cost")),
-    ]
-
-
-def registered(*places: tuple[Kind, str]) -> list[Quantity]:
-    """Returns the quantities of these kinds and names that a part of the program registered."""
-    return [QUANTITIES[place] for place in places if place in QUANTITIES]
-
-
-def further_quantities() -> list[Quantity]:
-    """Returns the registered quantities that no other section shows."""
-    return [q for q in shown("further") if q.kind != "evaluation" and q.by != "pair"]
-
-
-def progress_section(settings: Sequence[Setting], criterion: Criterion, name: str) -> Section:
+def progress_section(settings: Sequence[Setting], criterion: Criterion) -> Section:
     """Returns the loss reduction by a local training of each setting, from the same models.
 
     Each setting that measured "progress" has a panel: by setting and objective, the loss before
@@ -332,7 +338,7 @@ def progress_section(settings: Sequence[Setting], criterion: Criterion, name: st
     opening = criterion.beside("progress/")
     measured = {s: quantities for s in settings if (quantities := s.quantities(opening))}
     names = dict.fromkeys(chain.from_iterable(measured.values()))
-    window = max((_window(settings, quantity) for quantity in names), default=1)
+    half_life = _half_life(settings, list(names))
     labels = [*(s.name for s in settings), *(n.removeprefix(opening) for n in names)]
     # a setting that has not run yet is trained from these models, too, and needs a colour
     keys = {label: Setting(label, at, ()).key for at, label in enumerate(dict.fromkeys(labels))}
@@ -340,88 +346,31 @@ def progress_section(settings: Sequence[Setting], criterion: Criterion, name: st
     panels, legend = [], {}
     for source, quantities in measured.items():
         lines = [
-            series_of(source, quantity, window=window, key=keys[quantity.removeprefix(opening)])
+            series_of(
+                source, quantity, half_life=half_life, key=keys[quantity.removeprefix(opening)]
+            )
             for quantity in quantities
         ]
         lines = [line for line in lines if line]
         legend |= {line.key.label: line.key for line in lines}
-        title, panel_name = f"From the models of {source.name}", f"{name}-{len(panels)}"
-        axes: Any = {"y_title": "loss reduction", "rangemode": "tozero"}
-        panels.append(series_panel(panel_name, title, lines, **axes))
-    title, text = prose("progress", smoothing=_smoothing(window))
-    return Section(name, title, text, panels, list(legend.values()))
+        title, name = f"From the models of {source.name}", f"progress-{len(panels)}"
+        unit = "loss reduction"
+        panels.append(series_panel(name, title, lines, y_title=unit, rangemode="tozero"))
+    title, text = prose("progress", smoothing=_smoothing(half_life))
+    return Section("progress", title, text, panels, list(legend.values()))
 
 
-def _window(settings: Sequence[Setting], quantity: str) -> int:
-    """Returns the number of measured rounds that each point of a quantity's lines averages."""
-    counts = [s.values(quantity).query("seed == 0")["round"].nunique() for s in settings]
-    return max(1, max(counts) // NUM_WINDOWS)
+def _half_life(settings: Sequence[Setting], quantities: Sequence[str]) -> float | None:
+    """Returns the half-life of the running averages of quantities, in values; None for short."""
+    count = max((s.num_rounds(name) for s in settings for name in quantities), default=0)
+    return count / SMOOTHING if count > SMOOTHING else None
 
 
-def _smoothing(window: int) -> str:
-    return f"Each point is the mean of the last {window} values measured." if window > 1 else ""
+def _smoothing(half_life: float | None) -> str:
+    return prose("smoothing", half_life=f"{half_life:.2g}")[1] if half_life else ""
 
 
-# --- Costs and samples ----------------------------------------------------------------------------
-
-
-def cost_section(settings: Sequence[Setting], name: str) -> Section:
-    """Returns the bytes sent so far, and the seconds of a round by stage."""
-    panels = []
-    for key, way in (("up", "Clients to server"), ("down", "Server to clients")):
-        series = []
-        for setting in settings:
-            sent = setting.bytes_so_far(f"bytes_{key}").dropna() / 1e6
-            if not sent.empty:
-                xs = sent.index.to_numpy(dtype=float)
-                series.append(Series(setting.key, xs, *mean_and_error(sent.to_numpy().T)))
-        axes: Any = {"y_title": "MB so far", "rangemode": "tozero"}
-        panels.append(
-            series_panel(f"{name}-megabytes_{key}", way, series, num_bands=len(series), **axes)
-        )
-    text = "Serialised traffic of the federation so far, in MB of 10⁶ bytes."
-    if stages := stage_keys(settings):
-        panels.append(_seconds_panel(settings, f"{name}-seconds"))
-        text += (
-            " Bars are seconds per stage of a round, summed over its clients and averaged over "
-            "rounds and seeds; other work on the machines may have affected them."
-        )
-    return Section(name, "Bytes and seconds", text, nonempty(panels), stages)
-
-
-def _seconds_panel(settings: Sequence[Setting], name: str) -> Panel:
-    """Returns stacked bars, one for each setting."""
-    traces = []
-    for setting in settings:
-        seconds, label = stage_seconds(setting), escape(setting.name)
-        for key in stage_keys(settings):
-            hover = f"{label}<br>{escape(key.label)}: %{{x:.3g}} s"
-            options = {"legendgroup": label, "showlegend": setting is settings[0]}
-            traces.append(
-                bars(key, [seconds.get(key.label, 0.0)], [label], hover, orientation="h", **options)
-            )
-    made = figure(
-        traces,
-        axis("seconds", rangemode="tozero"),
-        {"type": "category", "autorange": "reversed"},
-        height=120 + 26 * len(settings),
-        barmode="stack",
-        bargap=0.25,
-    )
-    return Panel(name, "Seconds per round, by stage", made)
-
-
-def stage_seconds(setting: Setting) -> dict[str, float]:
-    """Returns seconds per round by stage, summed over clients, averaged over rounds and seeds."""
-    seconds = {}
-    for stage in (key.label for key in stage_keys([setting])):
-        by_seed = []
-        for seed, record in enumerate(setting.records):
-            lines = setting.lines("seconds", stage, seed=seed).values()
-            total = sum(value for points in lines for value in points.values())
-            by_seed.append(total / max(1, record.last_round))
-        seconds[stage] = fmean(by_seed)
-    return seconds
+# --- Samples --------------------------------------------------------------------------------------
 
 
 def shared_samples(settings: Sequence[Setting]) -> Samples:
@@ -442,5 +391,6 @@ def shared_samples(settings: Sequence[Setting]) -> Samples:
         for turns in prompts[:NUM_SAMPLES]
     ]
     names = [f"{setting.name}, seed {setting.records[0].seed}" for setting in named]
-    text = "Replies to the same prompts, with the raw scores of each."
+    has_scores = any(reply.scores for sample in samples for reply in sample.replies)
+    text = f"Replies to the same prompts{', with the raw scores of each' if has_scores else ''}."
     return Samples(text, samples, ["base model", *names] if named else [])

@@ -1,4 +1,4 @@
-"""Tables and sentences that compare settings: final values, paired differences and bytes."""
+"""Tables and sentences that compare settings: final values and paired differences."""
 
 from collections.abc import Callable, Mapping, Sequence
 from statistics import fmean
@@ -6,11 +6,9 @@ from statistics import fmean
 import numpy as np
 import pandas as pd
 
-from firm.federation.rivals import RIVALS
 from firm.fronts.measures import delta_m, rounds_to_loss, user_summary
 from firm.report import formats
 from firm.report.criteria import Column, Criterion, final_columns, further_scores
-from firm.report.ledger import total_bytes, uploads_so_far
 from firm.report.page import Table, prose
 from firm.report.seeds import mean_difference
 from firm.report.tables import Frame, Setting, measure_of, span_text
@@ -35,8 +33,16 @@ Texts = Mapping[str, Mapping[str, str]]
 def final_table(settings: Sequence[Setting], criterion: Criterion, texts: Texts) -> Table:
     """Returns the final values; a row for each setting, or for each quantity if these are many."""
     columns = final_columns(settings, criterion)
-    headings = [column.heading for column in columns]
-    table = [["setting", *headings, *texts, "uploaded (MB)", "rounds", "seeds"]]
+    table = [
+        [
+            "setting",
+            *(column.name for column in columns),
+            *texts,
+            "uploaded (MB)",
+            "rounds",
+            "seeds",
+        ]
+    ]
     starts = [formats.number(column.start(settings)) for column in columns]
     if set(starts) != {formats.MISSING}:
         name = initial_name(settings, criterion)
@@ -52,7 +58,7 @@ def final_table(settings: Sequence[Setting], criterion: Criterion, texts: Texts)
     if len(table[0]) - 2 > max(NUM_COLUMNS, len(settings)):
         table = [list(row) for row in zip(*table, strict=True)]
         table[0][0] = "quantity"
-    return Table("Final models", _final_text(settings, criterion), table[0], table[1:])
+    return Table(*_final_text(settings, criterion), table[0], table[1:])
 
 
 def initial_name(settings: Sequence[Setting], criterion: Criterion) -> str:
@@ -60,17 +66,19 @@ def initial_name(settings: Sequence[Setting], criterion: Criterion) -> str:
     return "base model" if criterion.has_kl(settings) else "initial model"
 
 
-def _final_text(settings: Sequence[Setting], criterion: Criterion) -> str:
-    split, word = criterion.split.capitalize(), criterion.quantity.title
-    text = f"{split} {word}".strip().capitalize() + " of the global model at the last evaluation"
-    if max(len(setting.runs) for setting in settings) > 1:
-        text += ", mean ± standard deviation over the seeds"
-    if len(criterion.objectives) > 1:
-        text += f". The worst is the {criterion.worst_how} of the objectives, taken in each run"
-    scores = further_scores(settings, criterion)
-    if criterion.has_kl(settings):
-        text += ". Scores other than the objectives are raw; KL is in nats per reply"
-    return f"{text}. {criterion.quantity.help} {score_notes(scores)}".strip()
+def _final_text(settings: Sequence[Setting], criterion: Criterion) -> tuple[str, str]:
+    has_seeds = max(len(setting.runs) for setting in settings) > 1
+    has_worst, has_kl = len(criterion.objectives) > 1, criterion.has_kl(settings)
+    notes = f"{criterion.quantity.help} {score_notes(further_scores(settings, criterion))}"
+    title, text = prose(
+        "final",
+        measured=f"{criterion.split} {criterion.quantity.title}".strip().capitalize(),
+        deviation=prose("final-deviation")[1] if has_seeds else "",
+        worst=prose("final-worst", how=criterion.worst_how)[1] if has_worst else "",
+        further=prose("final-further")[1] if has_kl else "",
+        notes=notes.strip(),
+    )
+    return title, text.strip()
 
 
 def spread(values: Sequence[float | None] | np.ndarray) -> str:
@@ -97,12 +105,11 @@ def summary_table(
     for setting in settings:
         cells = []
         for column in columns:
-            value = measure_of(column.ends(setting) / column.scale, ddof_error=False)
-            deviation = (
-                f" ± {value.se:.3f}" if has_spread and value and value.se is not None else ""
-            )
-            cells.append(f"{value.mean:.3f}{deviation}" if value else "")
-        cells += [cell_by_name.get(setting.name, "") for cell_by_name in texts.values()]
+            value = measure_of(column.ends(setting), ddof_error=False)
+            cells.append(f"{value.mean:.3f}" if value else "")
+            if has_spread and value and value.se is not None:
+                cells[-1] += f" ± {value.se:.3f}"
+        cells += [own.get(setting.name, "") for own in texts.values()]
         rows.append([setting.name, *cells, f"{setting.megabytes_up or 0.0:.3f}"])
     return ["", *(column.name for column in columns), *texts, "MB up"], rows
 
@@ -112,11 +119,8 @@ def difference_table(settings: Sequence[Setting], criterion: Criterion) -> Table
     first, *others = settings
     columns = final_columns(settings, criterion)
     rows = [[s.name, *(_difference(column, s, first) for column in columns)] for s in others]
-    return Table(
-        *prose("differences", first=first.name),
-        ["setting", *(column.heading for column in columns)],
-        rows,
-    )
+    headings = ["setting", *(column.name for column in columns)]
+    return Table(*prose("differences", first=first.name), headings, rows)
 
 
 def _difference(column: Column, setting: Setting, first: Setting) -> str:
@@ -124,9 +128,7 @@ def _difference(column: Column, setting: Setting, first: Setting) -> str:
     changes = (column.ends(setting) - column.ends(first)).dropna()
     if len(changes) < 2:
         return formats.MISSING
-    # a tenth of a per cent is as fine as three digits of a share
-    digits = 1 if column.scale == 100 else 3
-    return mean_difference(changes.to_numpy(), level=0.9).text(digits)
+    return mean_difference(changes.to_numpy(), level=0.9).text()
 
 
 # --- Columns of text ------------------------------------------------------------------------------
@@ -170,7 +172,7 @@ def _relative_loss(settings: Sequence[Setting], criterion: Criterion) -> Texts:
         return {}
     alone = [setting.name for setting in trained_alone(settings, criterion).values()]
     means = {s.name: criterion.mean(s) for s in settings if s.name not in alone}
-    is_higher = criterion.is_higher_better
+    is_higher = criterion.sign > 0
     return {
         "Δ_M, %": {
             name: f"{100 * delta_m(own, reference, is_higher_better=is_higher):.1f}"
@@ -193,7 +195,7 @@ def user_values(setting: Setting, criterion: Criterion) -> Frame:
 
 
 def _users(settings: Sequence[Setting], criterion: Criterion) -> Texts:
-    """Returns the users' final accuracies in per cent, or their spread if there are many users."""
+    """Returns the users' final accuracies or their spread if there are many users."""
     users = {s.name: own for s in settings if len((own := user_values(s, criterion)).columns)}
     if not users:
         return {}
@@ -201,16 +203,16 @@ def _users(settings: Sequence[Setting], criterion: Criterion) -> Texts:
     everyone = pd.concat(users)
     shared = everyone.columns[everyone.notna().all()]
     if len(shared) <= NUM_TABLE_USERS:
-        means = {name: 100 * own[shared].mean() for name, own in users.items()}
-        return {user: {name: f"{own[user]:.1f}" for name, own in means.items()} for user in shared}
+        means = {name: own[shared].mean() for name, own in users.items()}
+        return {user: {name: f"{own[user]:.3f}" for name, own in means.items()} for user in shared}
     spreads = {
-        name: [user_summary((100 * seed.dropna()).tolist()) for _, seed in own.iterrows()]
+        name: [user_summary(seed.dropna().tolist()) for _, seed in own.iterrows()]
         for name, own in users.items()
     }
     headings = {"users": "mean", "SD": "std", "worst 5 %": "worst", "best 5 %": "best"}
     return {
         heading: {
-            name: f"{fmean(getattr(seed, attribute) for seed in seeds):.1f}"
+            name: f"{fmean(getattr(seed, attribute) for seed in seeds):.3f}"
             for name, seeds in spreads.items()
         }
         for heading, attribute in headings.items()
@@ -240,39 +242,11 @@ def _rounds(settings: Sequence[Setting], losses: Criterion) -> Texts:
     return columns
 
 
-# --- Bytes ----------------------------------------------------------------------------------------
-
-
-def ledger_table(settings: Sequence[Setting]) -> Table:
-    """Returns the bytes sent by each setting, and the bytes that rivals would have uploaded."""
-    columns: dict[str, list[str]] = {"setting": [setting.name for setting in settings]}
-    for key, way in (("bytes_up", "up"), ("bytes_down", "down")):
-        totals = [fmean(total_bytes(record, key) for record in s.records) for s in settings]
-        rounds = [max(1, round(fmean(r.last_round for r in s.records))) for s in settings]
-        means = [total / num_rounds for total, num_rounds in zip(totals, rounds, strict=True)]
-        columns[f"{way} per round"] = [formats.size(mean) for mean in means]
-        columns[f"{way} in total"] = [formats.size(total) for total in totals]
-    text = "Serialised bytes of all clients together, means over the seeds."
-    for name, rival in RIVALS.items():
-        cells = [_rival_size(setting, name) for setting in settings]
-        if set(cells) != {formats.MISSING}:
-            columns[f"up with {name}"] = cells
-            text += f" {name} would have uploaded {rival.text}."
-    if len(columns) > 5:
-        text += " These sizes assume the same clients and rounds and exclude names and metrics."
-    return Table.of("Communication", text, columns)
-
-
-def _rival_size(setting: Setting, name: str) -> str:
-    ends = [uploads_so_far(record, name)[-1:] for record in setting.records]
-    return formats.size(fmean(end[0][1] for end in ends)) if all(ends) else formats.MISSING
-
-
 # --- Sentences ------------------------------------------------------------------------------------
 
 
 def headlines(settings: Sequence[Setting], criterion: Criterion) -> list[str]:
-    """Returns sentences on the best settings: on average, in the worst and in each objective.
+    """Returns sentences on the best settings: on average, and in the worst objective.
 
     Classic algorithms at one untuned rate each are listed, but not ranked.
     """
@@ -280,25 +254,18 @@ def headlines(settings: Sequence[Setting], criterion: Criterion) -> list[str]:
     names, word = criterion.objectives, criterion.quantity.title
     if not finals:
         return []
+    means = {name: values.mean(axis=1) for name, values in finals.items()}
     if len(finals) > 1 and _is_untuned(settings):
         whose = f", mean over {len(names)} objectives" if len(names) > 1 else ""
-        means = {name: values.mean(axis=1) for name, values in finals.items()}
-        ends = ", ".join(f"{name} {_text(own, criterion)}" for name, own in means.items())
+        ends = ", ".join(f"{name} {spread(own)}" for name, own in means.items())
         return [f"Final {word}{whose}: {ends}.", _untuned_text(settings)]
     if len(names) == 1:
-        return [_ranking(f"{names[0]}: the {word}", finals, criterion)]
-    means = {name: values.mean(axis=1) for name, values in finals.items()}
-    worsts = {name: criterion.worst(values) for name, values in finals.items()}
-    sentences = [
+        return [_ranking(f"{names[0]}: the {word}", means, criterion)]
+    worsts = {n: criterion.sign * (criterion.sign * v).min(axis=1) for n, v in finals.items()}
+    return [
         _ranking(f"The mean {word} over {len(names)} objectives", means, criterion),
         _ranking(f"The worst objective's {word}", worsts, criterion),
     ]
-    if len(finals) > 1 and (best := _best_by_objective(finals, criterion)):
-        sentences.append(
-            f"{_superlative(criterion).capitalize()} by objective: {'; '.join(best)}. As the best "
-            f"of {len(finals)} settings, these values are slightly too good by chance."
-        )
-    return sentences
 
 
 def _is_untuned(settings: Sequence[Setting]) -> bool:
@@ -314,28 +281,14 @@ def _is_untuned(settings: Sequence[Setting]) -> bool:
 
 
 def _untuned_text(settings: Sequence[Setting]) -> str:
-    text = (
-        f"Learning rates are untuned here, one per setting ({' and '.join(RATES)}): other rates "
-        "can reverse the order, so these values do not rank the algorithms."
-    )
+    text = prose("untuned", rates=" and ".join(RATES))[1]
     strategies = {s.name: s.method.get("strategy") or {} for s in settings}
     normalised = [name for name, own in strategies.items() if own.get("normalize_updates")]
-    if normalised:
-        does = "normalises" if len(normalised) == 1 else "normalise"
-        text += (
-            f" {' and '.join(normalised)} {does} the clients' updates: the length of a step "
-            "follows from the server's rate alone, so equal rates are not equal steps."
-        )
-    return text
-
-
-def _best_by_objective(finals: Mapping[str, np.ndarray], criterion: Criterion) -> list[str]:
-    known = {name: values for name, values in finals.items() if np.isfinite(values).all()}
-    best = []
-    for index, objective in enumerate(criterion.objectives if known else ()):
-        winner = max(known, key=lambda n: criterion.sign * known[n][:, index].mean())
-        best.append(f"{objective} with {winner} ({_text(known[winner][:, index], criterion)})")
-    return best
+    if not normalised:
+        return text
+    does = "normalises" if len(normalised) == 1 else "normalise"
+    names = f"{' and '.join(normalised)} {does}"
+    return f"{text} {prose('untuned-normalised', names=names)[1]}"
 
 
 def _ranking(subject: str, finals: Mapping[str, np.ndarray], criterion: Criterion) -> str:
@@ -345,8 +298,9 @@ def _ranking(subject: str, finals: Mapping[str, np.ndarray], criterion: Criterio
     if not ends:
         return f"{subject} is not known: every setting diverged."
     ranked = sorted(ends, key=lambda name: -criterion.sign * ends[name].mean)
-    quotes = [f"{name} ({_text(known[name], criterion)})" for name in ranked[:2]]
-    sentence = f"{subject} ends {_superlative(criterion)} with {', before '.join(quotes)}"
+    quotes = [f"{name} ({spread(known[name])})" for name in ranked[:2]]
+    best = "highest" if criterion.sign > 0 else "lowest"
+    sentence = f"{subject} ends {best} with {', before '.join(quotes)}"
     if len(ranked) == 1:
         return f"{sentence}."
     first, second = (ends[name] for name in ranked[:2])
@@ -355,12 +309,3 @@ def _ranking(subject: str, finals: Mapping[str, np.ndarray], criterion: Criterio
     # standard errors of independent seeds add in squares
     is_clear = abs(first.mean - second.mean) > CLEAR_Z * np.hypot(first.se, second.se)
     return f"{sentence}{'' if is_clear else '; the difference is not significant'}."
-
-
-def _superlative(criterion: Criterion) -> str:
-    return "highest" if criterion.is_higher_better else "lowest"
-
-
-def _text(values: np.ndarray, criterion: Criterion) -> str:
-    unit = f"{formats.NBSP}%" if criterion.is_percent else ""
-    return f"{spread(criterion.scale * values)}{unit}"

@@ -5,7 +5,7 @@ matplotlib draws them without its global state, in the colours of the pages' lig
 
 import csv
 import io
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 from html import unescape
@@ -24,11 +24,9 @@ from matplotlib.ticker import MaxNLocator
 
 from firm.base.inside import make_folder, replace_bytes
 from firm.base.sanitize import legible_data
-from firm.fronts.smoothing import exponential_average
-from firm.report.drawing import Error, LegendEntry, Panel, Trace, series_panel
+from firm.report.drawing import Error, Panel, Trace
 from firm.report.page import replace_file
 from firm.report.plane import Cloud, PlanePoint, planes
-from firm.report.tables import Series, mean_and_error
 
 COLUMN_IN, PAGE_IN = 3.3, 6.8
 """Width of a figure over one column and over two, in inches."""
@@ -56,24 +54,6 @@ STYLE: dict[Any, Any] = {
     "svg.fonttype": "none",  # text stays text
     "svg.hashsalt": "firm",  # equal figures have equal files
 }
-
-
-@dataclass(frozen=True)
-class Curve:
-    """A quantity of one setting over the rounds."""
-
-    key: LegendEntry
-    xs: Sequence[float] | np.ndarray
-    """Rounds, [T]."""
-    values: np.ndarray
-    """Values of each seed, [S, T]."""
-
-    def smoothed(self, half_life: float | None) -> Series:
-        """Returns means over the seeds, of each seed's running average or of its values."""
-        values = np.asarray(self.values, dtype=float)
-        if half_life is not None:
-            values = exponential_average(values.T, half_life=half_life).T
-        return Series(self.key, np.asarray(self.xs, dtype=float), *mean_and_error(values))
 
 
 @dataclass(frozen=True)
@@ -139,42 +119,27 @@ def _error_text(error: Error | None) -> float | str:
     return "" if error is None else " ".join(map(str, error)) if isinstance(error, tuple) else error
 
 
-def curves_figure(
-    panels: Mapping[str, Sequence[Curve]],
-    *,
-    y_title: str,
-    x_title: str = "round",
-    half_life: float | None = None,
-) -> PaperFigure:
+def curves_figure(panels: Sequence[Panel], *, x_title: str = "round") -> PaperFigure:
     """Returns curves over the rounds: means over the seeds with bands of one standard error.
 
     One panel is one column wide, several are two. The data are one row per panel, setting and
-    round, smoothed as drawn.
+    round.
 
     Args:
-        panels: Curves by the title of their panel.
-        y_title: Quantity or unit.
+        panels: Figures of `series_panel`.
         x_title: Unit of the x-axis.
-        half_life: Half-life of the running average of each seed's curve, in units of the x-axis;
-            None: no averaging.
-
-    Raises:
-        ValueError: The half-life is not positive, or values are not finite.
     """
-    rows, drawn = [], []
-    for title, curves in panels.items():
-        series = [curve.smoothed(half_life) for curve in curves]
-        panel = series_panel(title, title, series, y_title=y_title, num_bands=len(series))
+    for panel in panels:
         panel.figure["layout"]["xaxis"]["title"]["text"] = x_title
-        drawn.append(panel)
-        rows += [
-            [title, curve.key.label, x, float(mean), float(error), len(curve.values)]
-            for curve, own in zip(curves, series, strict=True)
-            for x, mean, error in zip(curve.xs, own.means, own.ses, strict=True)
-        ]
-    figure = static_figure(drawn)
+    figure = static_figure(panels)
     for axes in figure.axes:
         axes.xaxis.set_major_locator(MaxNLocator(nbins=6, integer=True))
+    rows = [
+        [panel.title, own.key.label, f"{x:g}", float(mean), float(error), own.num_seeds]
+        for panel in panels
+        for own in panel.series
+        for x, mean, error in zip(own.xs, own.means, own.ses, strict=True)
+    ]
     header = ["panel", "setting", x_title, "mean", "standard error", "seeds"]
     return PaperFigure(figure, header, rows)
 

@@ -9,10 +9,10 @@ from typing import Any, Literal
 
 import numpy as np
 import pandas as pd
-from numpy.typing import ArrayLike
 
 from firm.base.quantities import Quantity
 from firm.fronts.front import differing_figure
+from firm.fronts.smoothing import exponential_average
 from firm.report.drawing import LegendEntry, Over, Panel, Series, series_panel
 from firm.report.record import Record
 from firm.run.comparison import Measure
@@ -176,6 +176,10 @@ class Setting:
         """Returns the rows of the table with a quantity."""
         return self.table[self.table["quantity"] == quantity]
 
+    def num_rounds(self, quantity: str) -> int:
+        """Returns the number of rounds in which any run has a quantity."""
+        return self.values(quantity)["round"].nunique()
+
     def objectives_by_run(self, quantity: str) -> list[tuple[str, ...]]:
         """Returns the objectives for which each run has a quantity."""
         return [tuple(run.get(quantity, ())) for run in self._lines]
@@ -256,7 +260,7 @@ def series_of(
     objective: str | None = None,
     *,
     over: Over = "rounds",
-    window: int = 1,
+    half_life: float | None = None,
     key: LegendEntry | None = None,
     how: How = "mean",
 ) -> Series | None:
@@ -269,13 +273,11 @@ def series_of(
         quantity: Its name.
         objective: The objective, or None for all of them.
         over: Uploaded megabytes are averaged over the seeds.
-        window: Number of a seed's latest values that each point averages; the error is computed
-            from these averages.
+        half_life: Half-life, in values, of a running average of each seed's values; None: none.
         key: Legend entry of the line; by default the setting's.
         how: As for `Setting.curves`.
     """
     curves = setting.curves(quantity, objective, how=how)
-    curves = curves.rolling(window).mean().dropna() if window > 1 else curves
     if curves.empty:
         return None
     xs = curves.index.to_numpy(dtype=float)
@@ -286,7 +288,10 @@ def series_of(
         # rounds without traffic keep the bytes of the round before
         at = sent.index.union(curves.index)
         xs = sent.reindex(at).ffill().fillna(0.0).loc[curves.index].mean(axis=1).to_numpy() / 1e6
-    return Series(key or setting.key, xs, *mean_and_error(curves.to_numpy().T))
+    values = curves.to_numpy()  # [T, S]
+    if half_life is not None:
+        values = exponential_average(values, half_life=half_life)
+    return Series.of(key or setting.key, xs, values.T)
 
 
 def quantity_panel(
@@ -305,14 +310,12 @@ def quantity_panel(
     defaults to the quantity's.
     """
     lines = [series_of(s, quantity.name, objective, over=over, **options) for s in settings]
-    series = [line for line in lines if line]
     return series_panel(
         name,
         quantity.title.format(objective) if title is None else title,
-        series,
+        [line for line in lines if line],
         y_title=quantity.unit,
         over=over,
-        num_bands=len(series),
         reference=reference_of(quantity, settings[0].objectives),
         **quantity.axis,
     )
@@ -326,15 +329,6 @@ def reference_of(quantity: Quantity, objectives: Sequence[str]) -> float | None:
 def drawn_objectives(quantity: Quantity, objectives: Sequence[str]) -> Sequence[str]:
     """Returns the objectives to draw: the second of two shares is redundant."""
     return objectives[:1] if quantity.is_share and len(objectives) == 2 else objectives
-
-
-def mean_and_error(values: ArrayLike) -> tuple[np.ndarray, np.ndarray]:
-    """Returns mean and standard error over the seeds, [S, N] to [N]; no error from one seed."""
-    table = np.asarray(values, dtype=float)
-    # the spread of a single seed is unknown; zeros draw no band
-    if len(table) == 1:
-        return table[0], np.zeros(table.shape[1])
-    return table.mean(axis=0), table.std(axis=0, ddof=1) / len(table) ** 0.5
 
 
 def measure_of(

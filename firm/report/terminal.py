@@ -2,11 +2,12 @@
 
 import sys
 from collections.abc import Sequence
+from itertools import pairwise
 from pathlib import Path
 
 import pandas as pd
 
-from firm.report.criteria import Criterion, comparable, criteria_of
+from firm.report.criteria import comparable, criteria_of
 from firm.report.record import Record, read_record, study_records
 from firm.report.settings_tables import difference_table
 from firm.report.tables import Frame, Setting, scales, settings_of
@@ -73,32 +74,35 @@ def print_rounds(study: Path, rounds: Sequence[int], *, against: str | None = No
     """
     settings = settings_in(study)
     criterion = criteria_of(settings)[0]
-    table = _by_round(settings, criterion)
+    curves = {
+        (setting.name, name): setting.curves(criterion.curve, name).rename(
+            columns=dict(enumerate(setting.seeds))
+        )
+        for setting in settings
+        for name in criterion.objectives
+    }
     rounds = sorted(rounds)
-    if missing := [str(number) for number in rounds if number not in table.index]:
+    evaluated = sorted(set.intersection(*(set(curve.index) for curve in curves.values())))
+    if missing := [str(number) for number in rounds if number not in evaluated]:
         raise UserError(
             f"{study} was not evaluated at round {', '.join(missing)}; choose from "
-            f"{', '.join(map(str, table.index))}."
+            f"{', '.join(map(str, evaluated))}."
         )
-    factor, digits = criterion.scale, 1 if criterion.is_percent else 3
     header = ["", *map(str, rounds)]
-    lines = [
-        [", ".join(pair), *_cells(seeds.loc[rounds] * factor, digits)]
-        for pair, seeds in _by_objective(table)
-    ]
-    unit = ", per cent" if criterion.is_percent else ""
-    print_table(f"{criterion.curve}{unit}, mean ± standard error over seeds", header, lines)
+    lines = [[", ".join(pair), *_cells(seeds.loc[rounds])] for pair, seeds in curves.items()]
+    print_table(f"{criterion.curve}, mean ± standard error over seeds", header, lines)
     if against is None:
         return
     _check_setting(study, settings, against)
     lines = []
-    for (setting, objective), seeds in _by_objective(table.drop(columns=against, level="setting")):
-        gains = (seeds - table[against][objective]).dropna(axis="columns", how="all")
+    for (setting, objective), seeds in curves.items():
+        if setting == against:
+            continue
+        gains = (seeds - curves[against, objective]).dropna(axis="columns", how="all")
         is_behind = criterion.sign * gains <= 0
-        starts = [0, *rounds]
-        spans = [is_behind.loc[a + 1 : b] for a, b in zip(starts, rounds, strict=False)]
+        spans = [is_behind.loc[a + 1 : b] for a, b in pairwise([0, *rounds])]
         counts = [f"({', '.join(map(str, span.sum()))} of {len(span)})" for span in spans]
-        cells = zip(_cells(gains.loc[rounds] * factor, digits), counts, strict=True)
+        cells = zip(_cells(gains.loc[rounds]), counts, strict=True)
         lines.append([f"{setting}, {objective}", *(" ".join(cell) for cell in cells)])
     print_table(f"\nDifference from {against}, by seed (measurements not better)", header, lines)
 
@@ -111,27 +115,10 @@ def _check_setting(study: Path, settings: Sequence[Setting], name: str) -> None:
         )
 
 
-def _by_round(settings: Sequence[Setting], criterion: Criterion) -> Frame:
-    """Returns a criterion's values, rows by round, columns by setting, objective and seed."""
-    parts = []
-    for setting in settings:
-        values = setting.values(criterion.curve)
-        parts.append(values.assign(seed=values["seed"].map(dict(enumerate(setting.seeds)))))
-    return pd.concat(parts).pivot_table(
-        index="round", columns=["setting", "objective", "seed"], values="value"
-    )
-
-
-def _by_objective(table: Frame) -> list[tuple[tuple[str, str], Frame]]:
-    """Returns the values of every setting and objective, a column for each seed."""
-    groups = table.T.groupby(level=["setting", "objective"], sort=False)
-    return [(pair, seeds.droplevel(["setting", "objective"]).T) for pair, seeds in groups]
-
-
-def _cells(seeds: Frame, digits: int) -> list[str]:
+def _cells(seeds: Frame) -> list[str]:
     """Returns mean and standard error of each line; without the error where there is one seed."""
     errors = seeds.sem(axis="columns")
     return [
-        f"{mean:.{digits}f}" + (f" ± {error:.{digits}f}" if pd.notna(error) else "")
+        f"{mean:.3f}" + (f" ± {error:.3f}" if pd.notna(error) else "")
         for mean, error in zip(seeds.mean(axis="columns"), errors, strict=True)
     ]

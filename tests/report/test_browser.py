@@ -96,14 +96,14 @@ def test_labels_of_a_crowded_front_do_not_overlap(page, tmp_path: Path, width: i
         ]
         cloud = Cloud(LegendEntry(name, "var(--ink)"), 0, [], spots, range(len(spots)))
         base = {"a": 0.5, "b": 0.4}
-        panels += planes(name, [cloud], ("a", "b"), base=base, reference={"a": -9, "b": -9})
+        panels += planes(name, [cloud], ("a", "b"), base=base)
     made = Page("FIRM", "Fronts", [Section("fronts", "Fronts", "", panels)])
     page.open(write_page(tmp_path / "fronts.html", made, final=False), width=width)
     assert page(WORDS_IN_FIGURES) == []
     labels = [len([t for t in p.figure["data"][0]["text"] if t]) for p in panels]
-    assert labels[0] == 11
-    assert labels[1] >= 3
-    assert labels[2] == 4  # one on each side
+    assert labels[0] >= 6
+    assert labels[1] >= 2
+    assert labels[2] == 1
 
 
 @pytest.mark.parametrize("width", [390, 1280])
@@ -177,8 +177,7 @@ def test_every_marker_stands_where_metrics_jsonl_says(page, make_run) -> None:
         },
         "truncated_share": {
             name: client_means(lambda row, key=name: row["truncated_share"][key]) for name in names
-        }
-        | {"replies that the length limit cut": client_means(lambda row: 1 - row["end_share"])},
+        },
         "weights_spread": {
             name: over_rounds(rounds, lambda row, key=name: row["weights_spread"][key])
             for name in names

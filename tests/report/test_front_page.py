@@ -25,7 +25,7 @@ from firm.report.front_page import (
     front_page,
     write_front_page,
 )
-from firm.report.front_tables import BOOTSTRAP_SEED, volumes_by_round
+from firm.report.front_sections import BOOTSTRAP_SEED
 from firm.report.ledger import total_bytes
 from firm.run.comparison import Measure
 from firm.run.errors import UserError
@@ -106,11 +106,18 @@ def table_of(study, title):
     }
 
 
+def method_of(study, method):
+    """Figure -> cell of a method, with plain spaces."""
+    rows = study.block("methods")
+    place = list(rows.headings).index(method)
+    return {row[0]: row[place].replace("\N{NO-BREAK SPACE}", " ") for row in rows.rows}
+
+
 def traces(figure):
     return {trace["name"]: trace for trace in figure["figure"]["data"]}
 
 
-def test_the_plane_in_the_page_holds_every_model_mean_base_and_reference(make_sweep, tmp_path):
+def test_the_plane_in_the_page_holds_every_model_mean_and_base(make_sweep, tmp_path):
     fronts, runs, rewards = make_sweep()
     path = write_front_page(
         tmp_path / "report.html", fronts, runs=runs, row_rewards=rewards, config="name: x"
@@ -127,7 +134,6 @@ def test_the_plane_in_the_page_holds_every_model_mean_base_and_reference(make_sw
         values = [p.rewards["helpful"] for p in front.points if p.preference == first]
         assert means["error_x"]["array"][0] == pytest.approx(stdev(values) / 2**0.5)
     assert (shown["base model"]["x"], shown["base model"]["y"]) == ([0.45], [0.45])
-    assert (shown["reference point"]["x"], shown["reference point"]["y"]) == ([0.25], [0.25])
 
 
 def test_the_page_of_a_sweep_can_be_made_one_file(make_sweep, tmp_path, capsys):
@@ -158,7 +164,7 @@ def test_the_plane_is_as_wide_as_what_is_drawn(make_sweep):
     wide = [replace(p, errors=dict.fromkeys(p.errors, 3.0)) for p in fronts["FIRM"].points]
     loose = {**fronts, "FIRM": replace(fronts["FIRM"], points=tuple(wide))}
     ranges = [
-        study(own, runs, rewards).block("trade-off").panels[0].figure["layout"]["xaxis"]["range"]
+        study(own, runs, rewards).block("front").panels[0].figure["layout"]["xaxis"]["range"]
         for own in (fronts, loose)
     ]
     assert ranges[0] == ranges[1]  # of the seeds of a preference only the mean has bars
@@ -209,8 +215,9 @@ def test_the_pointer_finds_method_preference_seed_adapter_kl_and_collapse(make_s
     ):
         assert text in spot.hover
     made = study(fronts, runs, rewards)
-    assert table_of(made, "Preference and outcome")["FIRM"]["collapsed"] == "1 of 3"
-    assert table_of(made, "Models")[broken.name]["collapsed"] == broken.collapse
+    assert method_of(made, "FIRM")["collapsed"] == "1"
+    assert made.facts["Models"].endswith("1 collapsed")
+    assert table_of(made, "models")[broken.name]["collapsed"] == broken.collapse
 
 
 def test_hollow_is_what_another_of_its_kind_dominates_whatever_its_method(make_sweep):
@@ -238,37 +245,38 @@ def test_a_line_joins_the_means_that_their_own_front_does_not_dominate(make_swee
 
 def test_the_hypervolumes_are_those_of_the_fronts(make_sweep):
     fronts, runs, rewards = make_sweep()
-    rows = table_of(study(fronts, runs, rewards), "Hypervolume")
+    made = study(fronts, runs, rewards)
     for method, front in fronts.items():
         low, high = bootstrap_hypervolume(
             rewards[method][0], front.reference, generator=np.random.default_rng(BOOTSTRAP_SEED)
         )
         seeds = seed_hypervolumes(front)
-        assert rows[method] == {
-            "all": f"{front.hypervolume:.4f}",
-            "interval over prompts": f"{low:.4f} to {high:.4f}",
-            "by seed": measure(Measure(seeds.mean, seeds.sd)).replace("\N{NO-BREAK SPACE}", " "),
+        expected = {
+            "models": "6",
             "seeds": "2",
-            "not dominated in its front": f"{front.non_dominated.sum()} of 6",
+            "hypervolume": f"{front.hypervolume:.4f}",
+            "interval over prompts": f"{low:.4f} to {high:.4f}",
+            "hypervolume by seed": measure(Measure(seeds.mean, seeds.sd)),
+            "not dominated in its front": f"{front.non_dominated.sum()}",
         }
+        expected = {key: text.replace("\N{NO-BREAK SPACE}", " ") for key, text in expected.items()}
+        assert dict(list(method_of(made, method).items())[:6]) == expected
 
 
 def test_the_hypervolume_over_the_rounds_is_that_of_the_validation(make_sweep):
     fronts, runs, rewards = make_sweep()
     front, records = fronts["FIRM"], runs["FIRM"]
-    found = volumes_by_round(front, records)
-    assert list(found) == [0, 1, 2]
-    for at, values in found.items():
-        for seed, value in enumerate(values):
+    panel = study(fronts, runs, rewards).block("hypervolume").panels[0]
+    line = next(t for t in panel.figure["data"] if t["name"] == "FIRM" and "fill" not in t)
+    assert line["x"] == [0, 1, 2]
+    for at, value in zip(line["x"], line["y"], strict=True):
+        volumes = []
+        for seed in {point.seed for point in front.points}:
             own = [records[p.name] for p in front.points if p.seed == seed]
-            rows = [r.evaluations["validation"][at]["rewards"] for r in own]
+            rows = [r.evaluations["validation"][int(at)]["rewards"] for r in own]
             scores = [[row[name]["mean"] for name in front.objectives] for row in rows]
-            assert value == pytest.approx(hypervolume(scores, front.reference))
-    panel = next(s for s in study(fronts, runs, rewards).blocks if s.name == "hypervolume")
-    line = next(
-        t for t in panel.panels[0].figure["data"] if t.get("name") == "FIRM" and "fill" not in t
-    )
-    assert line["y"] == pytest.approx([fmean(values) for values in found.values()])
+            volumes.append(hypervolume(scores, front.reference))
+        assert value == pytest.approx(fmean(volumes))
 
 
 def test_means_of_adapters_which_have_no_rounds_have_no_curve(make_sweep, make_run):
@@ -276,9 +284,11 @@ def test_means_of_adapters_which_have_no_rounds_have_no_curve(make_sweep, make_r
     name = fronts["Soups"].points[1].name
     path = make_run("untrained", objectives=OBJECTIVES[:2], num_rounds=0, num_done=0)
     runs["Soups"][name] = read_record(path)
-    assert volumes_by_round(fronts["Soups"], runs["Soups"]) == {}
-    cost = table_of(study(fronts, runs, rewards), "Cost of a front")
-    assert (cost["Soups"]["models"], cost["Soups"]["trainings"]) == ("6", "5")
+    made = study(fronts, runs, rewards)
+    drawn = made.block("hypervolume").panels[0].figure["data"]
+    assert {trace["name"] for trace in drawn} == {"FIRM"}
+    cost = method_of(made, "Soups")
+    assert (cost["models"], cost["trainings"]) == ("6", "5")
 
 
 def test_shares_stand_against_rewards_and_falls_are_told_in_words(make_sweep):
@@ -292,7 +302,7 @@ def test_shares_stand_against_rewards_and_falls_are_told_in_words(make_sweep):
     assert line["x"] == [0.2, 0.5, 0.8]
     assert line["y"] == [p.rewards["helpful"] for p in fronts["FIRM"].points]
     assert line["error_y"]["array"] == [0.015] * 3  # over the prompts
-    row = table_of(made, "Preference and outcome")["FIRM"]
+    row = method_of(made, "FIRM")
     fall = front.points[1].rewards["helpful"] - 0.3
     assert row["falls"] == f"helpful from share 0.5 to 0.8 by {fall:.3f}"
     assert row["ρ helpful"] == "−0.500 (−1.00 to 1.00)"
@@ -311,26 +321,25 @@ def test_means_over_seeds_have_bars_over_the_seeds_where_preferences_steer(make_
 
 def test_two_preferences_have_no_rank_correlation(make_sweep):
     fronts, runs, rewards = make_sweep(methods={"FIRM": 0.0})
-    assert "rank correlation" in study(fronts, runs, rewards).summary[0]
+    assert method_of(study(fronts, runs, rewards), "FIRM")["ρ helpful"] != "–"
     front = fronts["FIRM"]
     two = [point for point in front.points if point.preference != (0.5, 0.5)]
     made = study({"FIRM": replace(front, points=tuple(two))}, runs, {})
-    assert "correlation" not in made.summary[0]
-    assert table_of(made, "Preference and outcome")["FIRM"]["ρ helpful"] == "–"
+    assert method_of(made, "FIRM")["ρ helpful"] == "–"
 
 
 def test_models_name_what_dominates_them_in_any_method(make_sweep):
     fronts, runs, rewards = make_sweep(seeds=(0,))
     best = replace(fronts["Soups"].points[0], rewards={"helpful": 0.99, "harmless": 0.99})
     fronts["Soups"] = replace(fronts["Soups"], points=(best, *fronts["Soups"].points[1:]))
-    rows = table_of(study(fronts, runs, rewards), "Models")
+    rows = table_of(study(fronts, runs, rewards), "models")
     assert rows[best.name]["dominated by"] == "none"
     assert all(best.name in rows[p.name]["dominated by"] for p in fronts["FIRM"].points)
 
 
 def test_the_cost_is_what_the_runs_sent(make_sweep):
     fronts, runs, rewards = make_sweep()
-    row = table_of(study(fronts, runs, rewards), "Cost of a front")["FIRM"]
+    row = method_of(study(fronts, runs, rewards), "FIRM")
     up = sum(total_bytes(record, "bytes_up") for record in runs["FIRM"].values())
     assert row["up"] == f"{up / 1e6:.3g} MB"
 
@@ -351,7 +360,7 @@ def test_a_front_that_has_no_hypervolume_says_why_and_has_a_page(make_sweep):
     fronts, runs, rewards = make_sweep(seeds=(0,))
     fronts = {name: replace(front, reference=(0.65, 0.25)) for name, front in fronts.items()}
     made = study(fronts, runs, rewards)
-    assert table_of(made, "Hypervolume")["FIRM"]["all"] == "–"
+    assert method_of(made, "FIRM")["hypervolume"] == "–"
     assert any("strictly below every point" in sentence for sentence in made.summary)
 
 

@@ -81,9 +81,9 @@ def test_a_section_of_constants_is_one_sentence(make_run):
 def test_it_stands_in_the_study_and_in_the_data_of_its_figures(run_path, tmp_path):
     runs = {"FIRM": [read_record(run_path)]}
     shown = figures_in(write_settings_page(tmp_path / "study.html", runs))
-    assert shown["further-surprise-helpful"]["figure"]["data"][0]["y"] == [0.25, 0.5, 0.75]
-    assert shown["further-calm"]["title"] == "Calm of the server"
-    figure = study_figures(runs, folder=tmp_path)["surprise"]
+    assert shown["surprise-helpful"]["figure"]["data"][0]["y"] == [0.25, 0.5, 0.75]
+    assert shown["calm"]["title"] == "Calm of the server"
+    figure = study_figures(runs, folder=tmp_path)["further"]
     *_, path = save_figure(figure, tmp_path / "surprise")
     with path.open(newline="", encoding="utf-8") as file:
         rows = [row for row in csv.DictReader(file) if row["panel"] == "Surprise at helpful"]

@@ -113,7 +113,7 @@ def test_without_validation_prompts_the_models_are_compared_at_the_end(make_run)
     running = page_without_validation(make_run("running", num_done=3, is_over=False))
     assert "3 training rounds completed. The aligned model has not been compared" in running
     over = page_without_validation(make_run("over", num_done=3))
-    assert "After 3 rounds on 4 clients: helpful rose" in over
+    assert "After 3 rounds on 4 clients. Below: the change of each objective's mean score" in over
     assert "The base and the aligned model on the test prompts. Up" in over
     assert "on the validation prompts; the colour" not in over
 
@@ -130,7 +130,7 @@ def test_the_headline_is_the_paired_change_on_the_test_split(make_run):
     run_path = make_run()
     change = read_rows(run_path)[-1]["change"]["helpful"]
     text = Tags(write(run_path)).text.replace("\N{NO-BREAK SPACE}", " ")
-    assert f"helpful rose (+{change['mean']:.3f} ± {change['se']:.3f})" in text
+    assert f"+{change['mean']:.3f} ± {change['se']:.3f}rose: " in " ".join(text.split())
     assert "on 256 test prompts" in text
 
 
@@ -152,12 +152,13 @@ def test_the_head_has_the_mismatch_of_log_probabilities_only_beyond_rounding(mak
     ("mean", "verdict"),
     [(0.5, "rose"), (-0.5, "fell"), (0.15, "did not change measurably"), (0.0, "did not change")],
 )
-def test_the_summary_claims_no_more_than_the_standard_error_allows(make_run, mean, verdict):
+def test_the_headlines_claim_no_more_than_the_standard_error_allows(make_run, mean, verdict):
     run_path = make_run()
     rows = read_rows(run_path)
     rows[-1]["change"]["helpful"] = {"mean": mean, "se": 0.1}
     write_rows(run_path, rows)
-    assert f"helpful {verdict}" in Tags(write(run_path)).text
+    headline = run_page(read_record(run_path)).headlines[0]
+    assert (headline.label, headline.notes[0].startswith(verdict)) == ("helpful", True)
 
 
 def test_while_the_run_goes_on_plotly_lies_beside_the_page(make_run):
@@ -401,7 +402,7 @@ def test_all_alarms_of_all_rounds_stand_above_the_figures_and_equal_ones_togethe
 def test_the_page_of_an_older_run_says_nothing_of_what_it_did_not_measure(make_run):
     old = write(make_run("old", has_diagnostics=False))
     new = write(make_run("new", has_gram=True))
-    for words in ("helpful / harmless</li>", figures.CUT.label, "Pareto stationarity", "trusted?"):
+    for words in ("helpful / harmless</li>", "Pareto stationarity"):
         assert words in new
         assert words not in old
 

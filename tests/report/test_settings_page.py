@@ -10,7 +10,7 @@ from scipy import stats
 from firm.report import read_record
 from firm.report.criteria import criteria_of
 from firm.report.formats import measure, number, size
-from firm.report.ledger import total_bytes, uploads_so_far
+from firm.report.ledger import stage_seconds, total_bytes, uploads_so_far
 from firm.report.plane import KL
 from firm.report.record import final_row
 from firm.report.settings_page import (
@@ -18,7 +18,7 @@ from firm.report.settings_page import (
     study_figures,
     write_settings_page,
 )
-from firm.report.settings_sections import shared_samples, stage_seconds
+from firm.report.settings_sections import shared_samples
 from firm.report.settings_tables import difference_table
 from firm.report.tables import Setting, scales, settings_of
 from firm.run.comparison import Measure
@@ -111,11 +111,11 @@ def test_weights_are_means_over_solves_clients_and_seeds(make_study, tmp_path):
             if row["round"] == at
         ]
         assert value == pytest.approx(fmean(own))
-    spread = line(shown, "weights-weights_spread-helpful", "FIRM")
+    spread = line(shown, "weights_spread-helpful", "FIRM")
     assert spread["y"][0] == pytest.approx(
         fmean(record.rounds[0]["weights_spread"]["helpful"] for record in runs["FIRM"])
     )
-    drift = line(shown, "drift-drift", "FIRM")
+    drift = line(shown, "drift", "FIRM")
     assert drift["y"][2] == pytest.approx(fmean(r.rounds[2]["drift"] for r in runs["FIRM"]))
 
 
@@ -236,7 +236,7 @@ def test_with_one_objective_the_reward_stands_against_the_kl(make_study, tmp_pat
     trace = shown["trade-off-KL-helpful"]["figure"]["data"][0]
     assert trace["x"] == [record.evaluations["test"][-1]["kl"] for record in runs["FIRM"]]
     assert not any(name.startswith("weights") for name in shown)
-    assert setting_clouds(settings_of(runs), tmp_path)[0].means[0].place[KL] > 0
+    assert setting_clouds(settings_of(runs), folder=tmp_path)[0].means[0].place[KL] > 0
 
 
 def rescaled(row):
@@ -302,7 +302,7 @@ def test_samples_are_the_prompts_that_all_answered(make_study):
 def test_figures_for_a_paper_follow_the_sets(make_study, tmp_path):
     runs = make_study("FIRM", "fixed", "unused")
     figures = study_figures(runs, sets={"figure_1": ["FIRM", "fixed"]}, folder=tmp_path)
-    assert set(figures) == {"figure_1-rewards", "figure_1-weights", "figure_1-plane"}
+    assert set(figures) == {f"figure_1-{name}" for name in ("rewards", "weights", "drift", "plane")}
     rows = [row for row in figures["figure_1-rewards"].rows if row[:2] == ["helpful", "FIRM"]]
     values = [
         [row["rewards"]["helpful"]["mean"] for row in r.evaluations["validation"]]

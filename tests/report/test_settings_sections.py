@@ -1,23 +1,26 @@
 """Sections of the comparison page: each shows what the rows hold, or is left out."""
 
 import json
+from functools import partial
+from pathlib import Path
 
 import plotly.graph_objects as go
 import pytest
 
 import firm.fmoo.measures  # noqa: F401 - registers what classic studies measure
 from firm.base.quantities import QUANTITIES
+from firm.fronts import exponential_average
 from firm.report import read_record
 from firm.report.criteria import criteria_of
 from firm.report.page import is_shown
+from firm.report.settings_page import setting_clouds
 from firm.report.settings_sections import (
     parameter_section,
     preference_section,
     progress_section,
+    quantities_section,
     swept_parameters,
-    training_blocks,
     user_section,
-    weights_section,
 )
 from firm.report.tables import Setting
 from tests.figures import lines
@@ -27,24 +30,23 @@ NAN = float("nan")
 
 
 def shown(section):
-    return section if is_shown(section) else None
+    return section if section and is_shown(section) else None
 
 
 def progress_of(settings):
-    return shown(progress_section(settings, criteria_of(settings)[0], "progress"))
+    return shown(progress_section(settings, criteria_of(settings)[0]))
 
 
 def users_section(settings):
-    return shown(user_section(settings, criteria_of(settings)[0], "users"))
+    return shown(user_section(settings, criteria_of(settings)[0]))
 
 
 def weights_of(settings):
-    return shown(weights_section(settings, criteria_of(settings)[0].objectives, "weights"))
+    return training_section(settings, "weights")
 
 
 def training_section(settings, name):
-    blocks = training_blocks(settings, criteria_of(settings)[0].objectives)
-    return next(shown(block) for block in blocks if block.name == name)
+    return shown(quantities_section(settings, criteria_of(settings)[0].objectives, name))
 
 
 def rows(*losses, **fields):
@@ -80,9 +82,9 @@ def test_the_last_accuracies_of_every_user_and_seed_are_shown():
     early, late = users(*[0.0] * 11), users(*[0.5] * 10, 1.0, at=7)
     runs = algorithm([late, early], [users(*[0.5] * 10, 0.6, at=7)])
     section = users_section([runs])
-    (panel,) = section.panels
-    assert panel.title.replace("\xa0", " ").startswith("FedCMOO: mean 52.7 %")
-    assert sum(panel.figure["data"][0]["y"]) == pytest.approx(1)
+    (box,) = section.panels[0].figure["data"]
+    assert sorted(box["y"]) == [*[0.5] * 20, 0.6, 1.0]
+    assert box["boxmean"]
     assert "11 users" in section.text
 
 
@@ -91,15 +93,16 @@ def test_ten_users_have_room_in_the_table():
     assert users_section([algorithm(rows([1.0]))]) is None
 
 
-def test_an_algorithm_without_users_has_no_histogram():
+def test_an_algorithm_without_users_has_no_box():
     both = [algorithm([users(*[0.5] * 11)]), algorithm(rows([1.0]), name="FSMGDA", color=1)]
-    assert [panel.title[:7] for panel in users_section(both).panels] == ["FedCMOO"]
+    boxes = users_section(both).panels[0].figure["data"]
+    assert [box["name"] for box in boxes] == ["FedCMOO"]
 
 
 def test_a_user_whom_a_seed_does_not_know_is_left_out():
     runs = algorithm([users(*[0.5] * 11, 1.0)], [users(*[0.5] * 11)])
     (panel,) = users_section([runs]).panels
-    assert panel.title.replace("\xa0", " ") == "FedCMOO: mean 50.0 %, SD 0.0"
+    assert set(panel.figure["data"][0]["y"]) == {0.5}
 
 
 # --- Preferences ----------------------------------------------------------------------------------
@@ -127,7 +130,8 @@ def recorded(tmp_path):
 
 
 def preferences_of(settings):
-    return shown(preference_section(settings, criteria_of(settings)[0], "preferences"))
+    clouds = partial(setting_clouds, folder=Path())
+    return shown(preference_section(settings, criteria_of(settings)[0], clouds))
 
 
 def test_every_algorithm_with_a_preference_ends_in_the_plane_in_its_own_colour(recorded):
@@ -136,11 +140,20 @@ def test_every_algorithm_with_a_preference_ends_in_the_plane_in_its_own_colour(r
     )
     other = recorded([[2, 2], [0.3, 0.3]], name="FSMGDA", color=1)
     section = preferences_of([other, wanted])
-    plane, ratios = section.panels
-    assert lines(plane) == {"4 to 1": [(pytest.approx(0.2), pytest.approx(0.4))]}
-    assert lines(ratios) == {"4 to 1": [(0.25, 0.25), (0.25, pytest.approx(0.75))]}
+    (plane,) = section.panels
+    assert lines(plane) == {
+        "4 to 1, single seeds": [(0.1, 0.4), (0.3, 0.4)],
+        "4 to 1": [(pytest.approx(0.2), pytest.approx(0.4))],
+    }
     assert section.legend == [wanted.key]
-    assert plane.figure["data"][-1]["marker"]["color"] == wanted.key.color
+    ray, *_, point = plane.figure["data"]
+    assert point["marker"]["color"] == wanted.key.color
+    assert point["error_x"]["array"] == [pytest.approx(0.1)]
+    layout = plane.figure["layout"]
+    ends = layout["xaxis"]["range"][1], layout["yaxis"]["range"][1]
+    assert 4 * ray["x"][1] == pytest.approx(ray["y"][1])  # both scaled losses are equal
+    assert max(ray["x"][1] / ends[0], ray["y"][1] / ends[1]) == pytest.approx(1)
+    assert [note["text"] for note in layout["annotations"]] == ["4 : 1"]
 
 
 def test_a_seed_that_diverged_has_no_place_in_the_plane(recorded):
@@ -168,6 +181,9 @@ def test_the_grey_region_and_the_correlation_are_explained_where_they_are_known(
     shapes = [section.panels[0].figure["layout"].get("shapes") for section in (bare, full)]
     assert shapes[0] is None
     assert len(shapes[1]) == 4
+    x_end, y_end = (full.panels[0].figure["layout"][a]["range"][1] for a in ("xaxis", "yaxis"))
+    corners = [(box["x0"], box["x1"], box["y1"]) for box in shapes[1] if box["type"] == "rect"]
+    assert corners == [(0, 0.1, y_end), (0.1, x_end, 0.1)]  # none lies upon the other
 
 
 def test_preferences_need_two_objectives_and_an_algorithm_that_has_one(recorded):
@@ -182,7 +198,7 @@ def parameter_of(settings):
     """The section of the one parameter that the settings sweep, None without one."""
     swept = swept_parameters(settings)
     criteria = criteria_of(settings)
-    sections = [parameter_section(own, criteria, "p", key=key) for key, own in swept.items()]
+    sections = [parameter_section(key, own, criteria) for key, own in swept.items()]
     return next(map(shown, sections), None)
 
 
@@ -280,7 +296,7 @@ def test_a_field_of_the_rows_is_a_line_for_each_algorithm_that_has_it(place, fie
     (panel,) = section.panels
     assert lines(panel) == {"FedCMOO": [(1, pytest.approx(0.3)), (2, pytest.approx(0.9))]}
     assert QUANTITIES["round", field].help in section.text
-    assert "the mean of the last" not in section.text
+    assert "running averages" not in section.text
     assert training_section([without], place) is None
 
 
@@ -293,11 +309,12 @@ def test_stationarity_has_a_log_axis_and_the_share_of_participants_per_cent():
 
 
 def test_long_runs_show_running_means_and_say_so():
-    alternating = [0.0, 1.0] * 14  # each point takes 2 of 28 rounds
+    alternating = [0.0, 1.0] * 24  # 48 rounds
     section = training_section([algorithm(rounds("improved", *alternating))], "further")
     (points,) = lines(section.panels[0]).values()
-    assert points == [(at, 0.5) for at in range(2, 29)]
-    assert "Each point is the mean of the last 2 values" in section.text
+    average = exponential_average(alternating, half_life=2)
+    assert points == [(at, pytest.approx(y)) for at, y in enumerate(average, start=1)]
+    assert "running averages with a half-life of 2 measured values" in section.text
 
 
 def test_progress_is_a_line_for_each_algorithm_trained_from_the_same_models():

@@ -60,16 +60,16 @@ BAD = runs("FSMGDA", [0.5, 0.7], [0.5, 0.7], color=1, bytes_up=2_000_000)
 def test_the_table_holds_means_deviations_the_worst_of_each_run_and_the_upload():
     table = cells(table_of(GOOD, BAD, texts={"Δ_M (%)": {"FSMGDA": "4.26"}}))
     assert table["FedCMOO"] == {
-        "objective 0 (%)": "85.0 ± 7.1",
-        "objective 1 (%)": "85.0 ± 7.1",
-        "mean (%)": "85.0",
-        "worst (%)": "80.0",
+        "objective 0": "0.850 ± 0.071",
+        "objective 1": "0.850 ± 0.071",
+        "mean": "0.850",
+        "worst": "0.800",
         "Δ_M (%)": "–",
         "uploaded (MB)": "4.00",
         "rounds": "4",
         "seeds": "2",
     }
-    assert table["FSMGDA"]["worst (%)"] == "50.0"
+    assert table["FSMGDA"]["worst"] == "0.500"
     assert table["FSMGDA"]["Δ_M (%)"] == "4.26"
     assert table["FSMGDA"]["uploaded (MB)"] == "8.00"
 
@@ -85,13 +85,13 @@ def test_many_quantities_become_rows():
     made = study(runs("A", [0.5] * 8), runs("B", [0.6] * 8))
     assert made.block("final").headings == ["quantity", "initial model", "A", "B"]
     assert [row[0] for row in made.block("final").rows[:2]] == [
-        "objective 0 (%)",
-        "objective 1 (%)",
+        "objective 0",
+        "objective 1",
     ]
-    assert cells(made.block("final"))["mean (%)"] == {
-        "initial model": "10.0",
-        "A": "50.0",
-        "B": "60.0",
+    assert cells(made.block("final"))["mean"] == {
+        "initial model": "0.100",
+        "A": "0.500",
+        "B": "0.600",
     }
 
 
@@ -112,17 +112,13 @@ def test_what_is_more_numerous_becomes_rows(count, is_turned):
 def test_the_summary_names_the_best_by_mean_and_by_worst_objective():
     first = runs("wide", [0.9, 0.7], [0.91, 0.69])
     second = runs("even", [0.75, 0.75], [0.75, 0.75])
-    mean, worst, best, _ = (text.replace("\xa0", " ") for text in study(first, second).summary)
+    mean, worst, _ = (text.replace("\xa0", " ") for text in study(first, second).summary)
     assert mean == (
-        "The mean accuracy over 2 objectives ends highest with wide (80.0 %), before even (75.0 %)."
+        "The mean accuracy over 2 objectives ends highest with wide (0.800), before even (0.750)."
     )
     assert worst == (
-        "The worst objective's accuracy ends highest with even (75.0 %), "
-        "before wide (69.50 ± 0.71 %)."
-    )
-    assert best.startswith(
-        "Highest by objective: objective 0 with wide (90.50 ± 0.71 %); "
-        "objective 1 with even (75.0 %)."
+        "The worst objective's accuracy ends highest with even (0.750), "
+        "before wide (0.6950 ± 0.0071)."
     )
 
 
@@ -136,7 +132,7 @@ def test_classic_algorithms_at_one_untuned_rate_are_not_ranked(tmp_path):
     first = setting("FSMGDA", 0.1, 0.5, name="fsmgda")
     second = setting("FedMGDA+", 0.1, 0.6, name="fedmgda", normalize_updates=True)
     ends, untuned, _ = (text.replace("\xa0", " ") for text in study(first, second).summary)
-    assert ends == "Final accuracy: FSMGDA 50.0 %, FedMGDA+ 60.0 %."
+    assert ends == "Final accuracy: FSMGDA 0.500, FedMGDA+ 0.600."
     assert "Learning rates are untuned here" in untuned
     assert "FedMGDA+ normalises the clients' updates" in untuned
     third = setting("FSMGDA, lr 0.2", 0.2, 0.7, name="fsmgda")  # the rate is what is compared
@@ -168,7 +164,8 @@ def test_errors_are_promised_where_there_are_bands():
 
 
 @pytest.mark.parametrize(
-    ("num_objectives", "panels"), [(1, ["objective 0"]), (2, 3), (4, 5), (8, 9), (9, 2)]
+    ("num_objectives", "panels"),
+    [(1, ["objective 0", "Accuracy, over uploaded data"]), (2, 4), (4, 6), (8, 10), (9, 3)],
 )
 def test_few_objectives_have_panels_of_their_own_many_mean_and_worst(num_objectives, panels):
     made = study(runs("A", [0.5] * num_objectives))
@@ -206,29 +203,29 @@ def test_objectives_may_have_the_names_of_other_figures():
     assert len(set(names)) == len(names)
 
 
-def test_radars_show_losses_over_the_largest_and_say_where_the_centre_is():
+def test_three_objectives_are_set_side_by_side_and_losses_are_over_the_largest():
     made = study(runs("A", [2.0, 1.0, 0.0], field="losses"),
                  runs("B", [1.0, 4.0, 0.0], field="losses"))  # fmt: skip
     (section,) = [section for section in sections(made) if section.name == "objectives"]
-    radii = [trace["r"][:3] for trace in section.panels[0].figure["data"]]
-    assert radii == [[1.0, 0.25, 0.0], [0.5, 1.0, 0.0]]
+    lines = [trace["y"] for trace in section.panels[0].figure["data"]]
+    assert lines == [[1.0, 0.25, 0.0], [0.5, 1.0, 0.0]]
     made = study(runs("A", [0.95, 0.62, 0.7]))
     (section,) = [section for section in sections(made) if section.name == "objectives"]
-    assert section.panels[0].title == "Final accuracy, from 50% at the centre"
-    assert section.panels[0].figure["layout"]["polar"]["radialaxis"]["range"] == [0.5, 1.0]
+    assert section.panels[0].figure["data"][0]["y"] == [0.95, 0.62, 0.7]
+    assert section.panels[0].figure["layout"]["xaxis"]["ticktext"] == NAMES[:3]
 
 
-def test_without_counted_bytes_there_is_no_section_of_uploads():
+def test_without_counted_bytes_there_is_no_figure_of_uploads():
     bare = [[{"round": 0, "losses": {"a": 1.0}}]]
     made = study(Setting("A", 0, bare))
-    assert [section.name for section in sections(made)] == ["losses"]
+    assert [panel.name for panel in made.panels] == ["losses-a"]
     assert cells(made.block("final"))["A"]["uploaded (MB)"] == "–"
 
 
 def test_an_algorithm_that_diverged_is_named_and_not_ranked():
     lost = runs("lost", [float("nan")] * 3, [0.9] * 3)
     made = study(lost, runs("kept", [0.5] * 3, [0.5] * 3))
-    assert cells(made.block("final"))["lost"]["mean (%)"] == "diverged in 1 of 2"
+    assert cells(made.block("final"))["lost"]["mean"] == "diverged in 1 of 2"
     assert "highest with kept" in made.summary[0]
     assert "lost" not in made.summary[0]
     assert render(made)

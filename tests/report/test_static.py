@@ -7,14 +7,12 @@ import numpy as np
 import pytest
 
 from firm.base.inside import LinkFound, give
-from firm.fronts import exponential_average
-from firm.report.drawing import LegendEntry
+from firm.report.drawing import LegendEntry, Series, series_panel
 from firm.report.plane import Cloud, Spot
 from firm.report.static import (
     COLUMN_IN,
     DPI,
     PAGE_IN,
-    Curve,
     PaperFigure,
     curves_figure,
     light_color,
@@ -29,9 +27,9 @@ KEYS = [
 VALUES = np.array([[0.1, 0.4, 0.3], [0.3, 0.6, 0.5]])
 
 
-def curves(**options):
-    lines = [Curve(key, [1, 2, 3], VALUES + place) for place, key in enumerate(KEYS)]
-    return curves_figure({"helpful": lines}, y_title="reward", **options)
+def curves(values=VALUES):
+    lines = [Series.of(key, [1, 2, 3], values + place) for place, key in enumerate(KEYS)]
+    return curves_figure([series_panel("helpful", "helpful", lines, y_title="reward")])
 
 
 def plane(num_objectives=2):
@@ -95,17 +93,8 @@ def test_curves_are_means_over_seeds_and_their_data_are_what_is_drawn(tmp_path):
     assert drawn.get_color() == light_color(KEYS[0].color) == "#0072b2"
 
 
-def test_smoothing_is_the_running_average_of_each_seed():
-    drawn = curves(half_life=2).figure.axes[0].lines[0].get_ydata()
-    smooth = [exponential_average(row, half_life=2) for row in VALUES]
-    np.testing.assert_allclose(drawn, np.mean(smooth, axis=0))
-    with pytest.raises(ValueError, match="half_life must be positive"):
-        curves(half_life=0)
-
-
 def test_one_seed_has_no_band():
-    lines = [Curve(KEYS[0], [1, 2, 3], VALUES[:1])]
-    assert not curves_figure({"a": lines}, y_title="reward").figure.axes[0].patches
+    assert not curves(VALUES[:1]).figure.axes[0].patches
     assert curves().figure.axes[0].patches
 
 

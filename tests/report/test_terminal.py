@@ -27,8 +27,8 @@ def study(tmp_path):
 def test_figures_at_given_rounds_are_means_over_seeds_with_standard_errors(study, capsys):
     main([str(study), "--rounds", "5", "15"])
     lines = [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()]
-    assert "ours, left 55.0 ± 5.0 85.0 ± 5.0" in lines
-    assert "theirs, left 45.0 ± 5.0 55.0 ± 15.0" in lines
+    assert "ours, left 0.550 ± 0.050 0.850 ± 0.050" in lines
+    assert "theirs, left 0.450 ± 0.050 0.550 ± 0.150" in lines
 
 
 def test_differences_are_paired_by_seed_and_count_what_is_not_better_in_between(study, capsys):
@@ -36,7 +36,7 @@ def test_differences_are_paired_by_seed_and_count_what_is_not_better_in_between(
     paired = capsys.readouterr().out.split("Difference from theirs")[1].splitlines()
     lines = [" ".join(line.split()) for line in paired]
     # 0.0 and 0.2 at round 5; 0.2 and 0.4 at round 15, after 0.3 and -0.1 at round 10
-    assert "ours, left 10.0 ± 10.0 (1, 0 of 1) 30.0 ± 10.0 (0, 1 of 2)" in lines
+    assert "ours, left 0.100 ± 0.100 (1, 0 of 1) 0.300 ± 0.100 (0, 1 of 2)" in lines
 
 
 @pytest.mark.parametrize(
@@ -60,7 +60,7 @@ def test_differences_at_the_end_are_paired_by_seed_with_intervals(study, capsys)
     printed = capsys.readouterr().out
     assert printed.startswith("Differences from theirs on the test split, by seed")
     (ours,) = [" ".join(line.split()) for line in printed.splitlines() if "ours" in line]
-    assert ours == "ours +30.0 [-33.1, +93.1]"  # 0.2 and 0.4: 6.314 standard errors of 10
+    assert ours == "ours +0.300 [-0.331, +0.931]"  # 0.2 and 0.4: 6.314 standard errors of 0.1
 
 
 def test_a_folder_without_runs_is_refused(tmp_path, capsys):
