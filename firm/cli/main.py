@@ -1,7 +1,7 @@
 """The `firm` command: a table of jobs, each a function of one configuration."""
 
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, fields, replace
 from importlib import import_module
@@ -10,7 +10,7 @@ from itertools import takewhile
 from pathlib import Path
 from shutil import get_terminal_size
 from textwrap import shorten
-from typing import Any, Literal, NoReturn
+from typing import Any, NoReturn
 
 from firm.base.console import accept_any_text
 from firm.base.extras import install_command
@@ -20,7 +20,9 @@ from firm.base.extras import install_command
 class Command:
     """A job on the command line; its modules are imported when it starts.
 
-    Functions, configurations and keys are given as MODULE:NAME, relative to `firm.jobs`.
+    Functions, configurations and keys are given as MODULE:NAME, relative to `firm.jobs` unless the
+    module has a dot; the function of a job is by default `main`, and the module of a configuration
+    `configs`.
     """
 
     text: str
@@ -30,13 +32,13 @@ class Command:
     config: str
     """Class of the configuration."""
     check: str | None = None
-    """Function of the configuration that finds missing files before the job is imported."""
+    """Function in `sources` that finds missing files before the job is imported."""
     default: str | None = None
     """Configuration file to read if the command line has none."""
     keys: str | None = None
     """Keys shown by `--help`, by heading; None: the top-level keys that are not sections."""
-    resumed: Literal["run", "study"] | None = None
-    """Content of the folder passed to `--resume`."""
+    resumed: str | None = None
+    """Function in `firm.run.resuming` that reads the folder passed to `--resume`."""
     over: str | None = None
     """Key of a finished run that provides the default settings."""
     more: tuple[str, ...] = ()
@@ -44,7 +46,7 @@ class Command:
     models: tuple[str, ...] = ()
     """Shipped configurations that `--model` chooses from."""
     positional: str | None = None
-    """Key of the words before the first `--key`."""
+    """Key of the words before the first `--key`; None: that of the finished run, if any."""
     below: str | None = None
     """Configuration whose keys may be given without the prefix `overrides.`."""
     begins: str = ""
@@ -56,12 +58,13 @@ class Command:
         Raises:
             UserError: The command line or a configuration file is invalid.
         """
-        config = load(self.config)
-        arguments = self._arguments(argv, config, load(self.below) if self.below else None)
+        config = load(self.config, "configs")
+        arguments = self._arguments(argv, config)
         if self.over:
             from firm.jobs.finished_runs import parse_over_run
 
             return parse_over_run(config, arguments, key=self.over, description=description)
+        from firm.run import resuming
         from firm.run.command_line import parse
 
         return parse(
@@ -70,7 +73,7 @@ class Command:
             description=description,
             default_file=self.default,
             keys=load(self.keys) if self.keys else None,
-            resumed=self._resumed_settings(),
+            resumed=getattr(resuming, self.resumed) if self.resumed else None,
         )
 
     def run(self, argv: Sequence[str] | None = None, *, description: str = "") -> None:
@@ -83,40 +86,41 @@ class Command:
         with exit_on_user_error():
             cfg = self.parse(argv, description=description)
             if self.check:
-                load(self.check)(cfg)
+                load(self.check, "sources")(cfg)
         if self.begins:
             print(self.begins, flush=True)
         job = load(self.job)
         with exit_on_user_error():
             job(cfg)
 
-    def _resumed_settings(self) -> Callable[[Path], Any] | None:
-        """Returns the function that reads the settings in the folder passed to `--resume`."""
-        from firm.run.resuming import run_to_resume, study_to_resume
-
-        return {"run": run_to_resume, "study": study_to_resume, None: None}[self.resumed]
-
-    def _arguments(self, argv: Sequence[str] | None, config: type, below: type | None) -> list[str]:
+    def _arguments(self, argv: Sequence[str] | None, config: type) -> list[str]:
         """Returns the arguments, all as `--key VALUE`."""
         arguments = [*(sys.argv[1:] if argv is None else argv), *self.more]
-        if self.positional and arguments and not arguments[0].startswith("-"):
-            arguments.insert(0, f"--{self.positional}")
+        key = self.positional or self.over
+        if key and arguments and not arguments[0].startswith("-"):
+            arguments.insert(0, f"--{key}")
         if self.models:
             arguments = _with_config(arguments, self.models)
-        if below:
-            _check_base(arguments, config, below)
-            return _with_prefix(arguments, config, below)
-        return arguments
+        return _with_prefix(arguments, config, load(self.below)) if self.below else arguments
 
 
+_RUN = "alignment_config:AlignmentConfig"
 _ALIGN = Command(
     "Aligns a language model to several objectives across clients.",
-    "alignment:main",
-    "alignment_config:AlignmentConfig",
-    check="sources:check_local",
+    "alignment",
+    _RUN,
+    check="check_local",
     default="configs/miniature.yaml",
     keys="alignment_config:KEYS",
-    resumed="run",
+    resumed="run_to_resume",
+)
+_STUDY = Command(
+    "Compares several settings of a run, with several seeds each.",
+    "study",
+    "StudyConfig",
+    check="check_base",
+    resumed="study_to_resume",
+    below=_RUN,
 )
 COMMANDS = {
     "demo": replace(
@@ -126,147 +130,109 @@ COMMANDS = {
     ),
     "align": _ALIGN,
     "init": Command(
-        "Writes a configuration for your own model, data and reward models.",
-        "init:main",
-        "configs:InitConfig",
+        "Writes a configuration for your own model, data and reward models.", "init", "InitConfig"
     ),
     "reward": Command(
         "Trains a reward model from ranked pairs of replies.",
-        "reward:main",
-        "configs:RewardConfig",
+        "reward",
+        "reward_models.training_config:RewardConfig",
     ),
     "plan": replace(
         _ALIGN,
         text="Prints the sizes, bytes, memory and steps of a run.",
-        job="plan.tables:print_plan",
+        job="plan:print_plan",
         more=("--plan",),
         begins="rehearsing a step without weights, which takes about ten seconds",
     ),
     "rollout-server": replace(
         _ALIGN,
         text="Prints the commands that start a run's rollout servers.",
-        job="rollout_server:main",
+        job="rollout_server",
     ),
     "fetch smollm2": Command(
         "Fetches a language model of 135 million parameters, once.",
         "fetch:main_smollm2",
-        "configs:FetchConfig",
+        "FetchConfig",
     ),
     "resume": replace(
         _ALIGN, text="Continues the run, sweep or study in a folder.", positional="resume"
     ),
-    "study": Command(
-        "Compares several settings of a run, with several seeds each.",
-        "study:main",
-        "configs:StudyConfig",
-        check="sources:check_base",
-        resumed="study",
-        below="alignment_config:AlignmentConfig",
-    ),
-    "sweep": Command(
-        "Trains at several preferences, and draws the front.",
-        "sweep:main",
-        "configs:SweepConfig",
-        check="sources:check_base",
-        resumed="study",
-        below="alignment_config:AlignmentConfig",
+    "study": _STUDY,
+    "sweep": replace(
+        _STUDY,
+        text="Trains at several preferences, and draws the front.",
+        job="sweep",
+        config="SweepConfig",
     ),
     "evaluate": Command(
         "Compares adapters with their base model on held-out prompts.",
-        "compare:main",
-        "configs:CompareConfig",
+        "compare",
+        "CompareConfig",
         over="runs",
-        positional="runs",
     ),
     "chat": Command(
-        "Chats with the base and the aligned model side by side.",
-        "chat:main",
-        "configs:ChatConfig",
-        over="run",
-        positional="run",
+        "Chats with the base and the aligned model side by side.", "chat", "ChatConfig", over="run"
     ),
     "explore": Command(
         "Serves a page with a slider for each objective of a conditioned run.",
-        "explore_page:main",
-        "configs:ExploreConfig",
+        "explore",
+        "ExploreConfig",
         over="run",
-        positional="run",
     ),
     "pick": Command(
         "Picks or merges a model for a trade-off.",
-        "pick:main",
-        "configs:PickConfig",
-        check="sources:check_front",
+        "pick",
+        "PickConfig",
+        check="check_front",
         positional="front",
     ),
     "export": Command(
         "Exports a run, or a whole front, for PEFT, llama.cpp, OpenVINO or vLLM.",
-        "export:main",
-        "configs:ExportConfig",
+        "export",
+        "ExportConfig",
         over="run",
-        positional="run",
     ),
     "serve": Command(
         "Serves a conditioned run at any preference, as an OpenAI-compatible endpoint.",
-        "serve:main",
-        "configs:ServeConfig",
+        "serve",
+        "ServeConfig",
         over="run",
-        positional="run",
     ),
     "workspace": Command(
         "Saves a workspace in W&B with the main figures of a run's page.",
-        "workspace:main",
-        "configs:WorkspaceConfig",
-        check="sources:check_run_folder",
+        "workspace",
+        "WorkspaceConfig",
+        check="check_run_folder",
         positional="run",
     ),
     "classic": Command(
         "Compares classic algorithms on images, tables and text.",
-        "fmoo:main",
+        "fmoo",
         "fmoo_config:ClassicConfig",
         default="configs/fmoo/two_digits.yaml",
-        resumed="study",
+        resumed="study_to_resume",
     ),
-    "network provision": Command(
-        "Creates an installation kit for each party of a run across sites.",
-        "network_parties:provision",
-        "network_config:FederationConfig",
-    ),
-    "network start-server": Command(
-        "Runs the server until it is stopped.",
-        "network_parties:start_server",
-        "network_config:ServerConfig",
-        check="sources:check_kit",
-    ),
-    "network start-site": Command(
-        "Runs a site until it is stopped.",
-        "network_parties:start_site",
-        "network_config:SiteConfig",
-        check="sources:check_kit",
-    ),
-    "network submit": Command(
-        "Starts or continues a run, and waits until it ends.",
-        "network_parties:submit",
-        "network_config:AdminConfig",
-        check="sources:check_kit",
-    ),
-    "network status": Command(
-        "Prints the connected sites and the latest runs.",
-        "network_parties:status",
-        "network_config:AdminConfig",
-        check="sources:check_kit",
-    ),
-    "network stop": Command(
-        "Stops the active runs; `submit` continues them from their last checkpoints.",
-        "network_parties:stop",
-        "network_config:AdminConfig",
-        check="sources:check_kit",
-    ),
-    "network demo": Command(
-        "Completes a run on this machine, with kits, a server and its sites.",
-        "network_parties:demo",
-        "network_config:FederationConfig",
-    ),
+}
+_PARTIES = {"start-server": "Server", "start-site": "Site"} | dict.fromkeys(
+    ("provision", "demo"), "Federation"
+)
+"""Party whose configuration a command of a network takes, if not the administrator's."""
+COMMANDS |= {
+    f"network {name}": Command(
+        text,
+        f"network_parties:{name.replace('-', '_')}",
+        f"network_config:{_PARTIES.get(name, 'Admin')}Config",
+        check=None if _PARTIES.get(name) == "Federation" else "check_kit",
+    )
+    for name, text in {
+        "provision": "Creates an installation kit for each party of a run across sites.",
+        "start-server": "Runs the server until it is stopped.",
+        "start-site": "Runs a site until it is stopped.",
+        "submit": "Starts or continues a run, and waits until it ends.",
+        "status": "Prints the connected sites and the latest runs.",
+        "stop": "Stops the active runs; `submit` continues them from their last checkpoints.",
+        "demo": "Completes a run on this machine, with kits, a server and its sites.",
+    }.items()
 }
 """All commands, by the words after `firm`."""
 
@@ -356,21 +322,10 @@ def _with_config(arguments: Sequence[str], models: Sequence[str]) -> list[str]:
 
 
 def _with_prefix(arguments: Sequence[str], config: type, below: type) -> list[str]:
-    """Prepends `overrides.` to keys that `config` lacks and `below` has."""
-    own, others = ({field.name for field in fields(kind)} for kind in (config, below))
-    result = list[str]()
-    for word in arguments:
-        key = word.removeprefix("--").partition("=")[0].partition(".")[0]
-        is_below = word.startswith("--") and key in others - own
-        result.append(f"--overrides.{word[2:]}" if is_below else word)
-    return result
-
-
-def _check_base(arguments: Sequence[str], config: type, below: type) -> None:
-    """Checks that `--config` is given no configuration of a run, which belongs to `--base`.
+    """Prepends `overrides.` to keys that `config` lacks and `below` has.
 
     Raises:
-        UserError: A file has keys that only a run has.
+        UserError: `--config` is given the configuration of a run, which belongs to `--base`.
     """
     from firm.run.command_line import read_arguments, switches_of
     from firm.run.config import read_config
@@ -384,6 +339,12 @@ def _check_base(arguments: Sequence[str], config: type, below: type) -> None:
     for file, tree in trees.items():
         if isinstance(tree, Mapping) and not tree.keys() <= own and tree.keys() <= others:
             raise UserError(f"{file} configures one run: pass it as --base {file}.")
+    result = list[str]()
+    for word in arguments:
+        key = word.removeprefix("--").partition("=")[0].partition(".")[0]
+        is_below = word.startswith("--") and key in others - own
+        result.append(f"--overrides.{word[2:]}" if is_below else word)
+    return result
 
 
 def _resumed_in(arguments: Sequence[str]) -> Command:
@@ -458,7 +419,12 @@ def _print_usage(words: Sequence[str]) -> NoReturn:
     raise SystemExit(2)
 
 
-def load(place: str) -> Any:
-    """Imports MODULE:NAME, relative to `firm.jobs`."""
-    module, _, name = place.partition(":")
-    return getattr(import_module(f"firm.jobs.{module}"), name)
+def load(place: str, default: str | None = None) -> Any:
+    """Imports MODULE:NAME; NAME alone is in the module `default`. See `Command`.
+
+    Without a default, MODULE alone stands for its function `main`.
+    """
+    module, _, name = place.rpartition(":")
+    if not module:
+        module, name = (default, name) if default else (name, "main")
+    return getattr(import_module(module if "." in module else f"firm.jobs.{module}"), name)

@@ -1,5 +1,8 @@
 """Warnings about an alignment run's configuration and its rounds."""
 
+from collections.abc import Callable
+from functools import partial
+
 from firm.alignment.course_alarms import course_alarms
 from firm.alignment.estimator_config import KLConfig
 from firm.alignment.kl_alarms import kl_alarm, mismatch_alarm, ratio_alarm
@@ -56,20 +59,18 @@ def alarms_of_rounds(cfg: AlignmentConfig, rows: list[Row]) -> list[str]:
         cfg: The run.
         rows: Its logged rows; the last row describes the round that has just ended.
     """
+    is_of_generation = logprobs_from(cfg.policy.dtype, cfg.rollout) == "generation"
+    has_dropout = cfg.policy.lora.dropout > 0  # dropout moves ratios away from 1 by design
     texts = failure_alarms(rows)
-    texts += drawn(
+    texts += _drawn(
         "The check of the run's course",
         lambda: course_alarms(
             [as_one_training(row) if "by_objective" in row else row for row in rows],
             max_approx_kl=cfg.estimator.max_approx_kl,
         ),
-        instead=lambda text: [text],
     )
-    alarms: list[str | None] = []
-    is_of_generation = logprobs_from(cfg.policy.dtype, cfg.rollout) == "generation"
-    has_dropout = cfg.policy.lora.dropout > 0  # dropout moves ratios away from 1 by design
     if is_of_generation or not has_dropout:
-        alarm = drawn(
+        texts += _drawn(
             "The check of an unchanged policy's ratio",
             lambda: ratio_alarm(
                 rows,
@@ -77,19 +78,16 @@ def alarms_of_rounds(cfg: AlignmentConfig, rows: list[Row]) -> list[str]:
                 temperature=cfg.rollout.temperature,
                 key="logprob_mismatch" if has_dropout else "first_log_ratio",
             ),
-            instead=str,
         )
-        alarms.append(alarm)
     if is_of_generation:
-        alarm = drawn(
-            "The check of rounding against the KL",
-            lambda: mismatch_alarm(rows, cfg.estimator.kl),
-            instead=str,
-        )
-        alarms.append(alarm)
-    texts += filter(None, alarms)
-    if solves_at_preferences(cfg):  # there is no beta to warn about
-        return texts
-    return texts + drawn(
-        "The strategy's alarms", lambda: cfg.strategy.alarms(rows), instead=lambda text: [text]
-    )
+        check = partial(mismatch_alarm, rows, cfg.estimator.kl)
+        texts += _drawn("The check of rounding against the KL", check)
+    if not solves_at_preferences(cfg):  # otherwise there is no beta to warn about
+        texts += _drawn("The strategy's alarms", partial(cfg.strategy.alarms, rows))
+    return texts
+
+
+def _drawn(what: str, check: Callable[[], list[str] | str | None]) -> list[str]:
+    """Returns the alarms of a check, or a note if it fails."""
+    found = drawn(what, check, instead=str)
+    return [found] if isinstance(found, str) else found or []

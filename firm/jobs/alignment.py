@@ -1,7 +1,7 @@
 """Aligns a language model to several objectives across several clients."""
 
 import html
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import asdict, dataclass, replace
 from functools import partial
@@ -31,7 +31,8 @@ from firm.base.sanitize import legible, printable
 from firm.base.state import State
 from firm.federation.client import Adapter
 from firm.federation.engines.engine import Engine
-from firm.federation.engines.processes import Processes, ProcessesEngine
+from firm.federation.engines.processes import ProcessesEngine
+from firm.federation.processes import Processes
 from firm.federation.server import ServerState
 from firm.fronts.confidence import share_interval
 from firm.fronts.reach import widest_gap
@@ -50,15 +51,16 @@ from firm.jobs.alignment_loading import (
     build_clients,
     build_engine,
     load,
+    reporter,
+    set_threads,
     shared_calibrations,
+    with_recorded_threads,
 )
 from firm.jobs.fetch import about_policy, fetch_policy
 from firm.jobs.hub import push
 from firm.jobs.loop import Logbook, RoundResult, Task, train
-from firm.jobs.model_card import markdown_table, markdown_text, model_card, model_name
 from firm.jobs.plan.tables import print_plan
 from firm.jobs.sources import check_sources
-from firm.jobs.threads import set_threads, with_recorded_threads
 from firm.jobs.workspace import show_layout
 from firm.report import formats
 from firm.report.page import alarms
@@ -78,7 +80,8 @@ from firm.run.progress import Progress, print_table
 from firm.run.resuming import continued_later
 from firm.run.rows import Row, as_one_training
 from firm.run.shipped import with_shipped_paths
-from firm.run.trackers import check_installed, open_tracker
+from firm.run.tracking import check_installed, open_tracker
+from firm.serving.model_card import markdown_table, markdown_text, model_card, model_name
 
 SCORES_NAME = "test_scores.safetensors"
 """Scores and rewards of the aligned model by row of the test data, in the run's directory."""
@@ -221,16 +224,13 @@ def align(cfg: AlignmentConfig, given: Given | None = None) -> Result | None:
     calibrations = shared_calibrations(loaded, cfg, out, on_event=progress.event)
     on_stage = progress.event if progress.is_live else None
     clients = build_clients(
-        loaded,
-        cfg,
-        calibrations,
-        on_event=on_stage,
-        on_measured=partial(progress.event, "measured"),
+        loaded, cfg, calibrations, on_event=on_stage, on_measured=progress.event
     )
-    engine = build_engine(clients, cfg, processes, on_event=progress.event)
+    engine = build_engine(clients, cfg, processes, out=out, on_event=progress.event)
     if not processes.is_server:
         assert isinstance(engine, ProcessesEngine)
-        engine.serve()  # until the first process ends the run
+        with closing(loaded.trainer.rollout_engine):
+            engine.serve()  # until the first process ends the run
         return None
     return run_rounds(loaded, cfg, calibrations, engine, progress, out)
 
@@ -368,7 +368,7 @@ def claim_folder(cfg: AlignmentConfig, processes: Processes) -> Path:
         check_installed(cfg.tracking)
         Run.check(out, to_dict(cfg), resume=cfg.resume, ignore=(*FREE_KEYS, *RENEWED_KEYS))
         _check_rounds(out, cfg)
-    return out
+    return Path(processes.broadcast(str(out)))  # a folder named after the time differs
 
 
 def _check_rounds(out: Path, cfg: AlignmentConfig) -> None:
@@ -700,6 +700,7 @@ class _LanguageTask(Task):
     ) -> Any:
         trainer, cfg = self._loaded.trainer, self._cfg
         load_adapter_(trainer.adapter_parameters, adapter)
+        report = partial(reporter, self._progress.event, cfg, f"{split} prompts")
         return evaluate(
             partial(trainer.replies, preference=preference),
             getattr(self._loaded.data, split),
@@ -708,13 +709,7 @@ class _LanguageTask(Task):
             stream=RandomStream(cfg.seed, "evaluation", split),
             extra_fns=self._loaded.metrics,
             num_samples=cfg.evaluation.num_samples,
-            on_progress=lambda done, total: self._progress.event(
-                "measured",
-                what=f"{split} prompts",
-                done=done,
-                total=total,
-                num_tokens=cfg.rollout.max_new_tokens,
-            ),
+            on_progress=lambda done, total: report(total)(done),
         )
 
     def _log_samples(
@@ -761,21 +756,12 @@ class _PairsTask(_LanguageTask):
     ) -> PairEvaluation:
         trainer, cfg = self._loaded.trainer, self._cfg
         pairs = getattr(self._loaded.data, split)
-
-        def reporter(what: str) -> Callable[[int], None]:
-            return lambda done: self._progress.event(
-                "measured",
-                what=what,
-                done=done,
-                total=2 * len(pairs),
-                num_tokens=cfg.rollout.max_new_tokens,
-            )
-
+        what, event = f"{split} pairs", self._progress.event
         if split not in self._pairs:
-            about = f"{split} pairs under the reference"
-            self._pairs[split] = trainer.encode_pairs(pairs, on_progress=reporter(about))
+            report = reporter(event, cfg, f"{what} under the reference", 2 * len(pairs))
+            self._pairs[split] = trainer.encode_pairs(pairs, on_progress=report)
         load_adapter_(trainer.adapter_parameters, adapter)
-        on_progress = reporter(f"{split} pairs")
+        on_progress = reporter(event, cfg, what, 2 * len(pairs))
         own = partial(trainer.reply_logprobs, preference=preference, on_progress=on_progress)
         is_base = adapter is self._loaded.fresh
         return evaluate_pairs(

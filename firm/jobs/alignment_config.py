@@ -15,6 +15,7 @@ from firm.alignment.pairs import RankedPairsConfig
 from firm.alignment.policy_config import PolicyConfig
 from firm.alignment.prompt_data import PromptsConfig
 from firm.alignment.rollout_config import RolloutConfig
+from firm.base.comparisons import Comparison
 from firm.base.fields import (
     NOT_IN_PAPER,
     BoundedInt,
@@ -205,6 +206,13 @@ class AlignmentConfig:
     start_preference: Annotated[list[float] | None, NOT_IN_PAPER] = None
     """Shares of the objectives, in order or by name, at which conditioned adapters of `start` are
     folded into ordinary ones; null: as saved in their folders, at equal shares."""
+    start_merge: Annotated[Literal["mean", "ties", "dare_linear", "dare_ties"], NOT_IN_PAPER] = (
+        "mean"
+    )
+    """How adapters of `start` are merged: by their weighted mean, by TIES (arXiv:2306.01708) or by
+    DARE (arXiv:2311.03099), as in PEFT's `add_weighted_adapter`."""
+    start_density: Annotated[float, Interval(gt=0, le=1), NOT_IN_PAPER] = 0.5
+    """Share of an adapter's values that TIES and DARE keep."""
     engine: Annotated[str, OneOf(ENGINES)] = "local"
     """Registered engine that runs the clients of this process (`firm.federation.engines.engine`):
     "local" trains them sequentially, "stacked" in one batch."""
@@ -251,6 +259,10 @@ class AlignmentConfig:
             raise ValueError("rounds must be at least 1 without a start, got 0.")
         if self.start and sum(self.start.values()) == 0:
             raise ValueError(f"start must have a share above zero, got {self.start}.")
+        if self.start_merge != "mean" and not self.start:
+            raise ValueError(
+                f"start_merge needs adapters in start, got {self.start_merge} without any."
+            )
         _check_engine(self)
         _check_division(self)
         _check_rollout_engine(self)
@@ -270,6 +282,7 @@ class AlignmentConfig:
             engine=self.engine,
         )
         _check_conditioning(self)
+        _check_aggregation(self)
         for name in self.objectives:
             check_name(name, f"{self.objectives_key}: the name of an objective")
         for name in self.evaluation.metrics:
@@ -278,11 +291,13 @@ class AlignmentConfig:
             raise ValueError(
                 f"evaluation.metrics and rewards both have {min(shared)!r}; rename one."
             )
+        _check_conditions(self)
         for rule in self.guard.rules:
             rule.check([*self.objectives, *self.evaluation.metrics])
         self.strategy.check(list(self.objectives))
+        _check_schedule(self)
         self.strategy.check_clients("AlignmentClient", CAPABILITIES)
-        _check_constraints(self)
+        _check_rewards_are_read(self)
         _check_groups(self)
         _check_calibrations(self)
 
@@ -445,8 +460,8 @@ def _check_ranks(cfg: AlignmentConfig) -> None:
             )
 
 
-def _check_constraints(cfg: AlignmentConfig) -> None:
-    """Raises ``ValueError`` if constraints on rewards conflict with other settings."""
+def _check_rewards_are_read(cfg: AlignmentConfig) -> None:
+    """Raises ``ValueError`` if a strategy that reads rewards conflicts with other settings."""
     if not cfg.strategy.reads_rewards:
         return
     name = cfg.strategy.name
@@ -459,8 +474,8 @@ def _check_constraints(cfg: AlignmentConfig) -> None:
         raise ValueError(
             f"strategy {name} cannot train a policy with policy.conditioning.kind "
             f"{cfg.policy.conditioning.kind}, whose replies are weighted by their preferences; "
-            "train without constraints, and choose a preference that meets them by `firm pick "
-            "--require`."
+            "use strategy firm or fedavg, and choose a preference by `firm pick`, or by `firm pick "
+            "--require` for minimum rewards."
         )
 
 
@@ -505,6 +520,79 @@ def _check_conditioning(cfg: AlignmentConfig) -> None:
     if solves_at_preferences(cfg):
         _check_solves(cfg)
     check_estimator(cfg.estimator.name, compares=cfg.estimator.compares_replies)
+
+
+def _check_aggregation(cfg: AlignmentConfig) -> None:
+    """Raises ``ValueError`` if advantages of a weighted sum do not fit the weights of the run."""
+    if not cfg.estimator.sums_rewards:
+        return
+    from firm.federation.training import LocalTraining
+
+    aggregation = getattr(cfg.estimator, "aggregation", "")
+    training = cfg.strategy.requests(cfg.objectives).get(LocalTraining, {})
+    is_fixed = training.get("weighting") == "fixed" and "factors" not in training
+    if cfg.policy.conditioning.kind != "none":
+        raise ValueError(
+            "estimator.aggregation must be by_objective with policy.conditioning.kind preference, "
+            f"whose replies have weights of their own, got {aggregation}; estimator.scale "
+            "group_std normalises each reward in its group."
+        )
+    if aggregation == "sum_then_normalize" and not is_fixed:
+        raise ValueError(
+            f"estimator.aggregation must not be {aggregation} with strategy {cfg.strategy.name}, "
+            "whose weights are solved from each objective's gradient and cannot weigh rewards "
+            "before; use strategy fedavg with strategy.weights, or normalize_then_sum."
+        )
+    if is_fixed and cfg.strategy.share_gram:
+        raise ValueError(
+            f"strategy.share_gram must be false with estimator.aggregation {aggregation}, since "
+            "the gradients of one sum of rewards have no Gram matrix, got true."
+        )
+
+
+def _check_conditions(cfg: AlignmentConfig) -> None:
+    """Raises ``ValueError`` if a reward's condition names no other reward of the same clients."""
+    conditions = {f"rewards.{name}": (name, own) for name, own in cfg.rewards.items()}
+    for group, clients in cfg.groups.items():
+        own_rewards = clients.rewards.items()
+        conditions |= {f"groups.{group}.rewards.{name}": (name, own) for name, own in own_rewards}
+    held = held_objectives(cfg).values()
+    for key, (name, own) in conditions.items():
+        if not own.only_if:
+            continue
+        other = Comparison.parse(own.only_if, key).name
+        others = [each for each in cfg.rewards if each != name]
+        if other not in others:
+            raise ValueError(
+                f"{key}.only_if must compare one of {', '.join(others) or 'several rewards'}, got "
+                f"{own.only_if!r}{did_you_mean(other, others)}"
+            )
+        if any(name in trained and other not in trained for trained in held):
+            raise ValueError(
+                f"{key}.only_if needs {other} wherever {name} is trained; add it to the objectives "
+                "of each group that has the other."
+            )
+    for name, own in cfg.evaluation.metrics.items():
+        if own.only_if:
+            raise ValueError(
+                f"evaluation.metrics.{name}.only_if must be left out: only rewards have conditions."
+            )
+
+
+def _check_schedule(cfg: AlignmentConfig) -> None:
+    """Raises ``ValueError`` if a schedule of weights does not fit the objectives or the policy."""
+    schedule = cfg.strategy.schedule
+    if schedule is None:
+        return
+    if cfg.policy.conditioning.kind != "none":
+        raise ValueError(
+            "strategy.schedule must be left out with policy.conditioning.kind preference, since "
+            "each prompt has a preference of its own."
+        )
+    for number in (
+        [] if schedule.function else schedule.rounds or range(1, len(schedule.shares) + 1)
+    ):
+        cfg.strategy.at_round(number, cfg.objectives).check(list(cfg.objectives))
 
 
 def _check_solves(cfg: AlignmentConfig) -> None:
@@ -636,6 +724,11 @@ def _check_rollout_engine(cfg: AlignmentConfig) -> None:
                 f"{key} must be {str(needed).lower()} with rollout.engine.name {engine.name}, got "
                 f"{str(value).lower()}."
             )
+    if cfg.rollout.max_staleness and cfg.strategy.num_local_steps == 1:
+        raise ValueError(
+            "strategy.num_local_steps must be above 1 with rollout.max_staleness 1, which samples "
+            "ahead within a round, got 1."
+        )
 
 
 def _check_groups(cfg: AlignmentConfig) -> None:

@@ -1,11 +1,8 @@
 """Training and held-out data of an alignment run, by what its estimator learns from."""
 
-import hashlib
-import random
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import chain
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
@@ -13,9 +10,10 @@ from transformers import PreTrainedTokenizerBase
 from firm.alignment.attacks import attacked_pairs
 from firm.alignment.client_config import AttackConfig
 from firm.alignment.generation import end_token_ids
+from firm.alignment.held_out import USES, held_out_pairs, hold_out, without
 from firm.alignment.pair_tokens import EncodedPair, encode_pairs
 from firm.alignment.pairs import Pair, load_pairs
-from firm.alignment.prompt_data import PromptsConfig, load_prompts, loose_text, overlap_notes
+from firm.alignment.prompt_data import PromptsConfig, load_prompts, overlap_notes
 from firm.alignment.prompts import Prompt
 from firm.alignment.trainer import MultiObjectiveTrainer
 from firm.federation.partition import dirichlet_partition, iid_partition
@@ -30,15 +28,9 @@ from firm.jobs.alignment_config import (
 from firm.run.comparison import FEW_PROMPTS
 from firm.run.errors import UserError
 
-HELD_OUT = 10
-"""One in `HELD_OUT` prompts is held out for validation, and another one for testing, if the data
-have no splits for these uses."""
-USES = ("validation", "test")
-"""Uses of held-out prompts."""
-
 
 @dataclass(frozen=True)
-class Splits:
+class DataSplits:
     """Prompts or pairs by use."""
 
     train: list[Any]
@@ -67,7 +59,7 @@ class Data(ABC):
         *,
         measures: bool,
         on_note: Callable[[str], None],
-    ) -> Splits:
+    ) -> DataSplits:
         """Returns the data of a run.
 
         Args:
@@ -130,7 +122,7 @@ class PromptData(Data):
         *,
         measures: bool,
         on_note: Callable[[str], None],
-    ) -> Splits:
+    ) -> DataSplits:
         """Returns the prompts of `data`; see `Data`."""
 
         def prompts_of(use: str) -> list[Prompt]:
@@ -164,7 +156,7 @@ class PromptData(Data):
             test = prompts_of("test")[: cfg.evaluation.num_test_prompts]
             for note in overlap_notes(prompts, {"validation": validation, "test": test}):
                 on_note(note)
-        return Splits(prompts, validation, test)
+        return DataSplits(prompts, validation, test)
 
     def _note_held_out(
         self,
@@ -205,7 +197,7 @@ class PairData(Data):
         *,
         measures: bool,
         on_note: Callable[[str], None],
-    ) -> Splits:
+    ) -> DataSplits:
         """Returns the pairs of all objectives; see `Data`.
 
         Prompts that are held out for one objective are trained on for none.
@@ -249,12 +241,12 @@ class PairData(Data):
                 if split is not None:
                     held_out[use] += pairs_of(split, f"{name}/{use}")[:limit] if limit else []
                     continue
-                taken = _held_out(own, seed=cfg.seed, limit=limit)
+                taken = held_out_pairs(own, seed=cfg.seed, limit=limit)
                 held_out[use] += taken
-                own = _without(own, taken)
+                own = without(own, taken)
             train += own
         num_all = len(train)
-        train = _without(train, [pair for pairs in held_out.values() for pair in pairs])
+        train = without(train, [pair for pairs in held_out.values() for pair in pairs])
         if num_all > len(train):
             on_note(
                 f"{num_all - len(train)} of {num_all} training pairs are dropped, since their "
@@ -268,7 +260,7 @@ class PairData(Data):
                     f"{evaluation.num_test_prompts} test pairs; pass more pairs, or lower "
                     "evaluation.num_validation_prompts and num_test_prompts."
                 )
-        return Splits(train, **(held_out if measures else {use: [] for use in held_out}))
+        return DataSplits(train, **(held_out if measures else {use: [] for use in held_out}))
 
     def _divide(
         self,
@@ -334,59 +326,6 @@ def _shards(
     return dict(zip(names, rows, strict=True))
 
 
-def hold_out(
-    prompts: Sequence[Prompt], uses: Sequence[str], share: float, *, seed: int, key: str
-) -> dict[str, list[Prompt]]:
-    """Divides prompts at random into training prompts and those of other uses.
-
-    Rows with the same prompt, up to white space, stay together.
-
-    Args:
-        prompts: All prompts.
-        uses: Names of the other uses, each of which gets this share of the distinct prompts.
-        share: Share of the distinct prompts, which is rounded down, but to no less than 2.
-        seed: Seed of the division.
-        key: What the error asks to change.
-
-    Raises:
-        UserError: Nothing is left to train on.
-    """
-    groups: dict[str, list[Prompt]] = {}
-    for prompt in prompts:
-        groups.setdefault(loose_text(prompt.transcript), []).append(prompt)
-    rows = list(groups.values())
-    size = max(2, int(share * len(rows)))
-    if len(rows) <= size * len(uses):
-        raise UserError(
-            f"{key} must have more than {size * len(uses)} distinct prompts, which are held "
-            f"out, got {len(rows)}; pass more, or validation and test prompts."
-        )
-    if uses:
-        random.Random(seed).shuffle(rows)
-    held_out = {use: list(chain(*(rows.pop() for _ in range(size)))) for use in uses}
-    return {"train": list(chain(*rows)), **held_out}
-
-
-def _held_out(pairs: Sequence[Pair], *, seed: int, limit: int) -> list[Pair]:
-    """Returns the pairs of one in `HELD_OUT` prompts, at least 2, until there are `limit` pairs.
-
-    Prompts are ordered by a hash, so that most objectives of a data set hold out the same ones.
-    """
-    groups: dict[str, list[Pair]] = {}
-    for pair in pairs:
-        groups.setdefault(loose_text(pair.prompt.transcript), []).append(pair)
-
-    def position(text: str) -> bytes:
-        return hashlib.blake2b(f"{seed} {text}".encode()).digest()
-
-    taken: list[Pair] = []
-    for number, text in enumerate(sorted(groups, key=position)):
-        if number >= max(2, len(groups) // HELD_OUT) or len(taken) >= limit:
-            break
-        taken += groups[text]
-    return taken
-
-
 def _distinct(
     pairs: list[Pair],
     cfg: AlignmentConfig,
@@ -412,9 +351,3 @@ def _distinct(
             f"{cfg.rollout.max_new_tokens}, to the length of the replies."
         )
     return [each.pair for each in encoded]
-
-
-def _without(pairs: Iterable[Pair], held_out: Iterable[Pair]) -> list[Pair]:
-    """Returns the pairs whose prompts are not held out, up to white space."""
-    texts = {loose_text(pair.prompt.transcript) for pair in held_out}
-    return [pair for pair in pairs if loose_text(pair.prompt.transcript) not in texts]

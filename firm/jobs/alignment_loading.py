@@ -1,8 +1,8 @@
 """Loads the models and data of an alignment run, and builds its clients and engine."""
 
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -32,15 +32,18 @@ from firm.alignment.self_check import check_passes, check_rows
 from firm.alignment.sequences import SINGLE_PROCESS
 from firm.alignment.sharding import shard_
 from firm.alignment.stacked.trainer import stacked_trainers
+from firm.alignment.threads import choose, measure, short_step
 from firm.alignment.trainer import MultiObjectiveTrainer
 from firm.base.devices import dtype_note, generator_note, prepare_attention
 from firm.base.randomness import RandomStream
 from firm.federation.aggregation import weighted_mean
-from firm.federation.client import Adapter, Client
+from firm.federation.client import Adapter, Client, LazyClients
 from firm.federation.engine_registry import ENGINES
 from firm.federation.engines.engine import Engine
 from firm.federation.engines.local import LocalEngine
-from firm.federation.engines.processes import Processes, ProcessesEngine
+from firm.federation.engines.processes import ProcessesEngine
+from firm.federation.processes import Processes
+from firm.fronts.merging import merged_adapter
 from firm.jobs.alignment_config import (
     AlignmentConfig,
     GroupConfig,
@@ -48,11 +51,15 @@ from firm.jobs.alignment_config import (
     compiles_rollouts,
     reward_configs,
 )
-from firm.jobs.alignment_data import Splits, data_of
+from firm.jobs.alignment_data import DataSplits, data_of
 from firm.run.directory import Run
 from firm.run.errors import UserError
 from firm.run.shipped import with_shipped_paths
+from firm.run.states import RunStates
 from reward_models.registry import load_reward_models
+
+AUTO = "auto"
+"""Number of CPU threads that is to be measured."""
 
 
 @dataclass(frozen=True)
@@ -67,7 +74,7 @@ class LoadedRun:
     """Reward functions by objective, or by group/objective for a group's own."""
     metrics: dict[str, RewardFn]
     """Further scores to report, by name."""
-    data: Splits
+    data: DataSplits
     """Prompts or pairs to train and evaluate on."""
     fresh: Adapter
     """Adapter with which rewards are calibrated."""
@@ -246,19 +253,22 @@ def build_clients(
     *,
     shards: Mapping[str, list[Any]] | None = None,
     on_event: Callable[..., None] | None = None,
-    on_measured: Callable[..., None] = lambda **_: None,
-) -> list[Client]:
-    """Builds clients on their shards of the training data, or on other data.
+    on_measured: Callable[..., None] | None = None,
+) -> LazyClients:
+    """Returns the clients on their shards of the training data, or on other data.
+
+    A client is built when it is needed. Its pairs, if it learns from pairs, pass through the
+    reference only once.
 
     Args:
         loaded: Components that all clients share.
         cfg: The run.
         calibrations: Calibrations of scores to rewards.
-        names: Clients to build; by default, the clients of this process.
+        names: Names of the clients; by default, those of this process.
         shards: Prompts or pairs by client; by default, a partition of the training data.
         on_event: Progress callback of the clients.
-        on_measured: Called with the arguments of the event "measured" while pairs pass through the
-            reference, which takes long with a large model.
+        on_measured: Receives the event "measured" while pairs pass through the reference, which
+            takes long with a large model.
     """
     names = loaded.processes.hosted(client_names(cfg)) if names is None else names
     common = Judges(loaded.trainer.reward_fns, {name: calibrations[name] for name in cfg.rewards})
@@ -270,22 +280,20 @@ def build_clients(
     if shards is None:
         shards = data.shards(loaded.data.train, cfg)
     new_trainer = _trainer_factory(loaded) if cfg.engine == "stacked" else lambda: loaded.trainer
-    clients = []
-    for name in names:
+    examples: dict[str, Sequence[Any]] = {}
+
+    def build(name: str) -> Client:
         judges, group = own.get(name, (common, None))
+        if name not in examples:
+            examples[name] = data.examples(
+                loaded.trainer,
+                shard := shards[name],
+                group and group.attack,
+                reporter(on_measured, cfg, f"{name}'s pairs under the reference", 2 * len(shard)),
+            )
         client = AlignmentClient(
             name,
-            data.examples(
-                loaded.trainer,
-                shards[name],
-                group and group.attack,
-                partial(
-                    lambda done, **about: on_measured(done=done, **about),
-                    what=f"{name}'s pairs under the reference",
-                    total=2 * len(shards[name]),
-                    num_tokens=cfg.rollout.max_new_tokens,
-                ),
-            ),
+            examples[name],
             new_trainer(),
             seed=cfg.seed,
             judges=judges,
@@ -296,8 +304,9 @@ def build_clients(
             ),
             on_event=on_event,
         )
-        clients.append(as_attacker(client, group and group.attack, seed=cfg.seed))
-    return clients
+        return as_attacker(client, group and group.attack, seed=cfg.seed)
+
+    return LazyClients(names, build)
 
 
 def build_engine(
@@ -305,6 +314,7 @@ def build_engine(
     cfg: AlignmentConfig,
     processes: Processes,
     *,
+    out: Path | None = None,
     on_event: Callable[..., None] | None = None,
 ) -> Engine:
     """Returns the engine of this process and the launcher's other processes.
@@ -313,9 +323,12 @@ def build_engine(
         clients: Clients of this process.
         cfg: The run.
         processes: This process and the launcher's others.
+        out: The run's directory, to which clients' states are saved; by default, they remain in
+            memory.
         on_event: Called when a client starts or ends.
     """
-    engine = own_engine(clients, cfg, processes, on_event=on_event)
+    states = RunStates(out, writes=processes.leads(processes.rank)) if out else None
+    engine = own_engine(clients, cfg, processes, states=states, on_event=on_event)
     if processes.size > 1:
         if not isinstance(engine, LocalEngine):
             raise UserError(
@@ -373,16 +386,7 @@ def _calibrate(
     seed = cfg.evaluation.calibration_seed
     prompts = loaded.data.train[: cfg.evaluation.num_calibration_prompts]
 
-    def report_progress(num_done: float) -> None:
-        if on_event:
-            on_event(
-                "measured",
-                what="calibration",
-                done=num_done,
-                total=len(prompts),
-                num_tokens=cfg.rollout.max_new_tokens,
-            )
-
+    report_progress = reporter(on_event, cfg, "calibration", len(prompts))
     report_progress(0)
     with RandomStream(cfg.seed if seed is None else seed, "calibration"):
         replies = loaded.trainer.replies(prompts, on_progress=report_progress)
@@ -392,6 +396,21 @@ def _calibrate(
         key: cfg.evaluation.calibrations.get(key) or calibrate(config.normalization, row, name=key)
         for (key, config), row in zip(reward_configs(cfg).items(), scores, strict=True)
     }
+
+
+def reporter(
+    on_event: Callable[..., None] | None, cfg: AlignmentConfig, what: str, total: int
+) -> Callable[[float], None]:
+    """Returns a function of the number of replies done, which reports it as event "measured".
+
+    Args:
+        on_event: Receives the event; None: nobody does.
+        cfg: The run.
+        what: Purpose of the replies.
+        total: Their number.
+    """
+    options = {"what": what, "total": total, "num_tokens": cfg.rollout.max_new_tokens}
+    return lambda done: on_event("measured", done=done, **options) if on_event else None
 
 
 def as_figures(calibrations: Mapping[str, Calibration]) -> dict[str, Any]:
@@ -405,11 +424,65 @@ def as_calibrations(figures: Mapping[str, Any]) -> dict[str, Calibration]:
 
 
 def _start(trainer: MultiObjectiveTrainer, cfg: AlignmentConfig) -> Adapter:
-    """Returns the mean of the adapters that the run starts from."""
+    """Returns the adapter that the run starts from, merged from those in the configuration."""
     policy: Any = trainer.policy_model
     adapters = []
     for folder in cfg.start:
         check_settings(Path(folder), policy, cfg.policy.path)
         fill_adapter_(policy, Path(folder), cfg.policy.path, preference=cfg.start_preference)
         adapters.append(copy_adapter(trainer.adapter_parameters))
-    return weighted_mean(adapters, list(cfg.start.values()))
+    shares = list(cfg.start.values())
+    if cfg.start_merge == "mean":
+        return weighted_mean(adapters, shares)
+    with RandomStream(cfg.seed, "merge"):  # DARE drops values at random
+        return merged_adapter(adapters, shares, merge=cfg.start_merge, density=cfg.start_density)
+
+
+def with_recorded_threads(cfg: AlignmentConfig) -> AlignmentConfig:
+    """Returns the configuration with the number of threads of the run that it resumes, if any."""
+    if cfg.num_threads != AUTO or not cfg.resume or not cfg.out:
+        return cfg
+    if not (cfg.out / "config.yaml").exists():
+        return cfg
+    settings = Run(cfg.out).settings()
+    recorded = settings.get("num_threads") if isinstance(settings, Mapping) else None
+    return replace(cfg, num_threads=recorded)
+
+
+def set_threads(
+    cfg: AlignmentConfig,
+    loaded: LoadedRun,
+    *,
+    on_event: Callable[..., None] | None = None,
+    clock: Callable[[], float] = time.perf_counter,
+) -> AlignmentConfig:
+    """Sets torch's number of CPU threads if it is to be measured.
+
+    Several processes are left at torch's number, which launchers set to 1: they cannot all measure
+    on their own, as one's choice changes another's times.
+
+    Args:
+        cfg: The run.
+        loaded: Its models.
+        on_event: Progress callback, called with the number and the reason if there was a choice.
+        clock: Returns the time in seconds.
+
+    Returns:
+        The configuration with the number; null on an accelerator, where it is left to torch.
+    """
+    if cfg.num_threads != AUTO:
+        return cfg
+    if loaded.trainer.device.type != "cpu":
+        return replace(cfg, num_threads=None)
+    most = torch.get_num_threads()
+    chosen, seconds = most, {}
+    if most > 1 and loaded.processes.size == 1:
+        with RandomStream(cfg.seed, "threads"):
+            seconds = measure(short_step(loaded.trainer, clock), most, clock=clock)
+        chosen = choose(seconds)
+    torch.set_num_threads(chosen)
+    if seconds and on_event:
+        others = "; ".join(f"with {n}: {s:.2g} s" for n, s in seconds.items() if n != chosen)
+        reason = f"a short step takes {seconds[chosen]:.2g} s; {others}"
+        on_event("threads", text=f"threads: {chosen} of {most} ({reason})")
+    return replace(cfg, num_threads=chosen)

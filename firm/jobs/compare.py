@@ -9,13 +9,13 @@ from pathlib import Path
 from typing import Any
 
 from firm.alignment.calibration import Calibration
-from firm.alignment.evaluation import Evaluation, MetricComparison, comparison_table, evaluate
+from firm.alignment.evaluation import Evaluation, MetricComparison, evaluate
+from firm.alignment.held_out import USES, hold_out
 from firm.alignment.prompt_data import load_prompts
 from firm.base.inside import replace_text, whole_folder
 from firm.base.randomness import RandomStream
 from firm.base.sanitize import legible, printable
 from firm.jobs.alignment_config import DEFAULT_SPLITS, GIVEN
-from firm.jobs.alignment_data import USES, hold_out
 from firm.jobs.configs import CompareConfig
 from firm.jobs.fetch import fetch_policy
 from firm.jobs.finished_runs import adapter_folder, check_code, checked_record, frozen_calibrations
@@ -83,7 +83,7 @@ def compare(cfg: CompareConfig) -> ComparisonResult:
     evaluations = _evaluations(cfg, folder_by_name, calibrations)
     base = evaluations.pop(BASE)
     tables = {
-        name: comparison_table(base, evaluation, has_rewards=True)
+        name: evaluation.comparison(base, has_rewards=True)
         for name, evaluation in evaluations.items()
     }
     samples = shown_samples({BASE: base, **evaluations}, cfg.num_shown_samples)
@@ -165,18 +165,18 @@ def check_comparable(runs: Sequence[Path], records: Sequence[Record], *, calibra
         maps = [r.header.get("calibration") or {} for r in (first, record)]
         for name in [name for name in maps[0] if name in maps[1] and calibrated]:
             if maps[0][name] != maps[1][name]:
-                raise UserError(
-                    f"the calibration of {name!r} is {_words(maps[0][name])} in {runs[0]} and "
-                    f"{_words(maps[1][name])} in {run}, so their rewards cannot be compared; "
-                    "--calibrated false compares only raw scores."
+                ours, theirs = (
+                    ", ".join(
+                        f"{key} {v:.6g}" if isinstance(v, float) else f"{key} {v}"
+                        for key, v in each[name].items()
+                    )
+                    for each in maps
                 )
-
-
-def _words(figures: Mapping[str, Any]) -> str:
-    parts = [
-        f"{key} {v:.6g}" if isinstance(v, float) else f"{key} {v}" for key, v in figures.items()
-    ]
-    return f"({', '.join(parts)})"
+                raise UserError(
+                    f"the calibration of {name!r} is ({ours}) in {runs[0]} and ({theirs}) in "
+                    f"{run}, so their rewards cannot be compared; --calibrated false compares only "
+                    "raw scores."
+                )
 
 
 def named_folders(paths: Sequence[Path]) -> dict[str, Path]:

@@ -26,7 +26,7 @@ from firm.base.sanitize import check_name
 from firm.run.names import check_slugs
 from firm.run.resuming import Resume, check_out
 from firm.serving.targets import TargetName
-from reward_models.config import CallFormat, RewardModelConfig
+from reward_models.config import RewardModelConfig
 
 
 @configuration
@@ -61,71 +61,6 @@ class FetchConfig:
     to: Path | None = None
     """Folder to write; default: `models/smollm2` in the cache, `$XDG_CACHE_HOME/firm` or
     `~/.cache/firm`, where `firm/models/smollm2` as a policy's path finds it."""
-
-
-@configuration
-class RewardConfig:
-    """A reward model to train: pairs, base model and optimisation."""
-
-    pairs: str | list[str] = ""
-    """Ranked pairs: a .json or .jsonl file (optionally .gz), a dataset's folder, a dataset on the
-    Hugging Face hub, or a list of these. Rows have `prompt`, `chosen` and `rejected` in any form of
-    TRL's."""
-    split: str | None = None
-    """Split of the source, such as "train[:50%]"; null: a whole file, or the split "train"."""
-    ranked_by: str = ""
-    """Field with the index of the preferred reply, for rows with `response_0` and `response_1`,
-    such as "safer_response_id" in PKU-SafeRLHF."""
-    base: str = ""
-    """Model to start from: a folder, or a name on the Hugging Face hub."""
-    name: str = "reward"
-    """Name of the objective that the model judges."""
-    format: CallFormat | Literal["auto"] = "auto"
-    """Input format, as for reward models; "auto": the base's chat template if it has one,
-    otherwise plain."""
-    held_out: Annotated[float, Interval(gt=0, lt=1)] = 0.2
-    """Share of the prompts whose pairs are held out for the report."""
-    max_held_out: BoundedInt = 500
-    """Maximum number of held-out prompts."""
-    max_length: Annotated[int, Interval(ge=4, le=10_000_000)] = 512
-    """Maximum length of prompt and reply in tokens; longer texts are truncated at the start."""
-    rank: BoundedInt = 16
-    """Rank of the LoRA adapter on all linear layers."""
-    learning_rate: PositiveFloat = 2e-4
-    """Peak learning rate of AdamW, reached after 5 % of the steps; it then falls linearly."""
-    num_epochs: BoundedInt = 1
-    """Passes over the training pairs."""
-    batch_size: BoundedInt = 16
-    """Pairs per step of the optimizer."""
-    micro_batch_size: BoundedInt = 4
-    """Pairs per forward pass; limits memory and does not affect results."""
-    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
-    """Data type of the frozen base; "auto": bfloat16 where this machine multiplies it fast."""
-    device: str = "auto"
-    """Device, such as "cpu" or "cuda:1"; "auto" takes an accelerator if there is one."""
-    num_threads: Annotated[NumWorkers | None, Hint("null leaves it to torch")] = None
-    """Number of CPU threads."""
-    seed: Seed = 0
-    """Seed of the head, the adapter, the held-out prompts and the order of the pairs."""
-    others: dict[str, str] = field(default_factory=dict)
-    """Reward models to compare with on the held-out pairs, by name: a folder, a hub name, or a
-    function, as for `firm init`."""
-    out: Path | None = None
-    """New folder of the adapter and its report; default: runs/reward-TIME."""
-
-    def __post_init__(self) -> None:
-        if not self.pairs:
-            raise ValueError("pairs is missing: pass --pairs FILE.")
-        if not self.base:
-            raise ValueError("base is missing: pass --base FOLDER_OR_HUB_NAME.")
-        if self.batch_size % self.micro_batch_size:
-            raise ValueError(
-                f"batch_size must be a multiple of micro_batch_size ({self.micro_batch_size}), got "
-                f"{self.batch_size}."
-            )
-        check_name(self.name, "name: the name of an objective")
-        if self.name in self.others:
-            raise ValueError(f"others must not have the model's own name, got {self.name!r}.")
 
 
 @configuration
@@ -202,9 +137,10 @@ class StudyConfig(PointsConfig):
 class MethodConfig:
     """A method to reach trade-offs."""
 
-    kind: Literal["train", "soup", "front"] = "train"
+    kind: Literal["train", "soup", "ties", "dare_linear", "dare_ties", "front"] = "train"
     """train: one training per preference; soup: one training per objective, and weighted means of
-    their adapters (Rewarded Soups, arXiv:2306.04488); front: one training of a policy conditioned
+    their adapters (Rewarded Soups, arXiv:2306.04488); ties, dare_linear and dare_ties: the same,
+    merged by these methods; front: one training of a policy conditioned
     on the preference, folded at each preference."""
     overrides: dict[str, Any] = field(default_factory=dict)
     """Keys to override, with their values, such as {strategy.beta: 0}; they take precedence over
@@ -227,8 +163,9 @@ class SweepConfig(PointsConfig):
     """Use the grid of all vectors of multiples of 1/resolution, including the corners, if
     preferences are not given; null: 4."""
     reference: list[float] | None = None
-    """Reference point of the hypervolume: rewards in [0, 1], one per objective, in order or by
-    name, below the rewards of every model; null: zeros. It is saved with the front."""
+    """Reference point of the hypervolume: a reward in [0, 1] of each objective, or an accuracy on
+    pairs, in order or by name, below those of every model; null: zeros. It is saved with the
+    front."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -265,6 +202,31 @@ class SpeakersConfig:
             raise ValueError(
                 "policy.path must not be empty; pass the base model, or a finished run."
             )
+
+
+@configuration
+class TradeOffConfig:
+    """A trade-off of a conditioned run; at most one of preference, target and requirements."""
+
+    preference: list[float] | None = None
+    """Shares of the objectives, in order or by name, such as `helpful=0.7,harmless=0.3`, at which a
+    conditioned adapter is taken; null: equal shares in a chat, the whole front in an export."""
+    target: str = ""
+    """Where to end up on a conditioned run's front, instead of `preference`; see `firm pick`."""
+    require: str = ""
+    """Requirements that the best preference must meet, instead of `preference`; see `firm pick`."""
+    confidence: Annotated[float, Gt(0.5), Lt(1)] = 0.95
+    """Confidence of the one-sided bounds that must meet `require`."""
+
+    def __post_init__(self) -> None:
+        if len(self.trade_offs) > 1:
+            given = ", ".join(self.trade_offs)
+            raise ValueError(f"pass one of preference, target and require, got {given}.")
+
+    @property
+    def trade_offs(self) -> list[str]:
+        """The given ones of the keys that state a trade-off."""
+        return [key for key in TRADE_OFFS if getattr(self, key)]
 
 
 @configuration
@@ -308,22 +270,13 @@ class CompareConfig(SpeakersConfig):
 
 
 @configuration
-class ChatConfig(SpeakersConfig):
+class ChatConfig(TradeOffConfig, SpeakersConfig):
     """A chat; settings of `run` are the defaults, followed by the defaults below."""
 
     run: Path | None = None
     """Finished run that provides adapter, policy, rewards, rollout and seed."""
     adapter: Path | None = None
     """PEFT folder, or run directory to take only the adapter from; default: the run's adapter."""
-    preference: list[float] | None = None
-    """Shares of the objectives, in order or by name, such as `helpful=0.7,harmless=0.3`, for a
-    conditioned adapter; null: equal shares."""
-    target: str = ""
-    """Where to end up on a conditioned run's front, instead of `preference`; see `firm pick`."""
-    require: str = ""
-    """Requirements that the best preference must meet, instead of `preference`; see `firm pick`."""
-    confidence: Annotated[float, Gt(0.5), Lt(1)] = 0.95
-    """Confidence of the one-sided bounds that must meet `require`."""
     show_rewards: bool = True
     """Load the reward models and show the scores, except of models that need further data
     fields."""
@@ -333,12 +286,12 @@ class ChatConfig(SpeakersConfig):
             raise ValueError(
                 "chat needs a model: pass --run runs/mine, or --adapter with --policy.path."
             )
-        given = [key for key in TRADE_OFFS if getattr(self, key)]
-        if len(given) > 1:
-            raise ValueError(f"pass one of preference, target and require, got {', '.join(given)}.")
-        if self.run is None and (self.target or self.require):
-            raise ValueError(f"{given[0]} needs the front of a run: pass --run runs/mine.")
         super().__post_init__()
+        if self.run is None and (self.target or self.require):
+            raise ValueError(
+                f"{self.trade_offs[0]} needs the front of a run: pass --run runs/mine."
+            )
+        SpeakersConfig.__post_init__(self)
 
 
 @configuration
@@ -399,7 +352,7 @@ class PickConfig:
 
 
 @configuration
-class ExportConfig:
+class ExportConfig(TradeOffConfig):
     """An export; settings of `run` are the defaults, followed by the defaults below."""
 
     run: Path | None = None
@@ -409,15 +362,6 @@ class ExportConfig:
     """Engine: peft for PEFT folders whose scaled sum is the front, gguf for the same as files of
     llama.cpp with the base model, openvino for the same as files of OpenVINO GenAI, or vllm, which
     does not scale adapters, for a folder per measured point."""
-    preference: list[float] | None = None
-    """Export only a conditioned run's adapter at this preference: shares of the objectives, in
-    order or by name, such as `helpful=0.7,harmless=0.3`."""
-    target: str = ""
-    """Export only the adapter at this target; see `firm pick`."""
-    require: str = ""
-    """Export only the best adapter that meets requirements; see `firm pick`."""
-    confidence: Annotated[float, Gt(0.5), Lt(1)] = 0.95
-    """Confidence of the one-sided bounds that must meet `require`."""
     has_base: bool = True
     """With gguf, write the base model too. Turn it off to serve another GGUF file of it, such as a
     quantized one."""
@@ -431,14 +375,7 @@ class ExportConfig:
     def __post_init__(self) -> None:
         if self.run is None:
             raise ValueError("export needs a finished run: firm export runs/mine.")
-        given = [key for key in TRADE_OFFS if getattr(self, key)]
-        if len(given) > 1:
-            raise ValueError(f"pass one of preference, target and require, got {', '.join(given)}.")
-
-    @property
-    def is_folded(self) -> bool:
-        """True if a single preference is exported."""
-        return any(getattr(self, key) for key in TRADE_OFFS)
+        super().__post_init__()
 
 
 @configuration

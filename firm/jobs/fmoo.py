@@ -3,6 +3,7 @@
 import copy
 import csv
 import io
+import os
 import time
 from collections.abc import Callable, Sequence
 from contextlib import closing
@@ -21,13 +22,20 @@ from firm.base.preferences import in_order
 from firm.base.sanitize import legible, printable
 from firm.base.state import State
 from firm.federation.diagnostics import failure_alarms
+from firm.federation.engine_registry import ENGINES
+from firm.federation.partition import split_shard
 from firm.federation.server import ServerState
+from firm.federation.strategy_configs import ScalarConfig
+from firm.fmoo.client import SupervisedClient
+from firm.fmoo.config import AlgorithmConfig
 from firm.fmoo.data import Splits, load_data
 from firm.fmoo.federation import SupervisedFederation
 from firm.fmoo.measures import evaluation, progress, share_improved
 from firm.fmoo.models import build_model, num_parameters
-from firm.jobs.fmoo_config import FREE_KEYS, ClassicConfig
-from firm.jobs.fmoo_loading import federate, partition
+from firm.fmoo.partition import partition
+from firm.fmoo.task_data import TaskData
+from firm.fmoo.workspace import Workspace
+from firm.jobs.fmoo_config import FREE_KEYS, ClassicConfig, attack_on
 from firm.jobs.loop import Logbook, RoundResult, Task, train
 from firm.report.criteria import comparable, criteria_of
 from firm.report.page import write_page
@@ -45,7 +53,7 @@ from firm.run.pace import Paced
 from firm.run.progress import print_table
 from firm.run.resuming import STUDY_NAME, continued_later, is_resumed
 from firm.run.rows import Row
-from firm.run.trackers import open_tracker
+from firm.run.tracking import open_tracker
 
 PAGE_NAME, TABLE_NAME = "comparison.html", "summary.csv"
 METHOD = (
@@ -205,6 +213,58 @@ def run_seed(cfg: ClassicConfig, name: str, splits: Splits, path: Path, seed: in
         train(task, engine, federation.names, federation.cfg)
 
 
+def federate(
+    cfg: ClassicConfig, algorithm: AlgorithmConfig, splits: Splits, seed: int
+) -> SupervisedFederation:
+    """Returns an algorithm's clients with their samples, and the model that they share."""
+    train, fraction = splits.train, cfg.partition.test_fraction
+    shards, held_out = _shards(cfg, train, algorithm.num_clients or cfg.num_clients, seed), {}
+    if fraction:
+        for index, (name, shard) in enumerate(shards.items()):
+            own, kept = split_shard(shard, (1 - fraction, fraction), seed=seed + index)
+            shards[name], held_out[name] = own, torch.tensor(kept, dtype=torch.int64)
+    if algorithm.is_centralised:
+        shards = {"everyone": [index for shard in shards.values() for index in shard]}
+    names, attack = list(shards), attack_on(algorithm, cfg)
+    if strangers := set(attack.clients) - set(names):
+        raise ValueError(
+            f"attack.clients must be among the clients {names[0]} to {names[-1]}, got "
+            f"{min(strangers)!r}."
+        )
+    workspace = Workspace(build_model(cfg.model, train, seed=seed), train, algorithm.local)
+    indices = {name: torch.as_tensor(shard) for name, shard in shards.items()}
+    count = len(train.objectives)
+    num_served = count if algorithm.is_centralised else cfg.partition.objectives_per_client or count
+    if num_served > count:
+        raise ValueError(
+            f"partition.objectives_per_client must be at most {count}, the number of objectives of "
+            f"{cfg.data.name}, got {num_served}."
+        )
+    clients = [
+        SupervisedClient(
+            name,
+            workspace,
+            shard,
+            seed=seed,
+            served=sorted((place + step) % count for step in range(num_served)),
+            attack=attack,
+        )
+        for place, (name, shard) in enumerate(indices.items())
+    ]
+    strategy = algorithm.strategy
+    if attack.kind != "none":
+        strategy = replace(strategy, always=attack.clients)
+    # weighted-sum training of a linear model runs as one loop over arrays (``weighted_steps``)
+    is_loop = workspace.linear_heads is not None and isinstance(strategy, ScalarConfig)
+    name = cfg.engine or ("stacked" if workspace.is_stackable and not is_loop else "local")
+    engine = ENGINES[name](clients, num_workers=cfg.num_workers or os.cpu_count() or 1)
+    return SupervisedFederation(strategy, workspace, clients, engine, indices, held_out)
+
+
+def _shards(cfg: ClassicConfig, data: TaskData, count: int, seed: int) -> dict[str, Sequence[int]]:
+    return partition(data, cfg.partition, count, seed=seed, name=cfg.data.name)
+
+
 class _ClassicTask(Task):
     """Evaluates losses and accuracies on samples, at intervals of rounds."""
 
@@ -303,7 +363,7 @@ def write_comparison(
         replace_text(out / TABLE_NAME, table.getvalue())
     with drawing(f"The page {PAGE_NAME}"):
         model = build_model(cfg.model, splits.train, seed=0)
-        num_clients = len(partition(splits.train, cfg, cfg.num_clients, cfg.seeds[0]))
+        num_clients = len(_shards(cfg, splits.train, cfg.num_clients, cfg.seeds[0]))
         facts = {
             "Data": f"{cfg.data.name}, {len(splits.train):,} samples",
             "Objectives": ", ".join(splits.train.objectives),

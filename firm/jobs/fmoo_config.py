@@ -4,11 +4,9 @@ from dataclasses import field, replace
 from pathlib import Path
 from typing import Annotated, Literal
 
-from annotated_types import Ge, Interval, Le
+from annotated_types import Ge
 
 from firm.base.fields import (
-    LARGEST,
-    BoundedInt,
     Hint,
     NumClients,
     NumRounds,
@@ -20,67 +18,19 @@ from firm.base.fields import (
 )
 from firm.base.registry import OneOf, did_you_mean
 from firm.federation.engine_registry import ENGINES
-from firm.federation.strategies import StrategyConfig
-from firm.fmoo.config import DatasetConfig, LocalConfig, LossAttackConfig, ModelConfig
+from firm.fmoo.config import (
+    AlgorithmConfig,
+    DatasetConfig,
+    LossAttackConfig,
+    ModelConfig,
+    SamplePartitionConfig,
+)
 from firm.run.names import check_folder_name
 from firm.run.resuming import Resume, check_out
 from firm.run.tracking import TrackingConfig
 
 FREE_KEYS = ("engine", "resume", "plugins", "out", "algorithms", "seeds", "num_workers", "tracking")
 """Keys that may differ on resume; algorithms and seeds may be added."""
-
-
-@configuration
-class SamplePartitionConfig:
-    """Partition of the training samples among the clients."""
-
-    kind: Literal["iid", "dirichlet", "balanced", "shards", "natural"] = "balanced"
-    """iid: equal random parts; dirichlet: shares of each composite label, drawn from a Dirichlet
-    distribution; balanced: the same with equal sizes; shards: shards of samples sorted by label;
-    natural: the data set's own users."""
-    alpha: PositiveFloat = 0.3
-    """Concentration of the Dirichlet distribution; smaller is more heterogeneous."""
-    shards_per_client: BoundedInt = 2
-    """Shards per client, for kind shards."""
-    num_users: PositiveInt | None = None
-    """Number of users drawn at random as clients, for kind natural; null: all users."""
-    min_samples: PositiveInt = 1
-    """Minimum samples of a client."""
-    max_samples: Annotated[int, Le(LARGEST)] | None = None
-    """Maximum samples of a client; larger shards are subsampled at random. null: no limit."""
-    objectives_per_client: Annotated[PositiveInt | None, Hint("null gives all")] = None
-    """Objectives that each client trains (FMGDA's matrix A), assigned round-robin, so that all
-    objectives have equally many clients; null: every client trains all objectives."""
-    test_fraction: Annotated[float, Interval(ge=0, lt=1)] = 0.0
-    """Share of a client's samples held out to measure its user's accuracy (0.1 in FedMGDA+,
-    Section 6.1). 0: none; natural users may have separate test samples."""
-
-    def __post_init__(self) -> None:
-        if self.max_samples is not None and self.max_samples < max(1, self.min_samples):
-            raise ValueError(
-                f"max_samples must be at least min_samples ({self.min_samples}), got "
-                f"{self.max_samples}; null sets no limit."
-            )
-
-
-@configuration
-class AlgorithmConfig:
-    """An algorithm with its learning rates."""
-
-    strategy: StrategyConfig
-    """Federated algorithm."""
-    local: LocalConfig = field(default_factory=LocalConfig)
-    """Local training of the clients."""
-    num_clients: NumClients | None = None
-    """Number of clients for this algorithm; null: the study's."""
-    is_centralised: bool = False
-    """Give all samples to a single client; with one local step, FSMGDA is then MGD or SMGD."""
-
-    rounds: Annotated[NumRounds, Ge(1)] | None = None
-    """Rounds of this algorithm; null: the study's."""
-    attack_amount: float | None = None
-    """Amount of the attack on this algorithm, since algorithms use losses on different scales;
-    null: the study's."""
 
 
 @configuration

@@ -5,6 +5,7 @@ import shlex
 from collections.abc import Sequence
 from pathlib import Path
 
+from firm.alignment.policy_config import is_repo_name
 from firm.base.fields import configuration
 from firm.base.sanitize import first_line, printable
 
@@ -22,27 +23,11 @@ class HubConfig:
     """Make a new repository private."""
 
     def __post_init__(self) -> None:
-        if self.repo and not _is_repo_name(self.repo):
+        if self.repo and not is_repo_name(self.repo):
             raise ValueError(
                 "repo must be NAME or USER/NAME, of at most 96 letters, digits and single '-', '_' "
                 f"or '.' between them, and must not end in .git, got {self.repo!a}."
             )
-
-
-def _is_repo_name(name: str) -> bool:
-    from huggingface_hub.errors import HFValidationError  # here, since settings are read without it
-    from huggingface_hub.utils import validate_repo_id
-
-    try:
-        validate_repo_id(name)
-    except HFValidationError:
-        return False
-    return True
-
-
-def is_hub_name(name: str) -> bool:
-    """Returns whether `name` is a model on the hub rather than a folder."""
-    return _is_repo_name(name) and not Path(name).exists()
 
 
 def push(cfg: HubConfig, adapter: Path, run: Path, names: Sequence[str] = ()) -> None:

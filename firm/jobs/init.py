@@ -14,6 +14,7 @@ from typing import Any
 import yaml
 from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError
 
+from firm.alignment.held_out import HELD_OUT, USES, hold_out
 from firm.alignment.inspection import Inspection, fast_dtype, inspect_policy
 from firm.alignment.pairs import PairsConfig, load_pairs
 from firm.alignment.policy import read_tokenizer
@@ -25,7 +26,6 @@ from firm.base.inside import replace_text
 from firm.base.sanitize import legible, printable
 from firm.federation import Processes
 from firm.jobs.alignment_config import AlignmentConfig, client_names
-from firm.jobs.alignment_data import HELD_OUT, USES, hold_out
 from firm.jobs.configs import InitConfig
 from firm.jobs.plan import make_plan
 from firm.jobs.sources import check_data, check_policy, check_reward, is_file
@@ -37,12 +37,8 @@ from firm.run.shipped import CONFIGS, with_shipped_paths
 from reward_models.registry import reward_settings
 
 TEMPLATES = {"quick": "own.yaml", "full": "own_full.yaml", "pairs": "own_pairs.yaml"}
-
-
 ASKED = ("policy", "prompts", "rewards")
 """Required keys, unless there are pairs."""
-
-
 MAX_CLIENTS = {"quick": 4, "full": 8, "pairs": 4}
 """Clients of a template."""
 MIN_SHARD = {"quick": 8, "full": 16, "pairs": 16}
@@ -78,7 +74,7 @@ TINY = {"actor_learning_rate": "3.0e-3 # as the miniature's, measured with 0.8M 
 
 
 @dataclass(frozen=True)
-class Source:
+class NewData:
     """The data of a new configuration, and the sections that name them."""
 
     sections: dict[str, list[str]]
@@ -103,7 +99,7 @@ class Written:
     """Properties of the model; None if its files cannot be read."""
     notes: list[str]
     """Reasons why the model's files cannot be read."""
-    source: Source
+    source: NewData
     seconds: float | None
     """Planned time of a short run on this machine, without reward models."""
 
@@ -150,8 +146,8 @@ def init(cfg: InitConfig, ask: Callable[[str], str] | None = None) -> Written:
     text = _fit(text, kind, inspection, source)
     lengths = [] if cfg.full or inspection is None else _fit_lengths(policy, inspection, source)
     if lengths:
-        text = _with_prompt_tokens(text, lengths[0])
-        text = _set(text, "max_new_tokens", lengths[1])
+        text = _set(_set(text, "max_prompt_tokens", lengths[0]), "max_new_tokens", lengths[1])
+        text = re.sub(r"\bmax_tokens: \d+", f"max_tokens: {lengths[0]}", text)  # left out if longer
     replace_text(cfg.out, text)
     try:
         config, seconds = compose(AlignmentConfig, [cfg.out], []), None
@@ -209,7 +205,7 @@ def _set(text: str, key: str, value: object) -> str:
     return text
 
 
-def _fit(text: str, kind: str, inspection: Inspection | None, source: Source) -> str:
+def _fit(text: str, kind: str, inspection: Inspection | None, source: NewData) -> str:
     """Returns the template, adapted to the model, the data and this machine."""
     text = _set(text, "dtype", fast_dtype())
     if source.num_rows is not None:
@@ -236,7 +232,7 @@ def _fit(text: str, kind: str, inspection: Inspection | None, source: Source) ->
     return text
 
 
-def _fit_lengths(policy: str, inspection: Inspection, source: Source) -> list[int]:
+def _fit_lengths(policy: str, inspection: Inspection, source: NewData) -> list[int]:
     """Returns the maximum tokens of a prompt, and of a reply, that suit nine in ten of the data."""
     context = inspection.context or MAX_PROMPT_TOKENS + MAX_NEW_TOKENS
     longest = [min(MAX_PROMPT_TOKENS, context - max(1, context // 4)), MAX_NEW_TOKENS]
@@ -254,12 +250,6 @@ def _most(rows: Sequence[Sequence[int]]) -> int:
     """Returns a multiple of 16 that is not exceeded by nine in ten rows."""
     lengths = sorted(map(len, rows))
     return 16 * math.ceil(lengths[int(0.9 * len(lengths))] / 16)
-
-
-def _with_prompt_tokens(text: str, num_tokens: int) -> str:
-    """Returns a YAML text whose prompts have at most so many tokens; longer ones are left out."""
-    text = _set(text, "max_prompt_tokens", num_tokens)
-    return re.sub(r"\bmax_tokens: \d+", f"max_tokens: {num_tokens}", text)
 
 
 def _fit_time(file: Path, max_new_tokens: int) -> tuple[int, int, float] | None:
@@ -345,7 +335,7 @@ def _likely_format(path: str) -> str:
         return "chat_template"
 
 
-def _prompts(prompts: str, test_prompts: str) -> Source:
+def _prompts(prompts: str, test_prompts: str) -> NewData:
     """Returns prompts, and the section `data` that divides them among training and tests.
 
     Raises:
@@ -357,7 +347,7 @@ def _prompts(prompts: str, test_prompts: str) -> Source:
         share = 1 / HELD_OUT if num_distinct >= FEW_PROMPTS * HELD_OUT else 2 / HELD_OUT
         try:
             parts = hold_out(rows, USES, share, seed=0, key="prompts")
-        except UserError as error:
+        except ValueError as error:
             raise UserError(
                 f"prompts: {prompts} has too few rows to hold any out; add prompts to it, or pass "
                 "--test_prompts."
@@ -367,7 +357,7 @@ def _prompts(prompts: str, test_prompts: str) -> Source:
             f"  hold_out: {share} # of the prompts for validation, and for testing",
         ]
         train = parts["train"]
-        return Source({"data": lines}, train, len(train), num_test=len(parts["test"]))
+        return NewData({"data": lines}, train, len(train), num_test=len(parts["test"]))
     name = "" if is_file(test_prompts) else "test"
     train = _rows("prompts", prompts, split := "[:]" if is_file(prompts) else "train")
     lines, held_out = [f"  train: {_data(prompts, split)}"], None
@@ -376,10 +366,10 @@ def _prompts(prompts: str, test_prompts: str) -> Source:
         lines.append(f"  {use}: {_data(test_prompts or prompts, split)}")
     num_test = None if held_out is None else len(held_out)
     num_rows = None if train is None else len(train)
-    return Source({"data": lines}, train, num_rows, num_test=num_test)
+    return NewData({"data": lines}, train, num_rows, num_test=num_test)
 
 
-def _pairs(pairs: Mapping[str, str], is_full: bool) -> Source:
+def _pairs(pairs: Mapping[str, str], is_full: bool) -> NewData:
     """Returns ranked pairs, and the section `pairs`.
 
     Raises:
@@ -402,9 +392,9 @@ def _pairs(pairs: Mapping[str, str], is_full: bool) -> Source:
             split = _slices(len(own), sizes[-1])
         lines.append(f"  {_quote(name)}: {_data(source, split)}")
     if len(sizes) < len(pairs):
-        return Source({"pairs": lines}, None)
+        return NewData({"pairs": lines}, None)
     num_test = min(sizes) // HELD_OUT
-    return Source(
+    return NewData(
         {"pairs": lines}, prompts, min(sizes) - num_test, tuple(replies), max(2, num_test)
     )
 

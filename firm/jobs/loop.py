@@ -163,6 +163,7 @@ def train(task: Task, engine: Engine, clients: Sequence[str], cfg: StrategyConfi
         before = state
         # a plugin's strategy may call sys.exit, which would end the program without a message
         with user_code(f"strategy {cfg.name!r}", but=(Exception,)):
-            state, metrics = with_retries(STRATEGIES[cfg.name], state, clients, engine, cfg)
+            own = cfg.at_round(state.round + 1, state.objectives)
+            state, metrics = with_retries(STRATEGIES[cfg.name], state, clients, engine, own)
         state = task.end_round(engine, before, state, metrics)
     return state

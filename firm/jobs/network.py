@@ -20,8 +20,9 @@ from firm.base.inside import replace_text
 from firm.base.sanitize import check_name
 from firm.federation.engines.engine import Engine
 from firm.federation.engines.local import LocalEngine
-from firm.federation.engines.processes import Processes, ProcessesEngine
+from firm.federation.engines.processes import ProcessesEngine
 from firm.federation.options.secure.engine import SecureEngine
+from firm.federation.processes import Processes
 from firm.jobs.alignment import FREE_KEYS, notes_at_start, progress_of, run_rounds
 from firm.jobs.alignment_config import (
     SERVER_KEYS,
@@ -31,6 +32,7 @@ from firm.jobs.alignment_config import (
 )
 from firm.jobs.alignment_data import data_of
 from firm.jobs.alignment_loading import (
+    AUTO,
     LoadedRun,
     as_calibrations,
     as_figures,
@@ -38,8 +40,11 @@ from firm.jobs.alignment_loading import (
     common_calibrations,
     load,
     own_engine,
+    set_threads,
+    with_recorded_threads,
 )
 from firm.jobs.network_config import (
+    HOME_VARIABLE,
     ServerConfig,
     SiteConfig,
     certificates_digest,
@@ -49,53 +54,29 @@ from firm.jobs.network_config import (
     site_identities,
     site_name,
 )
-from firm.jobs.threads import AUTO, set_threads, with_recorded_threads
 from firm.network import link
 from firm.network.agreement import Agreement, Ledger
 from firm.network.controller import FlareChannel, SitesController
 from firm.network.site import Site
 from firm.network.sites import SitesEngine
-from firm.network.states import DiskStates
 from firm.run.config import compose, to_dict
 from firm.run.differences import leaves
 from firm.run.directory import Run
 from firm.run.errors import UserError
 from firm.run.files import make_private_folder
 from firm.run.lock import check_not_held
+from firm.run.states import DiskStates
 
 logger = logging.getLogger(__name__)
-
-CONTROLLER = "firm.jobs.network.AlignmentController"
-"""The only workflow that a server allows."""
 
 LEDGER = "ledger.jsonl"
 """File with a site's record of its answers and refusals, in its kit."""
 THREADS = "num_threads.txt"
 """File with a site's measured number of CPU threads, beside the states of a run's clients."""
-HOME_VARIABLE = "FIRM_FOLDER"
-"""Environment variable with the folder that relative paths of a run start from, since FLARE runs
-jobs in other folders."""
 OWN_KEYS = (
-    "checkpoints",
-    "client_timeout",
-    "data",
-    "engine",
-    "evaluation",
-    "guard",
-    "hub",
-    "max_rows",
-    "name",
-    "num_threads",
-    "out",
-    "paper",
-    "plan",
-    "plugins",
-    "policy.device",
-    "policy.path",
-    "processes_per_client",
-    "resume",
-    "tracking",
-    *SERVER_KEYS,
+    *("checkpoints", "client_timeout", "data", "engine", "evaluation", "guard", "hub", "max_rows"),
+    *("name", "num_threads", "out", "paper", "plan", "plugins", "policy.device", "policy.path"),
+    *("processes_per_client", "resume", "tracking", *SERVER_KEYS),
 )
 """Keys of a run that each party sets for itself; all other keys must be equal everywhere."""
 OWN_REWARD_KEYS = ("batch_size", "device", "dtype", "path", "url")

@@ -25,8 +25,13 @@ from firm.run.shipped import CONFIGS
 if TYPE_CHECKING:
     from firm.federation.options.secure.protocol import KeyRing
 
+CONTROLLER = "firm.jobs.network.AlignmentController"
+"""The only workflow that a server allows."""
 OUTPUT = "output.txt"
 """File with the output of a kit's processes, in the kit."""
+HOME_VARIABLE = "FIRM_FOLDER"
+"""Environment variable with the folder that relative paths of a run start from, since FLARE runs
+jobs in other folders."""
 
 
 @configuration
@@ -128,7 +133,7 @@ class AdminConfig:
 
 def run_config(base: Path, overrides: Mapping[str, Any]) -> AlignmentConfig:
     """Returns the run's configuration."""
-    return _not_sharded(compose(AlignmentConfig, [base], list(overrides.items())))
+    return _for_sites(compose(AlignmentConfig, [base], list(overrides.items())))
 
 
 def kit_config(kit: Path, overrides: Mapping[str, Any]) -> AlignmentConfig:
@@ -137,13 +142,23 @@ def kit_config(kit: Path, overrides: Mapping[str, Any]) -> AlignmentConfig:
     Plugins are code, so each party names its own; the kit's plugins are not imported.
     """
     own = [("plugins", []), *overrides.items()]
-    return _not_sharded(compose(AlignmentConfig, [kit / "run.yaml"], own))
+    return _for_sites(compose(AlignmentConfig, [kit / "run.yaml"], own))
 
 
-def _not_sharded(cfg: AlignmentConfig) -> AlignmentConfig:
-    """Raises ``UserError`` if the policy is sharded: the server and most sites have one process."""
-    if cfg.policy.shard:
+def _for_sites(cfg: AlignmentConfig) -> AlignmentConfig:
+    """Raises ``UserError`` on settings that a run over a network cannot have."""
+    if cfg.policy.shard:  # the server and most sites have one process
         raise UserError("policy.shard must be false in a run over a network, got true.")
+    schedule = cfg.strategy.schedule
+    for key, function in (
+        ("strategy.schedule.function", schedule.function if schedule else ""),
+        ("estimator.advantages", getattr(cfg.estimator, "advantages", "")),
+    ):
+        if function:
+            raise UserError(
+                f"{key} must be left out in a run over a network, where a kit's code is not run, "
+                f"got {function}."
+            )
     return cfg
 
 

@@ -12,8 +12,9 @@ from pathlib import Path
 from typing import Any
 
 from firm.base.sanitize import printable
-from firm.jobs.network import CONTROLLER, HOME_VARIABLE
 from firm.jobs.network_config import (
+    CONTROLLER,
+    HOME_VARIABLE,
     OUTPUT,
     AdminConfig,
     FederationConfig,
@@ -99,7 +100,7 @@ def start_site(cfg: SiteConfig) -> None:
     check_role(cfg.kit, "site")
     host, port = server_address(cfg.kit)
     daemons = _site(cfg)
-    _wait_for_server(cfg.kit)
+    _find_server(cfg.kit, waits=True)
     print(f"{site_name(cfg.kit)}: server {host}:{port}, log {cfg.kit / OUTPUT}", flush=True)
     _keep_running(daemons)
 
@@ -111,9 +112,9 @@ def submit(cfg: AdminConfig) -> None:
     """
     check_role(cfg.kit, "admin")
     federation = federation_of(cfg.kit)
-    _check_server(cfg.kit)
+    _find_server(cfg.kit, waits=False)
     while _one_job(cfg, federation):
-        _wait_for_server(cfg.kit)
+        _find_server(cfg.kit, waits=True)
 
 
 def status(cfg: AdminConfig) -> None:
@@ -121,7 +122,7 @@ def status(cfg: AdminConfig) -> None:
     check_role(cfg.kit, "admin")
     federation = federation_of(cfg.kit)
     host, port = server_address(cfg.kit)
-    _check_server(cfg.kit)
+    _find_server(cfg.kit, waits=False)
     with console.session(cfg.kit) as opened:
         connected = console.connected_sites(opened)
         rows = [[s, "connected" if s in connected else "not connected"] for s in federation.sites]
@@ -132,7 +133,7 @@ def status(cfg: AdminConfig) -> None:
 def stop(cfg: AdminConfig) -> None:
     """Stops the current runs; `submit` resumes from their last checkpoints."""
     check_role(cfg.kit, "admin")
-    _check_server(cfg.kit)
+    _find_server(cfg.kit, waits=False)
     with console.session(cfg.kit) as opened:
         jobs = console.unfinished_jobs(opened)
         for job, name in jobs.items():
@@ -244,25 +245,24 @@ def _reach(kit: Path) -> str | None:
     return None
 
 
-def _wait_for_server(kit: Path) -> None:
-    """Waits until the server responds, and reports why it does not."""
+def _find_server(kit: Path, *, waits: bool) -> None:
+    """Waits until the server responds, and reports why it does not.
+
+    Raises:
+        UserError: It does not respond, and `waits` is false.
+    """
     host, port = server_address(kit)
     last_problem = None
     while problem := _reach(kit):
+        line = f"{host}:{port} cannot be reached ({problem})"
+        if not waits:
+            raise UserError(
+                f"{line}; start the server with firm network start-server, or check the network."
+            )
         if problem != last_problem:
-            print(f"{host}:{port} cannot be reached ({problem}); retrying", flush=True)
+            print(f"{line}; retrying", flush=True)
             last_problem = problem
         time.sleep(2)
-
-
-def _check_server(kit: Path) -> None:
-    """Raises `UserError` if the server cannot be reached."""
-    host, port = server_address(kit)
-    if problem := _reach(kit):
-        raise UserError(
-            f"{host}:{port} cannot be reached ({problem}); start the server with firm network "
-            "start-server, or check the network."
-        )
 
 
 def _one_job(cfg: AdminConfig, federation: FederationConfig) -> bool:

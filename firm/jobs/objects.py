@@ -9,6 +9,7 @@ import datasets
 import transformers
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from firm.alignment.held_out import HELD_OUT, hold_out
 from firm.alignment.policy import borrowed, is_stored_at, read_tokenizer
 from firm.alignment.prompt_data import read_prompts
 from firm.alignment.prompts import Prompt
@@ -16,7 +17,6 @@ from firm.base.inside import whole_folder
 from firm.jobs.alignment import Result, run_folder
 from firm.jobs.alignment import align as run_alignment
 from firm.jobs.alignment_config import DEFAULT_SPLITS, GIVEN, AlignmentConfig
-from firm.jobs.alignment_data import HELD_OUT, hold_out
 from firm.jobs.alignment_loading import Given
 from firm.jobs.fetch import fetch_policy
 from firm.jobs.finished_runs import keep_test_prompts

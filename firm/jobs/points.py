@@ -11,8 +11,8 @@ from firm.base.sanitize import by_reason, printable
 from firm.jobs.alignment import FREE_KEYS as RUN_FREE_KEYS
 from firm.jobs.alignment import RENEWED_KEYS, align
 from firm.jobs.alignment_config import AlignmentConfig
+from firm.jobs.alignment_loading import with_recorded_threads
 from firm.jobs.configs import PointsConfig
-from firm.jobs.threads import with_recorded_threads
 from firm.run.config import compose, to_dict, to_yaml
 from firm.run.differences import differences
 from firm.run.directory import Run

@@ -1,34 +1,19 @@
 """Trains a reward model from ranked pairs of replies, and reports how it ranks held-out pairs."""
 
-import math
-import random
-import tempfile
 import time
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import compress
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any
 
 import datasets
 import numpy as np
 import torch
 import transformers
-import yaml
-from peft import LoraConfig, TaskType, get_peft_model
-from transformers import AutoModelForSequenceClassification, PrinterCallback, TrainerCallback
-from trl.trainer.reward_config import RewardConfig as TrainerConfig
-from trl.trainer.reward_trainer import RewardTrainer
 
-from firm.alignment.inspection import fast_dtype
-from firm.alignment.pairs import Pair, PairsConfig, load_pairs
-from firm.alignment.policy import checkpoint_errors, read_tokenizer, without_needless_warnings
-from firm.base.devices import named_device, prepare_attention
+from firm.alignment.pairs import PairsConfig, load_pairs
 from firm.base.inside import replace_text, whole_folder
 from firm.base.json_text import json_text
-from firm.base.randomness import RandomStream
 from firm.base.sanitize import printable
-from firm.jobs.configs import RewardConfig
 from firm.jobs.fetch import fetch_policy
 from firm.jobs.sources import check_data, check_folder, check_reward
 from firm.report.page import write_page
@@ -38,20 +23,10 @@ from firm.run.files import file_errors
 from firm.run.names import dated_folder
 from firm.run.progress import print_table, say
 from firm.run.shipped import with_shipped_paths
-from reward_models.config import CallFormat, RewardModelConfig
+from reward_models import training
+from reward_models.config import RewardModelConfig
 from reward_models.registry import load_reward_model, reward_settings
-from reward_models.sequence_classifier import SequenceClassifierReward, quiet_transformers
-
-GOLDEN = (
-    ("\n\nHuman: Is it cold outside?\n\nAssistant:", " Yes, take a coat."),
-    ("\n\nHuman: Can you help me with my homework?\n\nAssistant:", " No."),
-)
-"""Examples whose scores are written beside the model, to detect a wrong format later."""
-FEW_STEPS = 30
-"""Steps below which training is noted to be short: on the miniature's pairs, 2 and 10 steps ended
-at chance, and 30 had begun to learn."""
-QUIET_SECONDS = 15.0
-"""Minimum seconds between two lines of progress."""
+from reward_models.training_config import RewardConfig
 
 
 @dataclass(frozen=True)
@@ -93,29 +68,29 @@ def train_reward(cfg: RewardConfig) -> TrainedReward:
     try:
         source = PairsConfig(source=cfg.pairs, split=cfg.split, ranked_by=cfg.ranked_by)
         pairs = load_pairs(source, on_note=notes.append)
-        _check_texts(pairs)
-        training, held_out = _split(pairs, cfg)
-        reward = _new_reward(cfg)
+        training.check_texts(pairs)
+        ranked, held_out = training.split_pairs(pairs, cfg)
+        reward = training.new_reward(cfg)
     except ValueError as error:
         raise UserError(str(error)) from error
     for note in notes:
         say(f"note: {printable(note)}")
-    say(f"{len(training)} pairs to train on, {len(held_out)} held out")
+    say(f"{len(ranked)} pairs to train on, {len(held_out)} held out")
     began = time.monotonic()
-    losses = _fit(reward, training, cfg)
+    losses = training.fit(reward, ranked, cfg)
     seconds = time.monotonic() - began
-    differences = {cfg.name: _differences(reward, held_out)}
+    differences = {cfg.name: training.score_differences(reward, held_out)}
     for name, text in cfg.others.items():
         options: dict[str, Any] = dict(reward_settings(text))
         if "path" in options:
             options["format"] = reward.format
         own = RewardModelConfig(**options)
-        differences[name] = _differences(load_reward_model(own, name), held_out)
+        differences[name] = training.score_differences(load_reward_model(own, name), held_out)
     lengths = [len(pair.chosen.split()) - len(pair.rejected.split()) for pair in held_out]
     report = report_of(
         differences,
         np.array(lengths),
-        num_training=len(training),
+        num_training=len(ranked),
         losses=losses,
         seconds=seconds,
     )
@@ -124,7 +99,7 @@ def train_reward(cfg: RewardConfig) -> TrainedReward:
         format=reward.format,
         append_eos=reward.append_eos,
         max_length=reward.max_length,
-        dtype=_dtype(cfg),
+        dtype=training.dtype_of(cfg),
     )
     with (
         file_errors(f"the reward model {out}", again="train again"),
@@ -133,7 +108,7 @@ def train_reward(cfg: RewardConfig) -> TrainedReward:
         model: Any = reward.whole_model
         model.save_pretrained(folder)
         reward.tokenizer.save_pretrained(folder)
-        replace_text(folder / "reward.yaml", _yaml(cfg.name, settings, reward))
+        replace_text(folder / "reward.yaml", training.reward_yaml(cfg.name, settings, reward))
         replace_text(folder / "report.json", json_text(report.as_data(), indent=1) + "\n")
         title = f"Reward model {cfg.name!r} of {Path(cfg.base).name}"
         write_page(folder / "report.html", reward_page(report, title=title))
@@ -147,205 +122,3 @@ def main(cfg: RewardConfig) -> None:
         print_table(table.title, table.headings, table.rows)
     print(f"wrote {trained.path}: the adapter, report.html, and reward.yaml, which has the lines:")
     print((trained.path / "reward.yaml").read_text(encoding="utf-8"), end="")
-
-
-def _differences(reward: Any, pairs: Sequence[Pair]) -> np.ndarray:
-    """Returns the score of the chosen minus that of the rejected reply of each pair, shape [n].
-
-    NaN where a reward function does not judge.
-    """
-    prompts: list[Any] = [pair.prompt for pair in pairs]
-    if not getattr(reward, "reads_prompts", False):
-        prompts = [prompt.given for prompt in prompts]
-    scores = [
-        reward(prompts=prompts, completions=replies)
-        for replies in ([pair.chosen for pair in pairs], [pair.rejected for pair in pairs])
-    ]
-    chosen, rejected = ([math.nan if s is None else s for s in side] for side in scores)
-    return np.array(chosen, dtype=float) - np.array(rejected, dtype=float)
-
-
-def _check_texts(pairs: Sequence[Pair]) -> None:
-    """Raises `ValueError` if a reply is more than its text, which is all that is scored."""
-    for pair in pairs:
-        if names := pair.extra_fields:
-            raise ValueError(
-                f"{pair.prompt.place}: a reply has `{names[0]}`, and reward models are trained on "
-                "texts alone: remove the field, or the row."
-            )
-
-
-def _split(pairs: Sequence[Pair], cfg: RewardConfig) -> tuple[list[Pair], list[Pair]]:
-    """Returns training and held-out pairs, which share no prompt."""
-    prompts = sorted({pair.prompt.transcript for pair in pairs})
-    num = min(cfg.max_held_out, round(cfg.held_out * len(prompts)))
-    if num < 2 or num >= len(prompts):
-        raise ValueError(
-            f"held_out {cfg.held_out} of {len(prompts)} prompts leaves too few pairs on one side: "
-            "pass more pairs, or change it."
-        )
-    chosen = set(random.Random(cfg.seed).sample(prompts, num))
-    is_held_out = [pair.prompt.transcript in chosen for pair in pairs]
-    sides = [[p for p, held in zip(pairs, is_held_out, strict=True) if held == h] for h in (0, 1)]
-    return sides[0], sides[1]
-
-
-def _dtype(cfg: RewardConfig) -> Literal["float32", "bfloat16"]:
-    return fast_dtype() if cfg.dtype == "auto" else cfg.dtype
-
-
-def _new_reward(cfg: RewardConfig) -> SequenceClassifierReward:
-    """Returns the base with a new head and adapter, as the reward model that it will be."""
-    device = named_device(cfg.device)
-    prepare_attention(device)
-    tokenizer = read_tokenizer(cfg.base)
-    with (
-        checkpoint_errors("language model", cfg.base),
-        quiet_transformers(),
-        without_needless_warnings(),
-        RandomStream(cfg.seed, "reward"),
-    ):
-        base = AutoModelForSequenceClassification.from_pretrained(
-            cfg.base, num_labels=1, dtype=getattr(torch, _dtype(cfg)), use_safetensors=True
-        )
-        if cfg.rank > (width := base.config.get_text_config().hidden_size):
-            raise ValueError(
-                f"rank must be at most the hidden size of {cfg.base}, {width}, got {cfg.rank}."
-            )
-        lora = LoraConfig(
-            task_type=TaskType.SEQ_CLS,
-            r=cfg.rank,
-            lora_alpha=2 * cfg.rank,
-            target_modules="all-linear",
-        )
-        model: Any = get_peft_model(base, lora)
-    if not isinstance(getattr(base, "score", None), torch.nn.Module):
-        raise ValueError(
-            f"base: {cfg.base} has no head at the last token: give a causal language model."
-        )
-    base.score.float()  # PEFT does this for its own matrices: bfloat16 would swallow small steps
-    format = cfg.format
-    if format == "auto":
-        format = "chat_template" if tokenizer.chat_template else "plain"
-    assert format in get_args(CallFormat)
-    return SequenceClassifierReward(
-        model.to(device),
-        tokenizer,
-        name=cfg.name,
-        format=format,
-        append_eos=format != "chat_template" and tokenizer.eos_token_id is not None,
-        max_length=cfg.max_length,
-        batch_size=4 * cfg.micro_batch_size,
-    )
-
-
-def _fit(reward: SequenceClassifierReward, pairs: Sequence[Pair], cfg: RewardConfig) -> list[float]:
-    """Trains a reward model on pairs in place, and returns the loss of each step."""
-    prompts = [pair.prompt for pair in pairs]
-    columns = {}
-    for side in ("chosen", "rejected"):
-        rows = reward.encode(prompts, [getattr(pair, side) for pair in pairs])
-        columns[f"{side}_ids"] = [row["input_ids"] for row in rows]
-    rows = zip(columns["chosen_ids"], columns["rejected_ids"], strict=True)
-    differ = [chosen != rejected for chosen, rejected in rows]
-    if not any(differ):
-        raise UserError(
-            f"max_length: the replies of all {len(pairs)} training pairs are equal in the last "
-            f"{reward.max_length} tokens; raise max_length."
-        )
-    columns = {name: list(compress(own, differ)) for name, own in columns.items()}
-    if num_equal := len(pairs) - sum(differ):
-        say(
-            f"note: {num_equal} of {len(pairs)} training pairs are dropped, since their replies "
-            f"are equal after truncation to {reward.max_length} tokens."
-        )
-    num_steps = cfg.num_epochs * math.ceil(sum(differ) / cfg.batch_size)
-    if num_steps < FEW_STEPS:
-        say(
-            f"note: training has only {num_steps} step{'s' * (num_steps > 1)}, after which a model "
-            "may still be at chance: pass more pairs, more --num_epochs or a smaller --batch_size."
-        )
-    losses: list[float] = []
-
-    class Lines(TrainerCallback):
-        """Prints a line from time to time, and keeps the losses."""
-
-        said = began = time.monotonic()
-
-        def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **_: Any) -> None:
-            if not logs or "loss" not in logs:
-                return
-            losses.append(float(logs["loss"]))
-            now = time.monotonic()
-            if now - self.said < QUIET_SECONDS and len(losses) not in (1, num_steps):
-                return
-            self.said = now
-            left = (now - self.began) / len(losses) * (num_steps - len(losses))
-            say(
-                f"step {len(losses)}/{num_steps}  loss {losses[-1]:.3f}  accuracy "
-                f"{logs.get('accuracy', math.nan):.2f}  {left:.0f} s left"
-            )
-
-    padding = reward.tokenizer.convert_ids_to_tokens(_padding(columns, reward))
-    reward.tokenizer.pad_token = str(padding)
-    reward.whole_model.train()
-    for name, parameter in reward.whole_model.named_parameters():
-        parameter.requires_grad_("lora_" in name or "modules_to_save" in name)
-    with without_needless_warnings(), tempfile.TemporaryDirectory() as folder:
-        settings = TrainerConfig(
-            output_dir=folder,  # TRL creates it
-            num_train_epochs=cfg.num_epochs,
-            per_device_train_batch_size=cfg.micro_batch_size,
-            gradient_accumulation_steps=cfg.batch_size // cfg.micro_batch_size,
-            learning_rate=cfg.learning_rate,
-            warmup_steps=math.ceil(0.05 * num_steps),
-            lr_scheduler_type="linear",
-            bf16=next(reward.whole_model.parameters()).dtype == torch.bfloat16,
-            use_cpu=reward.model.device.type == "cpu",
-            gradient_checkpointing=False,
-            max_length=None,
-            logging_steps=1,
-            save_strategy="no",
-            report_to=[],
-            disable_tqdm=True,
-            seed=cfg.seed % 2**32,
-        )
-        trainer = RewardTrainer(
-            model=reward.whole_model,
-            args=settings,
-            train_dataset=datasets.Dataset.from_dict(columns),
-            processing_class=reward.tokenizer,
-            callbacks=[Lines()],
-        )
-        trainer.remove_callback(PrinterCallback)
-        trainer.train()
-    reward.whole_model.eval().requires_grad_(False)
-    return losses
-
-
-def _padding(columns: Mapping[str, Sequence[Sequence[int]]], reward: Any) -> int:
-    """Returns a token to pad with that ends no text.
-
-    Transformers reads a score at the last token that is not the padding.
-    """
-    ends = {row[-1] for rows in columns.values() for row in rows}
-    own = reward.tokenizer.pad_token_id
-    candidates = [own] if own is not None else []
-    candidates += reward.tokenizer.all_special_ids
-    candidates += range(len(reward.tokenizer))
-    return next(each for each in candidates if each not in ends)
-
-
-def _yaml(name: str, settings: RewardModelConfig, reward: SequenceClassifierReward) -> str:
-    """Returns the lines of a configuration that use the reward model."""
-    golden = [
-        {"prompt": prompt, "completion": completion, "score": round(score, 4), "tolerance": 0.05}
-        for (prompt, completion), score in zip(
-            GOLDEN, reward([p for p, _ in GOLDEN], [c for _, c in GOLDEN]), strict=True
-        )
-    ]
-    keys = ("path", "format", "append_eos", "max_length", "dtype")  # another dtype scores otherwise
-    own = {key: getattr(settings, key) for key in keys}
-    return yaml.safe_dump(
-        {"rewards": {name: {**own, "golden": golden}}}, sort_keys=False, allow_unicode=True
-    )

@@ -46,7 +46,7 @@ def check_local(cfg: AlignmentConfig) -> None:
         check_reward(key, path=model.path, file=model.file, name=model.name)
     for folder in cfg.start:
         if not Path(folder).expanduser().is_dir():
-            raise UserError(f"start: there is no folder {folder}{near(folder)}; correct it.")
+            raise _missing("start", "folder", folder)
 
 
 def front_file(path: Path) -> Path:
@@ -98,7 +98,7 @@ def check_reward(key: str, *, path: str = "", file: str = "", name: str = "") ->
     """Raises `UserError` if a reward model's folder, file or name does not exist."""
     if file:
         if not Path(file).expanduser().is_file():
-            raise UserError(f"{key}: there is no file {file}{near(file)}; correct it.")
+            raise _missing(key, "file", file)
     elif path:
         check_folder(key, path)
     elif name:
@@ -112,7 +112,7 @@ def check_data(key: str, source: str) -> None:
     """Raises `UserError` if a file or folder of data does not exist; accepts names on a hub."""
     if is_file(source):
         if not Path(source).expanduser().is_file():
-            raise UserError(f"{key}: there is no file {source}{near(source)}; correct it.")
+            raise _missing(key, "file", source)
     elif not Path(source).expanduser().exists():
         check_folder(key, source.partition(":")[0])
 
@@ -133,19 +133,20 @@ def check_policy(key: str, path: str) -> None:
     if not is_gguf(path):
         check_folder(key, path)
     elif not Path(path).expanduser().is_file():
-        raise UserError(f"{key}: there is no file {path}{near(path)}; correct it.")
+        raise _missing(key, "file", path)
 
 
 def check_folder(key: str, path: str) -> None:
     """Raises `UserError` if a local path does not exist; accepts names on a hub."""
     is_local = path.startswith(("/", ".", "~")) or path.count("/") > 1
     if is_local and not Path(path).expanduser().is_dir():
-        raise UserError(f"{key}: there is no folder {path}{near(path)}; correct it.")
+        raise _missing(key, "folder", path)
 
 
-def near(path: str | Path) -> str:
-    """Suggests the file or folder with the name most similar to a missing one."""
+def _missing(key: str, kind: str, path: str) -> UserError:
+    """Returns the error on a missing file or folder, with the most similar name beside it."""
     place = Path(path).expanduser()
     beside = [each.name for each in place.parent.iterdir()] if place.parent.is_dir() else []
     alike = difflib.get_close_matches(place.name, beside, n=1)
-    return f" (did you mean {place.parent / alike[0]}?)" if alike else ""
+    near = f" (did you mean {place.parent / alike[0]}?)" if alike else ""
+    return UserError(f"{key}: there is no {kind} {path}{near}; correct it.")

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from safetensors.numpy import load_file
 
-from firm.base.preferences import NamedShares, grid, in_order, preference_folder
+from firm.base.preferences import NamedShares, grid, in_order, in_words, preference_folder
 from firm.base.sanitize import legible
 from firm.federation.strategies import StrategyConfig
 from firm.fronts.front import Front, seed_hypervolumes
@@ -33,8 +33,10 @@ from firm.run.guard import drawing
 from firm.run.names import dated_folder, slug
 from firm.run.progress import print_table
 from firm.run.sweep import Sweep
-from firm.run.trackers import open_tracker
+from firm.run.tracking import open_tracker
 
+MERGES = {"soup": "mean", "ties": "ties", "dare_linear": "dare_linear", "dare_ties": "dare_ties"}
+"""Ways to merge the adapters of single objectives, by a method's kind."""
 MEASURED = {
     "rewards": "rewards in [0, 1] on",
     "pairs": "accuracies on held-out pairs of replies to",
@@ -124,7 +126,7 @@ def _write_results(
     methods: Iterable[str],
     notes: Sequence[str] = (),
 ) -> tuple[dict[str, Front], Path]:
-    """Writes the methods' fronts of finished runs, page and figure; returns fronts and page."""
+    """Writes the methods' fronts of finished runs, their page and their publication figure."""
     fronts = {
         method: replace(
             front_of(folder, method, objectives, cfg.reference),
@@ -135,22 +137,6 @@ def _write_results(
     _check_reference(fronts)
     for method, front in fronts.items():
         front.save(folder.path / f"{slug(method)}.front.json")
-    return fronts, _write_figures(cfg, folder, fronts, notes)
-
-
-def _show_finished(cfg: SweepConfig, objectives: tuple[str, ...], folder: Sweep, note: str) -> None:
-    """Writes the results of the methods that have finished runs, and prints the page's path."""
-    pending, points = folder.pending(), folder.manifest["points"]
-    begun = {point["method"] for name, point in points.items() if name not in pending}
-    methods = [method for method in cfg.methods if method in begun]
-    _, page = _write_results(cfg, folder, objectives, methods, [note])
-    print(legible(f"report   {page}"))
-
-
-def _write_figures(
-    cfg: SweepConfig, folder: Sweep, fronts: Mapping[str, Front], notes: Sequence[str]
-) -> Path:
-    """Writes the page and the publication figure; returns the page's path."""
     page = write_front_page(
         folder.path / PAGE_NAME,
         fronts,
@@ -165,7 +151,16 @@ def _write_figures(
     )
     with drawing("The figure front"):
         save_figure(front_figure(fronts), folder.path / "figures" / "front")
-    return page
+    return fronts, page
+
+
+def _show_finished(cfg: SweepConfig, objectives: tuple[str, ...], folder: Sweep, note: str) -> None:
+    """Writes the results of the methods that have finished runs, and prints the page's path."""
+    pending, points = folder.pending(), folder.manifest["points"]
+    begun = {point["method"] for name, point in points.items() if name not in pending}
+    methods = [method for method in cfg.methods if method in begun]
+    _, page = _write_results(cfg, folder, objectives, methods, [note])
+    print(legible(f"report   {page}"))
 
 
 def _base(cfg: SweepConfig) -> AlignmentConfig:
@@ -252,7 +247,7 @@ def _with_order(cfg: SweepConfig, objectives: tuple[str, ...]) -> SweepConfig:
         isinstance(reference, NamedShares) or len(reference) != len(objectives)
     ):
         got = to_dict(reference)
-        raise UserError(f"reference must have a reward for each of {names}, got {got}.")
+        raise UserError(f"reference must have a value for each of {names}, got {got}.")
     return replace(cfg, preferences=preferences, reference=reference)
 
 
@@ -278,7 +273,8 @@ def _points(cfg: SweepConfig, objectives: tuple[str, ...]) -> dict[str, PointCon
     corners = grid(1, len(objectives))
     points = []
     for method, config in cfg.methods.items():
-        trained = {"soup": corners, "front": [_equal_shares(objectives)]}.get(config.kind, [])
+        trained = {**dict.fromkeys(MERGES, corners), "front": [_equal_shares(objectives)]}
+        trained = trained.get(config.kind, [])
         needed = [preference for preference in trained if preference not in scaled]
         points += [
             PointConfig(method, preference, seed)
@@ -299,12 +295,13 @@ def _run_config(
     """Returns the validated configuration of a point's run."""
     method, source = cfg.methods[point.method], f"methods.{point.method}.overrides"
     overrides = dict(method.overrides)
-    if method.kind == "soup" and max(point.preference) < 1:
+    if method.kind in MERGES and max(point.preference) < 1:
         corners = [PointConfig(point.method, c, point.seed) for c in grid(1, len(objectives))]
         overrides["start"] = {
             str(out / "points" / corner.name / "adapter"): share
             for corner, share in zip(corners, point.preference, strict=True)
         }
+        overrides["start_merge"] = MERGES[method.kind]
         overrides["rounds"] = 0
     if method.kind == "front":
         trained = PointConfig(point.method, _equal_shares(objectives), point.seed)
@@ -352,7 +349,7 @@ def _rows(fronts: Mapping[str, Front]) -> list[dict[str, Any]]:
     return [
         {
             "method": method,
-            "preference": ", ".join(f"{share:.4g}" for share in point.preference or ()),
+            "preference": in_words(front.objectives, point.preference or ()),
             "seed": point.seed,
             **point.scores,
             **{f"{name} se": point.errors[name] for name in point.rewards},
@@ -393,7 +390,7 @@ def _print_front(method: str, front: Front, measured: str) -> None:
     has_kl = any(math.isfinite(point.kl) for point in front.points)
     rows = [
         [
-            ", ".join(f"{share:.2f}" for share in point.preference or ()),
+            in_words(front.objectives, point.preference or ()),
             str(point.seed),
             *(f"{point.rewards[n]:.3f} ± {point.errors[n]:.3f}" for n in front.objectives),
             *(f"{value:.3f}" for value in point.scores.values()),

@@ -47,15 +47,18 @@ class Agreement:
         self.spent_epsilon, self.num_rounds = strategy.spent_epsilon, num_rounds
         self.counts_epsilon = any(each.spent_epsilon(0) is not None for each in strategy.options)
         self._objectives, self._clients = tuple(objectives), tuple(clients)
-        self._fields = {
-            kind.task: _with_defaults(kind, agreed)
-            for kind, agreed in strategy.requests(self._objectives).items()
-        }
+        self._strategy = strategy
 
     @property
     def tasks(self) -> tuple[str, ...]:
         """Returns the names of the tasks that the strategy requests."""
-        return tuple(self._fields)
+        return tuple(kind.task for kind in self._strategy.requests(self._objectives))
+
+    def _fields(self, number: int) -> dict[str, dict[str, Any]]:
+        """Returns the agreed fields of a round's requests, by task."""
+        strategy = self._strategy.at_round(number, self._objectives)
+        requests = strategy.requests(self._objectives).items()
+        return {kind.task: _with_defaults(kind, agreed) for kind, agreed in requests}
 
     def request(self, task: str, content: Any) -> Request:
         """Returns the request to execute at the site, from the fields of a message.
@@ -64,7 +67,7 @@ class Agreement:
             Refused: The request differs from the agreement.
             Invalid: The content is not a valid request.
         """
-        if task not in self._fields:
+        if task not in self.tasks:
             raise Refused(f"the task {shown(task)} is not part of the agreed run")
         kind = TASKS[task].request
         adapter = content.get("adapter") if isinstance(content, Mapping) else None
@@ -75,7 +78,7 @@ class Agreement:
             raise Refused(f"objectives must be {', '.join(self._objectives)}, as agreed")
         if request.round > self.num_rounds:
             raise Refused(f"round {request.round} is beyond the agreed {self.num_rounds} rounds")
-        fields = self._fields[task].items()
+        fields = self._fields(request.round)[task].items()
         decided = {name: own for name, own in fields if own is not DECIDED_BY_SERVER}
         agreed = replace(request, objectives=self._objectives, **decided)
         sent, arrived = agreed.to_network(*self._clients), request.of(*self._clients)

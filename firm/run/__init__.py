@@ -10,49 +10,31 @@ from typing import TYPE_CHECKING
 from firm.base.lazy import lazy
 
 if TYPE_CHECKING:
-    from firm.run.checkpoint import OtherFormat, load_state, save_state
     from firm.run.command_line import parse, run_cli
     from firm.run.config import compose, to_dict, to_yaml
-    from firm.run.differences import leaves
-    from firm.run.directory import CheckpointConfig, Run
+    from firm.run.directory import Run
     from firm.run.errors import UserError, exit_on_user_error
-    from firm.run.files import make_private_folder
-    from firm.run.names import check_folder_name, check_slugs, dated_folder, slug
+    from firm.run.names import dated_folder
     from firm.run.progress import Progress, print_table
-    from firm.run.resuming import Resume, continued_later, run_to_resume, study_to_resume
-    from firm.run.sweep import Outcome, Sweep, summarise
+    from firm.run.resuming import continued_later, run_to_resume
+    from firm.run.sweep import Sweep
     from firm.run.tracking import Tracker, TrackingConfig
-    from firm.run.yaml_text import read_yaml
 
 __all__ = [
-    "CheckpointConfig",
-    "OtherFormat",
-    "Outcome",
     "Progress",
-    "Resume",
     "Run",
     "Sweep",
     "Tracker",
     "TrackingConfig",
     "UserError",
-    "check_folder_name",
-    "check_slugs",
     "compose",
     "continued_later",
     "dated_folder",
     "exit_on_user_error",
-    "leaves",
-    "load_state",
-    "make_private_folder",
     "parse",
     "print_table",
-    "read_yaml",
     "run_cli",
     "run_to_resume",
-    "save_state",
-    "slug",
-    "study_to_resume",
-    "summarise",
     "to_dict",
     "to_yaml",
 ]

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, TypeVar, get_type_hints
 
 from firm.base.console import accept_any_text
-from firm.run.config import PartialConfig, build, lay_out, members_of
+from firm.run.config import build, lay_out, members_of
 from firm.run.errors import UserError, exit_on_user_error
 from firm.run.help_page import help_page
 from firm.run.plugins import code_in
@@ -69,40 +69,14 @@ def parse(
     """
     arguments = list(sys.argv[1:] if argv is None else argv)
     topic = _take_help(arguments)
-    tree, sources = _lay_out_arguments(
-        config_class,
-        arguments,
-        default_file=default_file,
-        resumed=resumed,
-        base=base or {},
-        has_plugins=topic is None,
-    )
-    if topic is None:
-        return build(tree)
-    description = description or (config_class.__doc__ or "").strip()
-    page = help_page(tree, topic, keys=keys, files=[name for kind in sources for name in kind])
-    sys.stdout.write(f"{description}\n\n{page}")
-    raise SystemExit(0)
-
-
-def _lay_out_arguments(
-    config_class: type,
-    arguments: Sequence[str],
-    *,
-    default_file: str | Path | None,
-    resumed: Callable[[Path], Any] | None,
-    base: Mapping[str, Any],
-    has_plugins: bool,
-) -> tuple[PartialConfig, tuple[Collection[str], Collection[str]]]:
-    """Returns the tree of a configuration, and the names of its base and of its files."""
     switches = switches_of(config_class) | ({ALLOW_CODE} if resumed is not None else set())
     files, overrides = read_arguments(arguments, switches)
-    base = dict(base)
+    base = dict(base or {})
     if resumed is not None:
         is_allowed = _take_permission(overrides)
         if folder := _take_folder(overrides):
             settings = base[f"the run {folder}"] = resumed(Path(folder))
-            if has_plugins and not is_allowed:
+            if topic is None and not is_allowed:
                 own = [{"base": file} for file in files] + [dict([pair]) for pair in overrides]
                 _check_code(folder, settings, own)
         elif is_allowed:
@@ -112,8 +86,12 @@ def _lay_out_arguments(
             )
     if not files and not base and default_file is not None:
         files = [str(default_file)]
-    tree = lay_out(config_class, files, overrides, base=base, has_plugins=has_plugins)
-    return tree, (base, files)
+    tree = lay_out(config_class, files, overrides, base=base, has_plugins=topic is None)
+    if topic is None:
+        return build(tree)
+    description = description or (config_class.__doc__ or "").strip()
+    sys.stdout.write(f"{description}\n\n{help_page(tree, topic, keys=keys, files=[*base, *files])}")
+    raise SystemExit(0)
 
 
 def _take_help(arguments: list[str]) -> str | None:

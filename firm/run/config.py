@@ -331,7 +331,9 @@ def _lay_section(
     elif isinstance(value, Mapping):
         entries = [(key, (), item) for key, item in _with_text_keys(value, path)]
     else:
-        raise UserError(f"{path or 'the file'} must be a section of keys, got {value!r}.")
+        own = {f.name for form in forms for f in init_fields(form)} & {"name", "path", "source"}
+        hint = f"; set {join(path, min(own))}" if path and own else ""
+        raise UserError(f"{path or 'the file'} must be a section of keys, got {value!r}{hint}.")
     section = old or (PartialConfig.of(forms[0]) if len(forms) == 1 else None)
     for key, rest, item in sorted(entries, key=lambda entry: entry[0] != "name"):
         place = join(path, key)

@@ -5,6 +5,7 @@
     metrics.jsonl    one row per line; the key "kind" gives the kind of row
     samples.jsonl    replies before and after alignment, if text logging is enabled
     checkpoints/     folders such as round_0003/, each complete or absent
+    clients/         states of the clients that have trained, to which checkpoints refer
     .lock            names the process that writes to the directory
 
 The process may be killed at any moment. A checkpoint therefore records the length of the two logs,
@@ -13,12 +14,18 @@ and a resumed run truncates them to this length. Only one process at a time may 
 data of clients.
 """
 
+import importlib.metadata
 import logging
 import math
 import os
+import platform
+import shlex
+import subprocess
+import sys
 import traceback
 from collections.abc import Callable, Collection, Iterable, Mapping
 from contextlib import ExitStack, suppress
+from datetime import UTC, datetime
 from pathlib import Path
 from types import TracebackType
 from typing import Annotated, Any, Self
@@ -44,11 +51,11 @@ from firm.run.files import (
 from firm.run.lock import LOCK_NAME, check_not_held, hold
 from firm.run.resuming import CONFIG_NAME, RESTORE, Resume, is_resumed, read_settings
 from firm.run.rows import Row, load_quantities, valid_rows
-from firm.run.session import now, session
 
 logger = logging.getLogger(__name__)
 
 _RUN, _METRICS, _SAMPLES = "run.json", "metrics.jsonl", "samples.jsonl"
+_PACKAGES = ("firm-align", "torch", "transformers", "trl", "peft", "accelerate", "numpy")
 
 
 @configuration
@@ -442,3 +449,36 @@ def _remove(folder: Path) -> None:
 def _log_lengths(envelope: State | None) -> dict[str, int]:
     """Returns the size of each log at a checkpoint, in bytes; 0 without a checkpoint."""
     return envelope["log_bytes"] if envelope else {_METRICS: 0, _SAMPLES: 0}
+
+
+def session() -> Row:
+    """Returns the time, command, commit and package versions of this start of the program."""
+    versions: dict[str, str | None] = {"python": platform.python_version()}
+    for package in _PACKAGES:
+        try:
+            versions[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            versions[package] = None
+    return {
+        "started": now(),
+        "command": shlex.join([Path(sys.executable).name, *sys.argv]),
+        "commit": _git_commit(),
+        "versions": versions,
+    }
+
+
+def _git_commit() -> str | None:
+    """Returns the commit, with "-dirty" if the tree was modified; None outside a repository."""
+    command = ["git", "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
+    try:
+        done = subprocess.run(
+            command, cwd=Path(__file__).parent, capture_output=True, text=True, timeout=20
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return done.stdout.strip() or None
+
+
+def now() -> str:
+    """Returns the current time in UTC, in ISO format with a precision of seconds."""
+    return datetime.now(UTC).isoformat(timespec="seconds")

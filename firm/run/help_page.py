@@ -181,7 +181,8 @@ def _parts(
     part = _Part(path, title if titles else _title(next(iter(forms))), titles, keys)
     like = before.setdefault(tuple(forms), part) if keys or _is_at(path, topic) else part
     if like is not part:
-        own = [key for key, same in zip(keys, like.keys, strict=True) if _differ(key, same)]
+        pairs = zip(keys, like.keys, strict=True)
+        own = [key for key, same in pairs if key.defaults[0][1] != same.defaults[0][1]]
         yield dataclasses.replace(part, keys=own, like=like.path)
         return
     if keys or _is_at(path, topic):
@@ -190,10 +191,6 @@ def _parts(
         place = join(path, name)
         if _is_at(place, topic[: place.count(".") + 1]):
             yield from _parts(inner, place, text, topic=topic, before=before)
-
-
-def _differ(key: _Key, other: _Key) -> bool:
-    return key.defaults[0][1] != other.defaults[0][1]
 
 
 def _is_at(path: str, topic: Sequence[str]) -> bool:

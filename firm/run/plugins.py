@@ -1,24 +1,18 @@
 """Plugins: modules that register strategies and other components when imported."""
 
-import hashlib
-import importlib
-import importlib.machinery
-import importlib.util
-import os
-import sys
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from firm.base.sanitize import printable
-from firm.base.user_code import ENDS, describe_error
+from firm.base.user_code import ENDS, describe_error, import_file, import_module
 from firm.run.errors import UserError
 from firm.run.shipped import find_config
 from firm.run.yaml_text import read_yaml
 
-_CODE_KEYS = {"plugins", "file", "url", "urls"}
-"""Keys, at any depth, of modules or Python files to run, and of servers that get prompts."""
+_CODE_KEYS = {"plugins", "file", "url", "urls", "advantages", "function"}
+"""Keys, at any depth, of modules, functions or Python files to run, and of servers that get
+prompts."""
 
 
 def import_plugin(name: str) -> None:
@@ -30,40 +24,13 @@ def import_plugin(name: str) -> None:
     try:
         if name.endswith(".py"):
             import_file(Path(name))
-        elif name not in sys.modules:
-            _announce("module", name)
-            importlib.import_module(name)
+        else:
+            import_module(name)
     except ENDS:
         raise
     except BaseException as error:  # a plugin may raise anything; the user gets one line
         reason = describe_error(error)
         raise UserError(f"plugins: {name} cannot be imported ({reason}); correct it.") from error
-
-
-def import_file(file: Path) -> None:
-    """Imports a Python file as a module, once per process, and announces it on standard error.
-
-    Exceptions from the file's code propagate.
-
-    Raises:
-        ImportError: The file does not exist or is not a Python file.
-    """
-    path = file.expanduser().resolve()
-    name = f"firm_plugin_{path.stem}_{hashlib.sha256(bytes(path)).hexdigest()[:8]}"
-    if name in sys.modules:
-        return
-    loader = importlib.machinery.SourceFileLoader(name, str(path))
-    spec = importlib.util.spec_from_file_location(name, path, loader=loader)
-    if not path.is_file() or spec is None:
-        raise ImportError("there is no such Python file")
-    _announce("file", path)
-    module = sys.modules[name] = importlib.util.module_from_spec(spec)
-    try:
-        # not exec_module: bytecode of a file that was edited within the same second looks current
-        exec(loader.source_to_code(path.read_bytes(), path), vars(module))
-    except BaseException:  # after any exception, the module counts as not imported
-        del sys.modules[name]
-        raise
 
 
 def code_in(settings: Any) -> list[str]:
@@ -105,9 +72,3 @@ def _names_in_base(name: str, bases: frozenset[Path]) -> Iterator[str]:
         if path not in bases:
             data = read_yaml(path.read_text(encoding="utf-8"))
             yield from _code_names(data, is_code=False, bases=bases | {path})
-
-
-def _announce(kind: str, name: object) -> None:
-    """Announces that a plugin runs, since the configuration may be from someone else."""
-    if not int(os.environ.get("RANK", 0)):  # only the first of a launcher's processes prints
-        sys.stderr.write(printable(f"running Python {kind} {name}") + "\n")

@@ -122,11 +122,13 @@ def load_quantities(settings: Any) -> None:
 
 _REGISTERING = {
     "language": (
+        "firm.federation.server",
         "firm.federation.strategies",
         "firm.federation.objective_training",
         "firm.alignment.client",
     ),
     "classic": (
+        "firm.federation.server",
         "firm.federation.strategies",
         "firm.federation.objective_training",
         "firm.fmoo.client",

@@ -19,14 +19,19 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from hashlib import sha256
+from importlib.util import find_spec
 from itertools import combinations
 from pathlib import Path
 from typing import Any, Literal, Self
 
+from firm.base.extras import install_command
 from firm.base.fields import PositiveFloat, configuration
 from firm.base.quantities import drawn
 from firm.base.sanitize import legible_data, printable
 from firm.run.comparison import compare
+from firm.run.config import to_yaml
+from firm.run.differences import leaves
+from firm.run.errors import UserError
 from firm.run.guard import Guard
 from firm.run.rows import (
     Points,
@@ -144,7 +149,7 @@ class SeriesTracker:
         tags: Sequence[str] = (),
     ) -> None:
         self._objectives = tuple(objectives)
-        self._series = Series(objectives)
+        self._series = FlatSeries(objectives)
         self._guard = Guard(SERVICES[config.name])
         self._run: Any = None
         path = Path(run_path).resolve()
@@ -223,6 +228,28 @@ class SeriesTracker:
         run.finish()
 
 
+class AccelerateTracker(SeriesTracker):
+    """Forwards the numbers of metrics.jsonl to TensorBoard or MLflow, by Accelerate's trackers."""
+
+    def _start(
+        self, config: TrackingConfig, path: Path, run_config: Mapping[str, Any], **labels: Any
+    ) -> Any:
+        from accelerate.tracking import MLflowTracker, TensorBoardTracker
+
+        name, texts = labels.pop("name"), {**labels, "tags": ", ".join(labels.pop("tags"))}
+        own = {key: printable(text) for key, text in texts.items() if text}
+        if config.name == "mlflow":
+            tracker = MLflowTracker(config.project, tags=own, run_name=name)
+            tracker.start()
+            tracker.store_init_configuration(dict(leaves(run_config)))
+            return tracker
+        # a resumed run repeats its rows, which hide those of earlier sessions
+        tracker = TensorBoardTracker("", path / "tensorboard", purge_step=0)
+        tracker.start()
+        tracker.log({"config": f"```yaml\n{to_yaml({**own, **run_config})}```"}, step=0)
+        return tracker
+
+
 class Tracker(SeriesTracker):
     """Forwards metrics, replies and charts to W&B; see `SeriesTracker` for the arguments.
 
@@ -241,7 +268,47 @@ class Tracker(SeriesTracker):
     def _start(
         self, config: TrackingConfig, path: Path, run_config: Mapping[str, Any], **labels: Any
     ) -> Any:
-        return _start(config, path, run_config, **labels)
+        """Starts a W&B run, online if configured and possible, else offline."""
+        import wandb  # importing takes a second, which only tracked runs spend
+
+        # A silent W&B does not ask for a key: without one, `init` raises, even on a terminal.
+        wandb.setup(settings=wandb.Settings(silent=True))
+        settings = wandb.Settings(
+            silent=True,
+            console="off",
+            init_timeout=config.timeout_s,
+            finish_timeout=config.timeout_s,
+            x_disable_stats=True,
+        )
+
+        def init(mode: Literal["offline", "online"]) -> Any:
+            return wandb.init(
+                mode=mode,
+                project=config.project,
+                entity=config.entity,
+                dir=str(path),  # absolute, since W&B's service may run in another folder
+                config=dict(run_config),
+                settings=settings,
+                **labels,
+            )
+
+        run, reason = None, "as configured"
+        if config.mode == "online":
+            try:
+                run = init("online")
+                logger.warning("W&B: %s", run.url)
+            except wandb.Error as error:
+                reason = str(error).partition("\n")[0].rstrip(".")
+        if run is None:
+            run = init("offline")
+            logger.warning(
+                "W&B is offline (%s); upload with: wandb sync %s",
+                printable(reason),
+                printable(Path(run.dir).parent),  # of the files' folder, as `wandb sync` expects
+            )
+        run.define_metric("round")
+        run.define_metric("*", step_metric="round")
+        return run
 
     def _log(self, row: Mapping[str, Any], series: Mapping[str, float]) -> None:
         if row["kind"] == "run":
@@ -295,11 +362,45 @@ class Tracker(SeriesTracker):
         return {**planes, "test": table}
 
     def _planes(self) -> dict[str, Any]:
+        """Draws the global model after each round in one chart per pair of objectives.
+
+        A single objective is drawn against the KL divergence.
+        """
         self._num_drawn = len(self._evaluations)
-        return _planes(self._evaluations, self._objectives)
+        charts, names = {}, self._objectives
+        for x, y in [*combinations(names, 2)] or [("kl", *names)]:
+            lines = []
+            for row in self._evaluations:
+                across = row.get("kl") if x == "kl" else _mean(row, x)
+                lines.append([row["split"], row["round"], across, _mean(row, y)])
+            whole = [line for line in lines if None not in line]
+            charts[f"trade-off/{x}-{y}"] = _scatter(["split", "round", x, y], whole, x, y)
+        return charts
 
 
-class Series:
+def open_tracker(
+    config: TrackingConfig, run_path: str | Path, run_config: Mapping[str, Any], **labels: Any
+) -> SeriesTracker:
+    """Returns the configured tracker of a run; see `SeriesTracker` for the arguments.
+
+    Raises:
+        UserError: The tracker's package is not installed.
+    """
+    check_installed(config)
+    kind = Tracker if config.name == "wandb" else AccelerateTracker
+    return kind(config, run_path, run_config, **labels)
+
+
+def check_installed(config: TrackingConfig) -> None:
+    """Raises `UserError` with a remedy if the configured tracker's package is not installed."""
+    if config.is_enabled and find_spec(config.name) is None:
+        raise UserError(
+            f"tracking.name {config.name} needs the package {config.name}, which is not "
+            f"installed: {install_command(config.name)}; or leave tracking out."
+        )
+
+
+class FlatSeries:
     """Numbers of a run's rows under flat names, with means over clients and totals of bytes."""
 
     def __init__(self, objectives: Sequence[str]) -> None:
@@ -378,27 +479,6 @@ def means(rows: Sequence[Mapping[str, Any]], objectives: Sequence[str]) -> dict[
     return {key: mean for key, own in lines.items() for mean in mean_over_clients(own).values()}
 
 
-def _planes(rows: Sequence[Mapping[str, Any]], objectives: Sequence[str]) -> dict[str, Any]:
-    """Draws the global model after each round in one chart per pair of objectives.
-
-    A single objective is drawn against the KL divergence.
-    """
-    charts = {}
-    for x, y in combinations(objectives, 2) if len(objectives) > 1 else [("kl", objectives[0])]:
-        lines = [
-            [
-                row["split"],
-                row["round"],
-                row.get("kl") if x == "kl" else _mean(row, x),
-                _mean(row, y),
-            ]
-            for row in rows
-        ]
-        whole = [line for line in lines if None not in line]
-        charts[f"trade-off/{x}-{y}"] = _scatter(["split", "round", x, y], whole, x, y)
-    return charts
-
-
 def _comparison(
     base: Mapping[str, Any], aligned: Mapping[str, Any]
 ) -> tuple[Any, dict[str, float | None]]:
@@ -454,52 +534,6 @@ def _table(columns: list[Any], lines: list[Any]) -> Any:
     import wandb
 
     return wandb.Table(columns=legible_data(columns), data=legible_data(lines))
-
-
-def _start(
-    config: TrackingConfig, run_path: Path, run_config: Mapping[str, Any], **labels: Any
-) -> Any:
-    """Starts a W&B run, online if configured and possible, else offline."""
-    import wandb  # importing takes a second, which only tracked runs spend
-
-    # A silent W&B does not ask for a key: without one, `init` raises, even on a terminal.
-    wandb.setup(settings=wandb.Settings(silent=True))
-    settings = wandb.Settings(
-        silent=True,
-        console="off",
-        init_timeout=config.timeout_s,
-        finish_timeout=config.timeout_s,
-        x_disable_stats=True,
-    )
-
-    def init(mode: Literal["offline", "online"]) -> Any:
-        return wandb.init(
-            mode=mode,
-            project=config.project,
-            entity=config.entity,
-            dir=str(run_path),  # absolute, since W&B's service may run in another folder
-            config=dict(run_config),
-            settings=settings,
-            **labels,
-        )
-
-    run, reason = None, "as configured"
-    if config.mode == "online":
-        try:
-            run = init("online")
-            logger.warning("W&B: %s", run.url)
-        except wandb.Error as error:
-            reason = str(error).partition("\n")[0].rstrip(".")
-    if run is None:
-        run = init("offline")
-        logger.warning(
-            "W&B is offline (%s); upload with: wandb sync %s",
-            printable(reason),
-            printable(Path(run.dir).parent),  # of the files' folder, as `wandb sync` expects
-        )
-    run.define_metric("round")
-    run.define_metric("*", step_metric="round")
-    return run
 
 
 def _label(text: str) -> str:

@@ -28,14 +28,6 @@ def test_a_command_that_does_not_exist_is_an_error(capsys):
     assert last == "firm: error: unknown command 'algin'; did you mean 'align'?"
 
 
-def test_help_and_a_command_print_the_commands_help(capsys):
-    for words in (["help", "align"], ["align", "--help"]):
-        with pytest.raises(SystemExit) as ended:
-            main(words)
-        assert ended.value.code == 0
-        assert capsys.readouterr().out.startswith("firm align: ")
-
-
 def test_the_shipped_configurations_are_listed_with_a_line_each(capsys):
     main(["configs"])
     *first, _, last = capsys.readouterr().out.splitlines()
@@ -91,12 +83,13 @@ def test_the_keys_of_other_trainers_are_known(refusal):
 
 @pytest.mark.parametrize("name", COMMANDS)
 def test_every_command_prints_its_keys(name, capsys):
-    with pytest.raises(SystemExit) as ended:
-        main([*name.split(), "--help"])
-    assert ended.value.code == 0
-    printed = capsys.readouterr().out
-    assert printed.startswith(f"firm {name}: {COMMANDS[name].text}\n")
-    assert printed.count("\n") > 5
+    for words in ([*name.split(), "--help"], ["help", *name.split()]):
+        with pytest.raises(SystemExit) as ended:
+            main(words)
+        assert ended.value.code == 0
+        printed = capsys.readouterr().out
+        assert printed.startswith(f"firm {name}: {COMMANDS[name].text}\n")
+        assert printed.count("\n") > 5
 
 
 def test_the_words_of_a_group_print_its_commands(capsys):

@@ -4,11 +4,11 @@ import json
 
 import pytest
 
+from firm.alignment.held_out import hold_out
 from firm.alignment.prompts import prompt_of
 from firm.jobs.alignment_config import AlignmentConfig
-from firm.jobs.alignment_data import data_of, hold_out
+from firm.jobs.alignment_data import data_of
 from firm.run.command_line import parse
-from firm.run.errors import UserError
 
 TOPICS = ("colours", "lakes", "birds", "trees")
 
@@ -43,7 +43,7 @@ def test_the_seed_decides():
 
 
 def test_nothing_to_train_on_is_refused():
-    with pytest.raises(UserError, match=r"prompts must have more than 4 .*, got 4"):
+    with pytest.raises(ValueError, match=r"prompts must have more than 4 .*, got 4"):
         hold_out(
             prompts("a", "b", "c", "d", "d"), ["validation", "test"], 0.1, seed=0, key="prompts"
         )

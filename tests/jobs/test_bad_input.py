@@ -119,7 +119,7 @@ CASES = {
     ),
     "a strategy that does not exist": (
         ["--strategy.name", "fedprox"],
-        ["strategy.name must be one of afl, constrained, fedavg", "got 'fedprox'"],
+        ["strategy.name must be one of afl, constrained, famo, fedavg", "got 'fedprox'"],
     ),
     "a comparison with the paper without a plan": (
         ["--paper"],
@@ -131,6 +131,24 @@ CASES = {
             *["--policy.conditioning.kind", "preference", "--estimator.name", "critic_free"],
         ],
         ["cannot train a policy with policy.conditioning.kind preference", "firm pick --require"],
+    ),
+    "a sum of rewards before weights are solved": (
+        ["--estimator.name", "critic_free", "--estimator.aggregation", "sum_then_normalize"],
+        ["must not be sum_then_normalize with strategy firm", "use strategy fedavg with"],
+    ),
+    "a sum of rewards for replies with weights of their own": (
+        [
+            *["--estimator.name", "critic_free", "--estimator.aggregation", "normalize_then_sum"],
+            *["--policy.conditioning.kind", "preference"],
+        ],
+        ["aggregation must be by_objective with policy.conditioning.kind", "scale group_std"],
+    ),
+    "a Gram matrix of a sum of rewards": (
+        [
+            *["--estimator.name", "critic_free", "--estimator.aggregation", "normalize_then_sum"],
+            *["--strategy.name", "fedavg", "--strategy.share_gram", "true"],
+        ],
+        ["strategy.share_gram must be false with estimator.aggregation normalize_then_sum"],
     ),
     "a constraint on no objective": (
         ["--strategy.name", "constrained", "--strategy.min_rewards", "{brevty: 0.5}"],
@@ -353,7 +371,7 @@ CASES = {
     ),
     "a reward model on the hub without network": (
         ["--rewards", "{helpful: {path: some/reward}}"],
-        ["'helpful': there is no folder some/reward", "give the path of a local checkpoint"],
+        ["'helpful': there is no folder some/reward", "choose the folder of a local checkpoint"],
     ),
     "a language model as a reward": (
         ["--rewards", f"{{helpful: {{path: {POLICY}}}}}"],

@@ -18,12 +18,12 @@ import pytest
 from firm.base.extras import install_command
 from firm.cli.main import COMMANDS
 from firm.fronts import Front
-from firm.jobs import explore_page
 from firm.jobs.chat import SIDES, Conversation
 from firm.jobs.configs import ChatConfig
-from firm.jobs.explore_page import serve
+from firm.jobs.explore import MAX_WAITING, serve
 from firm.jobs.finished_runs import parse_over_run
 from firm.run import UserError
+from firm.serving import page_guard
 from tests import smoke
 from tests.explored import ask, served, slide, visit
 
@@ -219,11 +219,11 @@ def test_a_large_body_is_refused_before_it_is_read(address):
 
 
 def test_a_reply_is_for_those_who_listen(monkeypatch):
-    monkeypatch.setattr(explore_page, "LISTENER_SECONDS", 0)
+    monkeypatch.setattr(page_guard, "LISTENER_SECONDS", 0)
     heard = []
 
     async def app(scope, receive, send):
-        heard.append(explore_page._is_heard("abc"))
+        heard.append(page_guard.is_heard("abc"))
         if scope["path"] == "/gradio_api/queue/data":
             raise ConnectionResetError  # the listener leaves
 
@@ -231,21 +231,21 @@ def test_a_reply_is_for_those_who_listen(monkeypatch):
         headers = [(b"host", b"127.0.0.1:7860")]
         scope = {"type": "http", "path": path, "query_string": query, "headers": headers}
         with contextlib.suppress(ConnectionResetError):
-            await explore_page._Guarded(app)(scope, None, None)
+            await page_guard.PageGuard(app)(scope, None, None)
 
     asyncio.run(request("/gradio_api/queue/data", b"session_hash=abc"))
     asyncio.run(request("/gradio_api/queue/data", b"session_hash=other"))
     asyncio.run(request("/gradio_api/queue/join", b"session_hash=abc"))
     assert heard == [True, False, False]
-    assert not explore_page._is_heard("abc")
-    assert not explore_page._is_heard(None)
+    assert not page_guard.is_heard("abc")
+    assert not page_guard.is_heard(None)
 
 
 def test_only_so_many_requests_wait_and_none_of_a_page_that_was_closed(address):
     config = json.loads(_request(address, "/config")[1])
     [asked] = [each for each in config["dependencies"] if len(each["inputs"]) == 4]
     answers = []
-    for number in range(2 * explore_page.MAX_WAITING):  # nobody listens
+    for number in range(2 * MAX_WAITING):  # nobody listens
         body = {
             "data": ["Hi", None, 0.5, 0.5],
             "fn_index": asked["id"],

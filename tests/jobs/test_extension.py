@@ -13,7 +13,7 @@ from firm.fronts import Front
 from firm.jobs.alignment import SCORES_NAME, align
 from firm.report import read_record
 from firm.report.record import final_row
-from firm.run import read_yaml
+from firm.run.yaml_text import read_yaml
 from tests.runs import read_adapter, read_rows
 from tests.smoke import FRONT, SMOKE, config, run
 

@@ -8,16 +8,18 @@ from dataclasses import replace
 
 import pytest
 
+from firm.alignment import fetching as module
+from firm.alignment.fetching import MODELS, SOURCE_NAME, ModelSource, Wheel
 from firm.alignment.policy import load_base_model, load_tokenizer
 from firm.alignment.policy_config import PolicyConfig
 from firm.cli.main import COMMANDS, main
-from firm.jobs import fetch as module
-from firm.jobs.configs import InitConfig, RewardConfig
-from firm.jobs.fetch import MODELS, SOURCE_NAME, Source, Wheel, fetch, fetch_policy
+from firm.jobs.configs import InitConfig
+from firm.jobs.fetch import fetch, fetch_policy
 from firm.jobs.init import init
 from firm.jobs.reward import train_reward
 from firm.run import UserError
 from firm.run.shipped import fetched_folder, with_shipped_paths
+from reward_models.training_config import RewardConfig
 from tests.gguf_files import TEMPLATE, write_gguf
 
 
@@ -55,7 +57,7 @@ def offer(wheel, tmp_path, monkeypatch):
         monkeypatch.setenv(name, value)
 
     def as_smollm2(**changes):
-        source = Source("firm/none", replace(wheel, **changes), "MIT", "A small model.")
+        source = ModelSource("firm/none", replace(wheel, **changes), "MIT", "A small model.")
         monkeypatch.setitem(MODELS, "smollm2", source)
 
     as_smollm2()

@@ -68,7 +68,7 @@ def test_the_run_s_page_is_the_front_and_its_points_are_ordinary_adapters(traine
             torch.testing.assert_close(folded[name], expected)
     assert len({tuple(point.rewards.values()) for point in front.points}) > 1
     page = (trained / "report.html").read_text()
-    for title in ("The front of one run", "The policy by preference", "The front over the rounds"):
+    for title in ("The front", "Models by preference", "The hypervolume over the rounds"):
         assert title in page
     assert "one adapter serves every preference" in page
     assert "at shares of 0 → 1" in page

@@ -18,7 +18,7 @@ from huggingface_hub import ModelCard, constants
 
 from firm.cli.main import COMMANDS
 from firm.jobs.hub import HubConfig, push
-from firm.jobs.model_card import model_card, tags_of
+from firm.serving.model_card import model_card, tags_of
 from tests.smoke import FRONT, ROOT, SMOKE, run
 
 align_cli = COMMANDS["align"].run

@@ -18,6 +18,7 @@ from firm.jobs.sweep import main as sweep_main
 from firm.run.config import compose
 from firm.run.directory import Run
 from firm.run.errors import UserError
+from tests.nursery import forked_workers
 from tests.runs import distance, read_rows
 
 align_cli = COMMANDS["align"].run
@@ -209,9 +210,14 @@ def test_a_sweep_over_preferences_learns_from_pairs(pairs, tmp_path, capsys):
         "preferences": [[0.6, 0.4], [0.5, 0.5]],
         "methods": {"one run": {"kind": "front"}, "separate runs": {}},
     }
-    sweep_main(compose(SweepConfig, [], list(keys.items())))
+    with forked_workers():
+        sweep_main(compose(SweepConfig, [], list(keys.items())))
     told = capsys.readouterr()
     assert told.out.count("accuracies on held-out pairs of replies to ") == 2
+    assert "helpful 0.600, harmless 0.400" in told.out
+    page = (tmp_path / "sweep" / "report.html").read_text()
+    assert "Hypervolume on the test pairs" in page
+    assert "mapped to [0, 1]" not in page
     assert "nan" not in told.out
     assert "could not" not in told.err
     for name in ("one_run", "separate_runs"):

@@ -217,7 +217,7 @@ def test_two_processes_on_one_client_equal_one(fork_two, runs, one, options):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("kind", "sharded"), [("none", ()), ("preference", ()), ("none", SHARDED)])
+@pytest.mark.parametrize(("kind", "sharded"), [("preference", ()), ("none", SHARDED)])
 def test_two_processes_on_one_client_give_the_gradients_of_one_without_a_critic(
     fork_two, runs, command_line, kind, sharded
 ):

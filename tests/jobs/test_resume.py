@@ -131,9 +131,9 @@ def assert_same(path: Path, whole: Path) -> None:
     assert any(tensor.any() for name, tensor in ours.items() if "lora_B" in name)
 
 
-def test_twenty_kills_at_random_moments_change_nothing(start, whole, tmp_path):
+def test_ten_kills_at_random_moments_change_nothing(start, whole, tmp_path):
     draw = random.Random(4)
-    stages = list(NUM_CALLS) * 4
+    stages = list(NUM_CALLS) * 2
     draw.shuffle(stages)
     path = tmp_path / "run_0"
     num_runs = 1
@@ -157,11 +157,13 @@ def test_a_disk_that_is_full_at_a_checkpoint_costs_no_more_than_its_round(
     call, start, whole, tmp_path
 ):
     path = tmp_path / "run"
-    assert start(path, stage="checkpoint", call=call, room=20_000) == 2
+    assert start(path, stage="checkpoint", call=call, room=10_000) == 2
     errors = Path(f"{path}.log").read_text().splitlines()
-    assert (
-        f"the checkpoint of round {call - 1} in {path}/checkpoints cannot be written" in errors[-1]
+    unwritten = (
+        f"checkpoint of round {call - 1} in {path}/checkpoints",
+        f"client_0 in {path}/clients",
     )
+    assert any(f"{part} cannot be written" in errors[-1] for part in unwritten)
     assert errors[-1].endswith("free space on the disk, then continue with `firm resume`.")
     told = [line for line in errors[:-1] if not re.match(NO_ERROR, line)]
     assert all("report.html could not be drawn (OSError" in line for line in told)  # no room, too

@@ -9,12 +9,11 @@ import yaml
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from firm.alignment.inspection import fast_dtype
-from firm.jobs import reward as job
-from firm.jobs.configs import RewardConfig
-from firm.jobs.reward import train_reward
+from firm.jobs.reward import TrainedReward, train_reward
 from firm.run.config import compose
 from firm.run.errors import UserError
-from reward_models import RewardModelConfig, load_reward_model, load_reward_models
+from reward_models import RewardModelConfig, load_reward_model, load_reward_models, training
+from reward_models.training_config import RewardConfig
 from tests.tokens import byte_tokenizer
 
 TEMPLATE = "{% for m in messages %}{{ m.role }}: {{ m.content }}</s>{% endfor %}"
@@ -51,13 +50,13 @@ def config(base: Path, pairs: Path, out: Path, **options: object) -> RewardConfi
 
 def test_attention_is_prepared_on_the_models_device(base, pairs, tmp_path, monkeypatch) -> None:
     prepared: list[torch.device] = []
-    monkeypatch.setattr(job, "prepare_attention", prepared.append)
-    job._new_reward(config(base, pairs, tmp_path))
+    monkeypatch.setattr(training, "prepare_attention", prepared.append)
+    training.new_reward(config(base, pairs, tmp_path))
     assert prepared == [torch.device("cpu")]
 
 
 @pytest.fixture(scope="module")
-def trained(base, pairs, tmp_path_factory) -> job.TrainedReward:
+def trained(base, pairs, tmp_path_factory) -> TrainedReward:
     out = tmp_path_factory.mktemp("trained") / "polite"
     return train_reward(config(base, pairs, out, name="polite", others={"brief": "brevity"}))
 
@@ -92,15 +91,15 @@ def test_training_reads_the_tokens_and_the_place_that_scoring_reads(
 ) -> None:
     """TRL's first loss equals that of the scores before training; the pad token ends each text."""
     kept = []
-    fit = job._fit
+    fit = training.fit
 
-    def first_scores(reward, training, cfg):
-        rows = training[: cfg.batch_size]
-        kept.append(torch.tensor(job._differences(reward, training)))
-        assert len(rows) == len(training)
-        return fit(reward, training, cfg)
+    def first_scores(reward, ranked, cfg):
+        rows = ranked[: cfg.batch_size]
+        kept.append(torch.tensor(training.score_differences(reward, ranked)))
+        assert len(rows) == len(ranked)
+        return fit(reward, ranked, cfg)
 
-    monkeypatch.setattr(job, "_fit", first_scores)
+    monkeypatch.setattr(training, "fit", first_scores)
     few = tmp_path / "few.jsonl"
     few.write_text("".join(pairs.read_text().splitlines(keepends=True)[:20]))
     cfg = config(base, few, tmp_path / "out", batch_size=16, num_epochs=1, dtype="float32")
@@ -129,11 +128,11 @@ def test_held_out_pairs_share_no_prompt_with_training(base, pairs, tmp_path, mon
     twice = tmp_path / "twice.jsonl"
     twice.write_text(pairs.read_text() + pairs.read_text().replace("please", "thank you"))
     sides = []
-    split = job._split
-    monkeypatch.setattr(job, "_split", lambda *args: sides.append(split(*args)) or sides[0])
+    split = training.split_pairs
+    monkeypatch.setattr(training, "split_pairs", lambda *a: sides.append(split(*a)) or sides[0])
     train_reward(config(base, twice, tmp_path / "out", num_epochs=1))
-    training, held_out = ({pair.prompt.text for pair in side} for side in sides[0])
-    assert not training & held_out
+    ranked, held_out = ({pair.prompt.text for pair in side} for side in sides[0])
+    assert not ranked & held_out
     assert [len(side) for side in sides[0]] == [96, 24]
 
 
@@ -225,7 +224,7 @@ def test_a_prompt_that_both_replies_begin_with_is_not_cut_off_them(
         seen.extend(pairs)
         raise Stop
 
-    monkeypatch.setattr(job, "_fit", fit)
+    monkeypatch.setattr(training, "fit", fit)
     with pytest.raises(Stop):
         train_reward(config(base, path, tmp_path / "out"))
     assert seen

@@ -17,7 +17,7 @@ from firm.alignment.prompts import Prompt, PromptFormat, format_prompt
 from firm.alignment.rewards import Judges, ScoringRequest, scored
 from firm.alignment.rollout_config import RolloutConfig
 from firm.federation import RandomStream
-from firm.federation.engines.processes import Processes
+from firm.federation.processes import Processes
 from firm.jobs.alignment_config import AlignmentConfig
 from firm.jobs.alignment_data import data_of
 from firm.jobs.alignment_loading import load
@@ -66,6 +66,7 @@ SAMPLING: dict[str, list[Any]] = {
     "cache": ["static"],
     "compile": [False],
     "logprobs": ["forward"],
+    "max_staleness": [1],
     "engine": [{"name": "vllm"}],
 }
 """Values that change samples, or how they are made; or that are refused."""
@@ -230,7 +231,8 @@ def test_every_setting_of_a_reward_function_has_an_effect(key):
 
 
 def test_the_settings_of_rewards_are_complete():
-    others = {"normalization", "batch_size", "device", "url"}  # servers have tests of their own
+    # servers and conditions have tests of their own
+    others = {"normalization", "batch_size", "device", "url", "only_if", "otherwise"}
     assert {*names(RewardModelConfig)} - others == REWARD.keys()
 
 

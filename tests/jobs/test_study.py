@@ -17,12 +17,12 @@ from firm.cli.main import COMMANDS
 from firm.cli.main import main as firm
 from firm.jobs import study
 from firm.jobs.alignment_config import AlignmentConfig
-from firm.jobs.model_card import markdown_table
 from firm.jobs.points import FREE_KEYS
 from firm.jobs.study import main
 from firm.report.__main__ import main as report
 from firm.report.record import read_record
 from firm.run import Sweep, UserError, compose, parse, to_dict
+from firm.serving.model_card import markdown_table
 from tests.nursery import forked_workers
 from tests.smoke import ROOT, SMOKE
 

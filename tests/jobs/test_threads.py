@@ -7,7 +7,8 @@ import torch
 
 from firm.alignment.threads import choose, measure
 from firm.federation import Processes
-from firm.jobs import alignment, threads
+from firm.jobs import alignment
+from firm.jobs import alignment_loading as loading
 from firm.jobs.alignment_config import AlignmentConfig
 from firm.jobs.alignment_loading import load
 from firm.jobs.network import set_site_threads
@@ -58,7 +59,7 @@ def test_the_faster_number_is_set_and_said_once(loaded, seconds, expected):
     def on_event(name, text):
         lines.append((name, text))
 
-    cfg = threads.set_threads(cfg, models, on_event=on_event, clock=Clock(seconds))
+    cfg = loading.set_threads(cfg, models, on_event=on_event, clock=Clock(seconds))
     assert cfg.num_threads == torch.get_num_threads() == expected
     other = 3 - expected
     reason = f"a short step takes 0.01 s; with {other}: 0.04 s"
@@ -96,7 +97,7 @@ def test_pauses_count_however_rare():
 def test_one_thread_needs_no_measurement(loaded):
     cfg, models = loaded
     torch.set_num_threads(1)
-    cfg = threads.set_threads(cfg, models, clock=iter(()).__next__)
+    cfg = loading.set_threads(cfg, models, clock=iter(()).__next__)
     assert cfg.num_threads == 1
 
 
@@ -104,14 +105,14 @@ def test_one_thread_needs_no_measurement(loaded):
 def test_a_given_number_is_not_measured(loaded, number):
     _, models = loaded
     cfg = compose(AlignmentConfig, [SMOKE], [("num_threads", number)])
-    assert threads.set_threads(cfg, models, clock=iter(()).__next__) == cfg
+    assert loading.set_threads(cfg, models, clock=iter(()).__next__) == cfg
 
 
 def test_a_resumed_run_has_the_number_of_its_start_and_ends_with_the_same_adapter(
     tmp_path, monkeypatch, capsys
 ):
     def with_clock(seconds):
-        replaced = partial(threads.set_threads, clock=Clock(seconds))
+        replaced = partial(loading.set_threads, clock=Clock(seconds))
         monkeypatch.setattr(alignment, "set_threads", replaced)
 
     options = (
@@ -136,12 +137,12 @@ def test_a_resumed_run_has_the_number_of_its_start_and_ends_with_the_same_adapte
 def test_a_site_that_starts_again_has_the_same_number(loaded, tmp_path, monkeypatch):
     cfg, models = loaded
     record = tmp_path / "states/run/num_threads.txt"
-    slower = partial(threads.set_threads, clock=Clock(SLOWER))
+    slower = partial(loading.set_threads, clock=Clock(SLOWER))
     monkeypatch.setattr("firm.jobs.network.set_threads", slower)
     set_site_threads(cfg, models, record)
     assert torch.get_num_threads() == 1
     torch.set_num_threads(2)
-    faster = partial(threads.set_threads, clock=Clock(FASTER))
+    faster = partial(loading.set_threads, clock=Clock(FASTER))
     monkeypatch.setattr("firm.jobs.network.set_threads", faster)
     set_site_threads(cfg, models, record)
     assert torch.get_num_threads() == 1
@@ -150,4 +151,4 @@ def test_a_site_that_starts_again_has_the_same_number(loaded, tmp_path, monkeypa
 def test_the_step_of_a_conditioned_adapter_is_measured():
     cfg = config(*FRONT, "--num_threads", "auto")
     models = load(cfg, Processes(), measures=False)
-    assert threads.set_threads(cfg, models, clock=Clock(SLOWER)).num_threads == 1
+    assert loading.set_threads(cfg, models, clock=Clock(SLOWER)).num_threads == 1

@@ -115,6 +115,8 @@ HIDING_PLACES = {
     "a reward": ("align", lambda code, _: {"rewards": {"theirs": reward(code)}}),
     "a text of rewards": ("align", lambda code, _: {"rewards": f"{{a: {reward(code)}}}"}),
     "a metric": ("align", lambda code, _: {"evaluation": {"metrics": {"m": reward(code)}}}),
+    "advantages": ("align", lambda code, _: {"estimator": {"advantages": str(code)}}),
+    "a schedule": ("align", lambda code, _: {"strategy.schedule.function": str(code)}),
     "a group": ("align", lambda code, _: {"groups": {"g": {"rewards": {"a": reward(code)}}}}),
     "a study's overrides": (
         "study",
@@ -215,7 +217,7 @@ def test_help_runs_nothing(key, code, proof, tmp_path, capsys):
     else:
         content["rewards"] = {"theirs": {"name": "travelling", "file": str(code)}}
     file.write_text(yaml.safe_dump(content))
-    for topic in ([], ["all"], ["strategy"]):
+    for topic in ([], ["strategy"]):
         with pytest.raises(SystemExit) as end:
             main(["align", "--config", str(file), "--help", *topic])
         assert not end.value.code

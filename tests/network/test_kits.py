@@ -155,7 +155,7 @@ def test_the_meeting_place_of_a_site_is_for_its_owner_alone(made):
 
 def test_the_engine_of_sites_needs_no_flare():
     program = (
-        "import sys, firm.network.states, firm.federation.engines; print('nvflare' in sys.modules)"
+        "import sys, firm.run.states, firm.federation.engines; print('nvflare' in sys.modules)"
     )
     printed = subprocess.run(
         [sys.executable, "-c", program], capture_output=True, text=True, check=True

@@ -15,7 +15,8 @@ from tests.nursery import nursery
 NURSERY = """
 import json, os, signal, sys
 import torch
-from firm.run import Run, load_state, save_state
+from firm.run import Run
+from firm.run.checkpoint import load_state, save_state
 
 def kill_at(step):
     def on_event(event, _):

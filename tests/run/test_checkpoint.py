@@ -9,7 +9,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from firm.run import OtherFormat, load_state, save_state
+from firm.run.checkpoint import OtherFormat, load_state, save_state
 
 DTYPES = [
     *(torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.bool),

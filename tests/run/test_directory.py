@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from firm.run import CheckpointConfig, OtherFormat, Run, UserError, exit_on_user_error
+from firm.run import Run, UserError, exit_on_user_error
+from firm.run.directory import CheckpointConfig
 
 
 def contents(path: Path) -> dict[Path, bytes]:
@@ -192,34 +193,6 @@ def test_broken_newer_checkpoints_do_not_push_out_whole_ones(tmp_path: Path) -> 
     assert Run(run.path).latest_checkpoint() == (3, {"a": 3})
 
 
-def test_a_run_without_any_whole_checkpoint_is_refused_and_kept(tmp_path: Path) -> None:
-    run = Run.create(tmp_path / "a", CONFIG)
-    run.log({"kind": "run"})
-    for number in (1, 2):
-        run.save_checkpoint(number, {"a": number})
-        (run.path / f"checkpoints/round_000{number}/tensors.safetensors").write_bytes(b"torn")
-    run.close()
-    before = contents(run.path)
-    with pytest.raises(
-        UserError, match=r"none of its 2 checkpoints is intact .*round_0002.*restore"
-    ):
-        Run.resume(run.path, CONFIG)
-    assert contents(run.path) == before
-
-
-def test_a_checkpoint_of_another_version_is_not_taken_for_a_damaged_one(tmp_path: Path) -> None:
-    run = Run.create(tmp_path / "a", CONFIG)
-    for number in (1, 2):
-        run.save_checkpoint(number, {"a": number})
-    run.close()
-    file = run.path / "checkpoints/round_0002/state.json"
-    file.write_text(file.read_text().replace('"format": 1', '"format": 2'))
-    before = contents(run.path)
-    with pytest.raises(OtherFormat, match="format 2, but this version reads format 1"):
-        Run.resume(run.path, CONFIG)
-    assert contents(run.path) == before
-
-
 def rounds_of(run: Run) -> list[int]:
     return sorted(int(name.removeprefix("round_")) for name in os.listdir(run.path / "checkpoints"))
 
@@ -343,16 +316,6 @@ def test_keys_to_renew_may_differ_and_the_stored_configuration_follows(tmp_path:
     assert run.settings() == {**CONFIG, "seed": 2}
 
 
-def test_a_log_shorter_than_its_checkpoint_says_is_refused(tmp_path: Path) -> None:
-    run = Run.create(tmp_path / "a", CONFIG)
-    run.log({"kind": "run"})
-    run.save_checkpoint(1, {})
-    run.close()
-    (run.path / "metrics.jsonl").write_text("")
-    with pytest.raises(UserError, match="must have at least 16 bytes, as at its checkpoint, got 0"):
-        Run.resume(run.path, CONFIG)
-
-
 def test_how_a_run_ended_is_noted(tmp_path: Path) -> None:
     with Run.create(tmp_path / "a", CONFIG) as run:
         pass
@@ -423,11 +386,12 @@ def test_a_run_killed_at_random_times_is_resumed_as_if_it_had_not_been(
     delays = random.Random(1)
     for_ever = "while True:" + ROUND.replace("\n", "\n    ")
     rounds = [0]
-    for _ in range(6):
-        kill_while(for_ever, str(tmp_path / "run"), delays.uniform(0.01, 0.3))
+    while len(rounds) < 7 or not rounds[-1]:  # on a busy machine, until there is a checkpoint
+        longest = 0.3 * 2 ** (len(rounds) // 7)
+        assert longest < 60, "no process got as far as one checkpoint: nothing was tested"
+        kill_while(for_ever, str(tmp_path / "run"), delays.uniform(0.01, longest))
         rounds.append(assert_whole(tmp_path / "run"))
     assert rounds == sorted(rounds)
-    assert rounds[-1] > 0, "no process got as far as one checkpoint: nothing was tested"
 
 
 def test_a_run_is_checked_without_a_trace_before_it_is_opened(tmp_path: Path) -> None:

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from firm.run import check_folder_name, check_slugs, slug
+from firm.run.names import check_folder_name, check_slugs, slug
 
 
 @given(st.lists(st.text(), max_size=4))

@@ -8,8 +8,6 @@ import pytest
 from firm.base.preferences import parse_shares
 from firm.base.quantities import of_clients
 from firm.cli.main import main
-from firm.federation.attackers import Attacker
-from firm.federation.capabilities import UpdateAttack
 from firm.federation.engine_registry import ENGINES
 from firm.federation.options.robust import RULES, RobustConfig
 from firm.federation.rounds import sample_clients
@@ -74,7 +72,6 @@ def test_a_choice_of_a_configuration():
 REGISTRIES: Mapping[str, tuple[Any, Any]] = {
     "engine": (lambda name: ENGINES[name], ENGINES),
     "robust rule": (lambda name: RobustConfig(name, num_attackers=1), RULES),
-    "attack": (lambda name: Attacker(None, name), get_args(UpdateAttack)),  # type: ignore[arg-type]
     "task of a site": (lambda name: SitePolicy(tasks=(name,)), TASKS),
     "quantity of a site": (lambda name: SitePolicy(metrics=(name,)), of_clients()),
     "client": (

@@ -4,11 +4,11 @@ from dataclasses import dataclass, field
 
 import pytest
 
+from firm.base.user_code import import_file
 from firm.federation.strategies import StrategyConfig
 from firm.federation.strategy_configs import FirmConfig
 from firm.run import compose, parse, to_yaml
 from firm.run.errors import UserError
-from firm.run.plugins import import_file
 
 PLUGIN = '''
 from dataclasses import dataclass

@@ -2,8 +2,8 @@
 
 import pytest
 
-from firm.run import Run, Sweep, UserError, continued_later, exit_on_user_error, to_yaml
-from firm.run.resuming import STUDY_NAME, check_out, is_resumed, study_to_resume
+from firm.run import Run, Sweep, UserError, continued_later, exit_on_user_error
+from firm.run.resuming import is_resumed
 
 CONFIG = {"seed": 1}
 
@@ -34,20 +34,6 @@ def test_a_sweep_that_is_to_continue_must_be_there(tmp_path):
     assert Sweep.open(tmp_path / "sweep", CONFIG, {}, resume="auto").manifest["config"] == CONFIG
     with pytest.raises(UserError, match=r"did you mean .*/sweep\?"):
         Sweep.open(tmp_path / "sweeps", CONFIG, {}, resume=True)
-
-
-def test_a_study_continues_by_its_own_configuration(tmp_path):
-    with pytest.raises(UserError, match="there is no run to resume"):
-        study_to_resume(tmp_path)
-    (tmp_path / STUDY_NAME).write_text(to_yaml(CONFIG))
-    assert study_to_resume(tmp_path) == CONFIG
-
-
-def test_a_folder_must_be_named():
-    check_out(False, None)
-    for resume in (True, "auto"):
-        with pytest.raises(ValueError, match="resume needs the run's folder"):
-            check_out(resume, None)
 
 
 @pytest.mark.parametrize("is_begun", [False, True])

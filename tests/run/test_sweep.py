@@ -13,7 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from firm.run import Outcome, Run, Sweep, UserError, exit_on_user_error, summarise
+from firm.run import Run, Sweep, UserError, exit_on_user_error
+from firm.run.sweep import Outcome, summarise
 
 WORK = """
 import os, time

@@ -6,7 +6,7 @@ import pytest
 
 from firm.base.extras import install_command
 from firm.run import Tracker, TrackingConfig, UserError
-from firm.run.trackers import AccelerateTracker, check_installed, open_tracker
+from firm.run.tracking import AccelerateTracker, check_installed, open_tracker
 
 OBJECTIVES = ("helpful", "harmless")
 ROWS = [
@@ -102,7 +102,7 @@ def test_a_tracker_that_fails_does_not_end_the_run(tmp_path, monkeypatch, undraw
 
 @pytest.mark.parametrize("name", ["wandb", "tensorboard", "mlflow"])
 def test_a_tracker_whose_package_is_missing_names_the_command(name, tmp_path, monkeypatch):
-    monkeypatch.setattr("firm.run.trackers.find_spec", lambda package: None)
+    monkeypatch.setattr("firm.run.tracking.find_spec", lambda package: None)
     config = TrackingConfig(name=name, mode="offline")
     with pytest.raises(UserError, match=f"needs the package {name}") as refused:
         open_tracker(config, tmp_path, {}, **LABELS)
@@ -111,7 +111,7 @@ def test_a_tracker_whose_package_is_missing_names_the_command(name, tmp_path, mo
 
 
 def test_without_tracking_no_package_is_needed(tmp_path, monkeypatch):
-    monkeypatch.setattr("firm.run.trackers.find_spec", lambda package: None)
+    monkeypatch.setattr("firm.run.tracking.find_spec", lambda package: None)
     check_installed(TrackingConfig())
     assert isinstance(open_tracker(TrackingConfig(), tmp_path, {}, **LABELS), Tracker)
 

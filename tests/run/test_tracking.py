@@ -188,7 +188,12 @@ def test_the_charts_of_a_long_run_have_points_in_proportion_to_its_rounds(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     sizes: list[int] = []
-    monkeypatch.setattr(tracking, "_planes", lambda rows, _: {"points": sizes.append(len(rows))})
+
+    def drawn(tracker: Tracker) -> dict[str, Any]:
+        tracker._num_drawn = len(tracker._evaluations)
+        return {"points": sizes.append(tracker._num_drawn)}
+
+    monkeypatch.setattr(Tracker, "_planes", drawn)
     rows = [evaluation(number, "validation", helpful=0.5) for number in range(1, 200)]
     track(tmp_path, *rows)
     assert sizes[:20] == list(range(1, 21))
@@ -436,7 +441,7 @@ def sent(monkeypatch) -> list[dict[str, Any]]:
         def finish(self, **_: Any) -> None:
             raise OSError("no space left on device")
 
-    monkeypatch.setattr(tracking, "_start", lambda *_, **__: FakeRun())
+    monkeypatch.setattr(tracking.Tracker, "_start", lambda *_, **__: FakeRun())
     return rows
 
 

@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM, PretrainedConfig
 from firm.alignment import threads
 from firm.alignment.compiled import bucket_of_lengths, bucket_of_rows
 from firm.alignment.policy import PolicyConfig, adapter_parameters, add_adapter
-from firm.alignment.rehearsal import REHEARSALS, Sampled, Update
+from firm.alignment.rehearsal import REHEARSALS, Sampled, UpdateCost
 from firm.alignment.rollout import logprobs_from
 from firm.alignment.rollout_engines import TransformersConfig
 from firm.alignment.roofline import Speeds
@@ -38,13 +38,13 @@ EVALUATION_BATCH = 64
 DEPTH = 2
 """Layers of the shallowest policy from which a deeper one's costs are extrapolated."""
 
-Figures = TypeVar("Figures", Update, Sampled, Seconds)
+Figures = TypeVar("Figures", UpdateCost, Sampled, Seconds)
 
 
 class Rehearsed(NamedTuple):
     """Stages of a local step, and a rollout in evaluations and calibration."""
 
-    update: Update
+    update: UpdateCost
     rollout: Sampled
     evaluation: Sampled
 
@@ -181,7 +181,7 @@ def _memory(
     frozen_bytes = sum(policy.bytes_by_dtype.values()) - policy.bytes_by_dtype["buffers"]
     return Memory(
         training=learner + oldest + own_adapter,
-        waiting=2 * learner + oldest + own_adapter,
+        waiting=2 * learner + critic + own_adapter,
         num_training=num_clients if is_stacked else 1,
         jacobian=update.jacobian,
         update=update.peak,

@@ -17,7 +17,7 @@ from firm.alignment.policy import adapter_parameters, read_architecture, read_to
 from firm.alignment.prompt_data import PromptsConfig
 from firm.alignment.sharding import gathered_bytes, part_bytes
 from firm.base.sanitize import first_line
-from firm.federation.engines.processes import Processes
+from firm.federation.processes import Processes
 from firm.federation.traffic import Traffic, round_traffic
 from firm.jobs.alignment_config import (
     AlignmentConfig,

@@ -39,7 +39,8 @@ class Memory:
     """Critic and optimizer moments of a client in training, live and after the last accepted round;
     and its adapter if stacked."""
     waiting: int
-    """The same of another client, whose last state is not accepted yet and stored as well."""
+    """Live learner, new state and initial state of another client of the round, and its adapter if
+    stacked. States of earlier rounds are on the disk."""
     num_training: int
     """Number of clients in training at a time."""
     jacobian: int
@@ -196,11 +197,12 @@ class RunPlan:
     ) -> Counter[str]:
         """Returns the peak bytes of a process without its reward models, by device."""
         total = Counter(place.policy_bytes or {place.policy: policy.part_bytes})
-        num_training = min(len(place.clients), memory.num_training)
-        num_waiting = len(place.clients) - num_training
+        num_clients = min(len(place.clients), self.work.clients_per_round)
+        num_training = min(num_clients, memory.num_training)
+        num_waiting = num_clients - num_training
         step = max(memory.jacobian + memory.update, memory.values, memory.rollout)
         learners = num_training * memory.training + num_waiting * memory.waiting
-        evaluation = len(place.clients) * memory.waiting + memory.evaluation
+        evaluation = num_clients * memory.waiting + memory.evaluation
         total[place.policy] += policy.gathered_bytes + policy.bytes_by_dtype["buffers"]
         total[place.policy] += policy.adapter_bytes + max(learners + step, evaluation)
         devices = memory.engine_devices or (place.policy,)

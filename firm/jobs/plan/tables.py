@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 from firm.alignment.hyperparameters import hyperparameters
 from firm.base.sanitize import printable
-from firm.federation.engines.processes import Processes
+from firm.federation.processes import Processes
 from firm.jobs.alarms import alarms_at_start
 from firm.jobs.alignment_config import AlignmentConfig, client_names
 from firm.jobs.plan.planning import make_plan

@@ -5,16 +5,16 @@ import torch
 
 from firm.base.inside import LinkFound
 from firm.federation.engines import MemoryStates
-from firm.network.states import DiskStates
+from firm.run.states import DiskStates, RunStates
 
 
 def _state(value):
     return {"moments": torch.full((2,), float(value)), "step": value}
 
 
-@pytest.fixture(params=["memory", "disk"])
+@pytest.fixture(params=[MemoryStates, DiskStates, RunStates])
 def states(request, tmp_path):
-    return MemoryStates() if request.param == "memory" else DiskStates(tmp_path)
+    return request.param() if request.param is MemoryStates else request.param(tmp_path)
 
 
 def test_a_state_comes_back_as_it_was(states):
