@@ -41,7 +41,7 @@ def main(cfg: AlignmentConfig) -> None:
     # A client has a shard of the prompts, an optimizer, value heads and random streams. The clients
     # of a process share its policy; each loads its adapter into it before training.
     clients = loading.build_clients(loaded, cfg, calibrations, on_event=progress.event)
-    engine = loading.build_engine(clients, cfg, processes, on_event=progress.event)
+    engine = loading.build_engine(clients, cfg, processes, out=out, on_event=progress.event)
     if not processes.is_server:  # its clients work for the first process until the run ends
         assert isinstance(engine, ProcessesEngine)
         engine.serve()

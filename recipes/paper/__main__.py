@@ -16,11 +16,11 @@ from pathlib import Path
 from firm.alignment.hyperparameters import Departure, departures, hyperparameters
 from firm.jobs.alignment_config import AlignmentConfig
 from firm.jobs.configs import StudyConfig
-from firm.jobs.model_card import markdown_table
 from firm.jobs.study import run_config, study_of
 from firm.report import Record
 from firm.report.record import study_records
 from firm.run import Sweep, UserError, compose, run_cli
+from firm.serving.model_card import markdown_table
 from recipes.paper.claims import (
     Section,
     figure_1,

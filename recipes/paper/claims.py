@@ -8,9 +8,9 @@ from typing import Literal
 import numpy as np
 
 from firm.fronts.correlation import rank_correlation
-from firm.jobs.model_card import markdown_table
 from firm.report import Record
 from firm.report.seeds import Difference
+from firm.serving.model_card import markdown_table
 from recipes.paper.drawings import BETAS, PREFERENCES, WORLDS
 from recipes.paper.over_seeds import Figure, difference, final_reward, over_seeds
 from recipes.paper.trajectories import (

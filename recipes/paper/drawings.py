@@ -8,9 +8,10 @@ import numpy as np
 
 from firm.fronts import exponential_average
 from firm.report import Record
+from firm.report.drawing import Series, series_panel
 from firm.report.plane import Cloud
 from firm.report.settings_page import base_place, setting_clouds
-from firm.report.static import Curve, PaperFigure, curves_figure, plane_figure, save_figure
+from firm.report.static import PaperFigure, curves_figure, plane_figure, save_figure
 from firm.report.tables import Setting, settings_of
 from recipes.paper.over_seeds import Figure, final_reward, over_seeds
 from recipes.paper.trajectories import (
@@ -52,14 +53,13 @@ def draw_all(runs: Runs, out: Path) -> dict[str, str]:
 def _compared(runs: Runs, shown: Mapping[str, str]) -> PaperFigure:
     """Returns smoothed rewards and weights of settings over the rounds, with bands over seeds."""
     settings = settings_of({label: runs[name] for label, name in shown.items()})
-    return curves_figure(
+    return _curves(
         {
             **_reward_panels(settings),
             f"λ {settings[0].objectives[0]}": [
                 _weight_curve(s, [solves(record)[:, 0] for record in s.records]) for s in settings
             ],
-        },
-        y_title="",
+        }
     )
 
 
@@ -78,12 +78,12 @@ def _two_clients(runs: Runs) -> PaperFigure:
                 curve = _weight_curve(setting, [by_client[client][:, 0]])
                 curves.append(replace(curve, key=key))
         panels[f"{world}: λ {settings[0].objectives[0]}, one seed"] = curves
-    return curves_figure(panels, y_title="")
+    return _curves(panels)
 
 
 def _betas(runs: Runs) -> PaperFigure:
     """Returns the spread of the clients' weights and the rewards, over β."""
-    panels: dict[str, list[Curve]] = {}
+    panels: dict[str, list[Series]] = {}
     for world, opening in WORLDS.items():
         names = [[f"{opening}β = {beta}, C = {count}" for beta in BETAS] for count in (2, 8)]
         names[1][BETAS.index("0.01")] = f"{opening}FIRM"
@@ -95,14 +95,14 @@ def _betas(runs: Runs) -> PaperFigure:
         }
         for title, figure in quantities.items():
             panels[f"{world}: {title}"] = [
-                Curve(
+                Series.of(
                     setting.key,
                     list(range(len(BETAS))),
                     np.array([over_seeds(runs[name], figure).values for name in row]).T,
                 )
                 for setting, row in zip(settings, names, strict=True)
             ]
-    drawn = curves_figure(panels, y_title="", x_title="β")
+    drawn = _curves(panels, x_title="β")
     for panel in drawn.figure.axes:
         panel.set_xticks(range(len(BETAS)), BETAS)
     rows = [[*row[:2], BETAS[int(row[2])], *row[3:]] for row in drawn.rows]
@@ -120,7 +120,7 @@ def _preferences(runs: Runs, out: Path) -> PaperFigure:
     clouds: list[Cloud] = []
     for index, (label, names) in enumerate(groups.items()):
         settings = settings_of({name: runs[name] for name in names})
-        parts = setting_clouds(settings, out)
+        parts = setting_clouds(settings, folder=out)
         key = Setting(label, index, ()).key
         clouds.append(
             Cloud(
@@ -135,7 +135,13 @@ def _preferences(runs: Runs, out: Path) -> PaperFigure:
     return plane_figure(clouds, settings[0].objectives, base=base_place(settings))
 
 
-def _reward_panels(settings: Sequence[Setting]) -> dict[str, list[Curve]]:
+def _curves(panels: Mapping[str, Sequence[Series]], *, x_title: str = "round") -> PaperFigure:
+    """Returns curves by the title of their panel."""
+    drawn = [series_panel(title, title, series, y_title="") for title, series in panels.items()]
+    return curves_figure(drawn, x_title=x_title)
+
+
+def _reward_panels(settings: Sequence[Setting]) -> dict[str, list[Series]]:
     panels = {}
     for place, name in enumerate(settings[0].objectives):
         panels[f"reward {name}"] = []
@@ -144,17 +150,17 @@ def _reward_panels(settings: Sequence[Setting]) -> dict[str, list[Curve]]:
             per_round = _solves_per_round(setting.records[0])
             smooth = [exponential_average(c, half_life=HALF_LIFE / per_round) for c in curves]
             xs = list(range(1, len(smooth[0]) + 1))
-            panels[f"reward {name}"].append(Curve(setting.key, xs, np.array(smooth)))
+            panels[f"reward {name}"].append(Series.of(setting.key, xs, np.array(smooth)))
     return panels
 
 
-def _weight_curve(setting: Setting, curves: Sequence[np.ndarray]) -> Curve:
+def _weight_curve(setting: Setting, curves: Sequence[np.ndarray]) -> Series:
     """Returns a weight by local solve, smoothed, drawn over the rounds."""
     per_round = len(curves[0]) / setting.records[0].last_round
     half_life = HALF_LIFE * per_round / _solves_per_round(setting.records[0])
     smooth = [exponential_average(curve, half_life=half_life) for curve in curves]
     xs = [(index + 1) / per_round for index in range(len(smooth[0]))]
-    return Curve(setting.key, xs, np.array(smooth))
+    return Series.of(setting.key, xs, np.array(smooth))
 
 
 def _solves_per_round(record: Record) -> float:
