@@ -4,20 +4,30 @@
     python benchmarks/device_mutations.py firm/fmoo
 
 "survived" is a gap in the tests. Each mutation is made in a copy of the tree, on the pretend
-accelerator, one after the other. The tests run once without any, and must pass.
+accelerator, one after the other. Tests that fail without any notice none: run tests/accelerator
+first.
 """
 
 import argparse
+import gc
+import multiprocessing
 import os
 import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from compileall import compile_dir
 from dataclasses import dataclass
 from pathlib import Path
+from py_compile import PycInvalidationMode
+from types import CodeType, FunctionType
 
 ROOT = Path(__file__).parent.parent
+IMPORTED = ("pytest", "datasets", "firm.jobs.alignment", "firm.jobs.fmoo", "reward_models")
+"""What the processes that run tests are forked with; the package is that of the copy."""
+ENDED = 100
+"""Added to pytest's exit codes: a process that raises ends with 1, as after a test that fails."""
 ALIGNMENT, CLASSIC = "tests/accelerator/test_alignment.py::", "tests/accelerator/test_classic.py::"
 JACOBIAN = (
     "tests/accelerator/test_gradients.py::"
@@ -67,8 +77,8 @@ MUTATIONS = (
     ),
     Mutation(
         "firm/alignment/estimators/critic_free.py",
-        "advantages.flatten(1).to(rewards.dtype)",
-        'advantages.flatten(1).to("cpu", rewards.dtype)',
+        "(each * factors).to(losses)",
+        "(each * factors).cpu()",
         FEDAVG,
     ),
     Mutation(
@@ -91,14 +101,14 @@ MUTATIONS = (
     ),
     Mutation(
         "firm/alignment/decoding.py",
-        "torch.tensor(list(end_ids), device=device)",
-        "torch.tensor(list(end_ids))",
+        "torch.tensor(list(part.end_ids), device=device)",
+        "torch.tensor(list(part.end_ids))",
         STACKED,
     ),
     Mutation(
-        "firm/alignment/stacked/model.py",
-        "device=ids.device",
-        'device=torch.device("cpu")',
+        "firm/alignment/stacked/client.py",
+        "generator = copy_of_generator(self.model.device)\n        request",
+        "generator = torch.Generator()\n        request",
         STACKED,
     ),
     Mutation(
@@ -139,7 +149,7 @@ MUTATIONS = (
         f"{ALIGNMENT}test_every_strategy_runs[fedcmoo]",
     ),
     Mutation(
-        "firm/federation/engines/processes.py",
+        "firm/federation/processes.py",
         "else tensor.cpu()",
         "else tensor.clone()",
         PROCESSES,
@@ -185,12 +195,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("prefix", nargs="?", default="", help="start of the files' paths")
     prefix = parser.parse_args(arguments).prefix
     mutations = [each for each in MUTATIONS if each.file.startswith(prefix)]
+    for name in ("OMP_NUM_THREADS", "HF_HUB_OFFLINE", "TRL_EXPERIMENTAL_SILENCE"):
+        os.environ.setdefault(name, "1")
+    multiprocessing.set_forkserver_preload([*IMPORTED])
     with tempfile.TemporaryDirectory() as folder:
         tree = copy_of_tree(Path(folder) / "firm")
-        failed = failures(tree, sorted({each.test for each in mutations}))
-        if failed:
-            print(f"{failed}\nthe tests fail without a mutation")
-            return 1
+        # by their content: files change within the resolution of their times
+        for package in ("firm", "reward_models", "tests/accelerator"):
+            compile_dir(tree / package, quiet=2, invalidation_mode=PycInvalidationMode.CHECKED_HASH)
+        os.environ["PYTHONPATH"] = str(tree)
+        os.chdir(tree)  # from which the server that forks imports the package, before it changes
+        first = multiprocessing.get_context("forkserver").Process(target=int)
+        first.start()
+        first.join()
         survivors = 0
         for each in mutations:
             has_survived = survives(each, tree)
@@ -219,7 +236,7 @@ def survives(mutation: Mutation, tree: Path) -> bool:
     text = path.read_text(encoding="utf-8")
     path.write_text(mutated(mutation, text), encoding="utf-8")
     try:
-        return not failures(tree, [mutation.test])
+        return not failures(tree, mutation)
     finally:
         path.write_text(text, encoding="utf-8")
 
@@ -238,25 +255,60 @@ def mutated(mutation: Mutation, text: str) -> str:
     return text.replace(mutation.before, mutation.after)
 
 
-def failures(tree: Path, tests: Sequence[str]) -> str:
-    """Returns pytest's output if tests fail in a copy of the tree; empty if they pass.
+def failures(tree: Path, mutation: Mutation) -> str:
+    """Returns pytest's output if a mutation's test fails in a mutated tree; empty if it passes.
 
-    They run in a process whose accelerator is the pretend one.
+    It runs in a process whose accelerator is the pretend one, forked from one that has imported
+    the tree without the mutation.
     """
-    environment = {
-        **os.environ,
-        "PYTHONPATH": str(tree),
-        "PYTHONDONTWRITEBYTECODE": "1",  # files change within the resolution of their times
-        "OMP_NUM_THREADS": "1",
+    output = tree.parent / "output.txt"
+    process = multiprocessing.get_context("forkserver").Process(
+        target=_run, args=(tree, mutation, output)
+    )
+    process.start()
+    process.join()
+    text = output.read_text(encoding="utf-8")
+    if process.exitcode not in (ENDED, ENDED + 1):  # such as a test that does not exist
+        raise RuntimeError(f"the process ended with {process.exitcode}:\n{text}")
+    return text if process.exitcode != ENDED else ""
+
+
+def _run(tree: Path, mutation: Mutation, output: Path) -> None:
+    """Ends this process with pytest's exit code and `ENDED`."""
+    file = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+    for number in (1, 2):
+        os.dup2(file, number)
+    os.environ |= {
+        "PYTHONDONTWRITEBYTECODE": "1",
         "FIRM_PRETEND_REPORTS": os.devnull,
     }
-    command = [sys.executable, "-m", "pytest", "-q", "-x", "-m", "", "-p", "no:cacheprovider"]
-    done = subprocess.run(
-        [*command, *tests], cwd=tree, env=environment, capture_output=True, text=True
-    )
-    if done.returncode not in (0, 1):  # such as a test that does not exist
-        raise RuntimeError(f"pytest ended with {done.returncode}:\n{done.stdout}{done.stderr}")
-    return done.stdout if done.returncode else ""
+    os.chdir(tree)
+    sys.path.insert(0, str(tree))
+    sys.dont_write_bytecode = True
+    import pytest
+
+    _mutate_imported(tree / mutation.file, mutation)
+    options = ("-q", "-x", "-m", "", "-p", "no:cacheprovider", "--assert", "plain")
+    sys.exit(ENDED + pytest.main([*options, mutation.test]))
+
+
+def _mutate_imported(path: Path, mutation: Mutation) -> None:
+    """Gives the functions that were imported from a file the mutated code."""
+    text = (ROOT / mutation.file).read_text(encoding="utf-8")
+    before, after = (compile(each, str(path), "exec") for each in (text, mutated(mutation, text)))
+    pairs = zip(_codes(before), _codes(after), strict=True)
+    codes = {(own.co_qualname, own.co_linetable): mutant for own, mutant in pairs}
+    for each in gc.get_objects():
+        if isinstance(each, FunctionType) and each.__code__.co_filename == str(path):
+            each.__code__ = codes[each.__code__.co_qualname, each.__code__.co_linetable]
+
+
+def _codes(code: CodeType) -> Iterator[CodeType]:
+    """Yields a code object and those that are in it."""
+    yield code
+    for each in code.co_consts:
+        if isinstance(each, CodeType):
+            yield from _codes(each)
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """Recomputes every figure of docs/results.md from the data in the repository.
 
     python benchmarks/findings.py           # prints the tables
-    python benchmarks/findings.py --write   # puts them into docs/results.md
+    python benchmarks/findings.py --write   # puts them into docs/results.md, and draws its pictures
 
 The page has each table between `<!-- NAME -->` and `<!-- end -->`; outside of them it states no
 measured figure. Comparisons, margins and verdicts are those of docs/protocol.md. The data are
@@ -14,12 +14,15 @@ import json
 import re
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import product
 from pathlib import Path
 from statistics import fmean
 from typing import Literal
 
+import matplotlib
 import numpy as np
+from matplotlib.figure import Figure
 from scipy import stats
 
 from benchmarks.adapter_runs import DELTA, EPSILON, SMALL, WHOLE
@@ -27,14 +30,34 @@ from benchmarks.frontier import Gains, stored_gains, words
 from benchmarks.frontier import chosen as chosen_rates
 from benchmarks.privacy_budget import noise_for
 from benchmarks.private import by_adapter, gain_table, needed_table
-from benchmarks.protocol_runs import COMMON, FIRST, FURTHER, REAL, SETTINGS
+from benchmarks.protocol_runs import (
+    COMMON,
+    FIRST,
+    FURTHER,
+    MULTIPLES,
+    REAL,
+    SETTINGS,
+    WEIGHTED,
+    WEIGHTINGS,
+)
 from firm.fronts import Front, Point, by_preference, hypervolume, non_dominated
-from firm.jobs.model_card import markdown_table
+from firm.report.drawing import LegendEntry, Series, series_panel
 from firm.report.seeds import mean_difference
+from firm.report.static import (
+    COLUMN_IN,
+    PANEL_IN,
+    STYLE,
+    PaperFigure,
+    curves_figure,
+    save_figure,
+)
+from firm.serving.model_card import markdown_table
 
 ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs/results.md"
 PROTOCOL = ROOT / "docs/results/data/protocol"
+PICTURE, CURVES = ROOT / "docs/figures/equal_replies", ROOT / "docs/figures/reward_kl"
+"""Pictures of families K and L, without their suffixes."""
 ALPHA = 0.05
 MARGIN = 0.010
 TARGETS = np.linspace(0, 1, 21)
@@ -46,6 +69,13 @@ TEN, FIVE, REAL_SEEDS = range(100, 110), range(100, 105), range(300, 303)
 PAIR_SEEDS = range(400, 403)
 SIXTY = range(110, 170)
 WORLDS, WORLD_SEEDS = range(1, 5), (600, 601)
+WEIGHTING_SEEDS, REPLY_SEEDS = range(800, 810), range(820, 830)
+TRL_SEEDS, UNSEEN_SEEDS = range(840, 843), range(310, 313)
+SMOOTHED_SEEDS = range(860, 870)
+METHODS = ("FIRM", "FIRM with PPO", "TRL's GRPO", "TRL's GDPO")
+"""Methods of family L; the first is compared with the others."""
+KLS = (1.0, 2.0, 4.0)
+"""KLs at which family L compares rewards, the second in its claims."""
 
 Model = Mapping[str, Mapping[str, float]]
 """Figures of a model by split, as benchmarks/protocol_runs.py keeps them."""
@@ -111,6 +141,9 @@ class Claim:
     """What `planned` counts."""
     files: str = ""
     """Pattern of the names of the data's files, if they do not start with the part."""
+    is_listed: bool = True
+    """Whether it has a row among the findings; the others have their verdicts in a table of their
+    family."""
 
     @property
     def is_complete(self) -> bool:
@@ -304,11 +337,11 @@ def equal_weights(names: Sequence[str], seeds: range, folder: Path) -> list[Clai
 REAL_SOUP = ("separate 0.1", "soup2 0.5", "separate 0.9")
 """Models of a soup of two runs on SmolLM2."""
 REAL_PAIRS = (
-    # claim, first and second side, their models
-    ("C4", ("training without a critic", "PPO"), ("fixed", "PPO")),
-    ("C5", ("FIRM", "fixed weights"), ("FIRM", "fixed")),
-    ("C6", ("FIRM", "FedCMOO-A"), ("FIRM", "FedCMOO-A")),
-    ("C7", ("FIRM with uploads of 2 bits", "with whole uploads"), ("2 bits", "FIRM")),
+    # first and second side, their models
+    (("training without a critic", "PPO"), ("fixed", "PPO")),
+    (("FIRM", "fixed weights"), ("FIRM", "fixed")),
+    (("FIRM", "FedCMOO-A"), ("FIRM", "FedCMOO-A")),
+    (("FIRM with uploads of 2 bits", "with whole uploads"), ("2 bits", "FIRM")),
 )
 
 
@@ -341,43 +374,73 @@ def family_b(folder: Path = PROTOCOL) -> list[Claim]:
 
 def family_c(folder: Path = PROTOCOL) -> list[Claim]:
     """Returns the claims of family C."""
-    fronts, others = (
-        parts("real_front", REAL_SEEDS, folder),
-        parts("real_baselines", REAL_SEEDS, folder),
-    )
-    one, found = "one conditioned run", []
-    sides: dict[str, tuple[str, Callable[[Models], list[Model]]]] = {
-        "C1": ("three separate runs of equal replies", lambda m: of(m, "short", REAL)),
-        "C2": ("three separate runs of equal rounds", lambda m: of(m, "separate", REAL)),
-        "C3": ("the soup of two runs", lambda m: [m[name] for name in REAL_SOUP]),
-    }
-    for name, (second, models_of) in sides.items():
-        less = tuple(
-            expected_utility(of(models, "conditioned", REAL)) - expected_utility(models_of(models))
-            for models in fronts.values()
-        )
-        text = f"{one.capitalize()} differs from {second}"
-        found.append(Claim(name, text, (one, second), "expected utility", 3, less, "real_front"))
-    for name, ends, (first, second) in REAL_PAIRS:
-        less = tuple(
-            float((rewards(models[first], "test") - rewards(models[second], "test")).mean())
-            for models in others.values()
-        )
-        text = f"{ends[0][0].upper()}{ends[0][1:]} differs from {ends[1]}"
-        found.append(Claim(name, text, ends, "mean of the rewards", 3, less, "real_baselines"))
-    return found
+    return named("C", on_smollm2("real", REAL_SEEDS, folder))
 
 
 def family_d(folder: Path = PROTOCOL) -> list[Claim]:
     """Returns the claim of family D."""
-    data = parts("real_constraint", REAL_SEEDS, folder)
+    return named("D", [under_a_constraint("real", REAL_SEEDS, folder)])
+
+
+def family_m(folder: Path = PROTOCOL) -> list[Claim]:
+    """Returns the claims of family M: those of C and D on unseen questions, and one on style."""
+    part, sides = "unseen_style", ("preference 0.9 for plain", "0.1")
+    less = tuple(
+        high["test"]["style"] - low["test"]["style"]
+        for models in parts(part, UNSEEN_SEEDS, folder).values()
+        for low, high in [(models["conditioned 0.1"], models["conditioned 0.9"])]
+    )
+    text = "One conditioned run is plainer at 0.9 than at 0.1, as a language model judges"
+    claims = [
+        *on_smollm2("unseen", UNSEEN_SEEDS, folder),
+        under_a_constraint("unseen", UNSEEN_SEEDS, folder),
+        Claim("", text, sides, "style, nats per token", len(UNSEEN_SEEDS), less, part),
+    ]
+    return named("M", claims)
+
+
+def named(letter: str, claims: Sequence[Claim]) -> list[Claim]:
+    """Returns the claims of a family with their names, in their order."""
+    return [replace(claim, name=f"{letter}{at}") for at, claim in enumerate(claims, start=1)]
+
+
+def on_smollm2(questions: str, seeds: range, folder: Path) -> list[Claim]:
+    """Returns the seven comparisons of family C, on real or unseen questions."""
+    front, baselines = f"{questions}_front", f"{questions}_baselines"
+    fronts, others = (parts(name, seeds, folder).values() for name in (front, baselines))
+    one, found = "one conditioned run", []
+    sides: dict[str, Callable[[Models], list[Model]]] = {
+        "three separate runs of equal replies": lambda models: of(models, "short", REAL),
+        "three separate runs of equal rounds": lambda models: of(models, "separate", REAL),
+        "the soup of two runs": lambda models: [models[name] for name in REAL_SOUP],
+    }
+    for second, models_of in sides.items():
+        less = tuple(
+            expected_utility(of(models, "conditioned", REAL)) - expected_utility(models_of(models))
+            for models in fronts
+        )
+        text = f"{one.capitalize()} differs from {second}"
+        found.append(Claim("", text, (one, second), UTILITY, len(seeds), less, front))
+    for ends, (first, second) in REAL_PAIRS:
+        less = tuple(
+            float((rewards(models[first], "test") - rewards(models[second], "test")).mean())
+            for models in others
+        )
+        text = f"{ends[0][0].upper()}{ends[0][1:]} differs from {ends[1]}"
+        found.append(Claim("", text, ends, "mean of the rewards", len(seeds), less, baselines))
+    return found
+
+
+def under_a_constraint(questions: str, seeds: range, folder: Path) -> Claim:
+    """Returns the comparison of family D, on real or unseen questions."""
+    part = f"{questions}_constraint"
     sides = ("a run under the constraint", "the conditioned run")
     less = tuple(
         models["constrained"]["test"]["reward rich"] - rich_of_folds(models)
-        for models in data.values()
+        for models in parts(part, seeds, folder).values()
     )
     text = "A run under a constraint differs from the conditioned run at equal reward of plain"
-    return [Claim("D1", text, sides, "reward of rich", 3, less, "real_constraint")]
+    return Claim("", text, sides, "reward of rich", len(seeds), less, part)
 
 
 def rich_of_folds(models: Models) -> float:
@@ -678,10 +741,168 @@ def older_runs() -> str:
     return markdown_table(HEADER, rows)
 
 
+def mean_reward(own: Mapping[str, float]) -> float:
+    """Returns the mean of a model's rewards, given its figures on a split."""
+    return fmean(value for key, value in own.items() if key.startswith("reward "))
+
+
+def curve_of(models: Models, method: str) -> list[tuple[float, Mapping[str, float]]]:
+    """Returns the KL and the figures of the base model and of a run of family L in its course."""
+    rows = [own["test"] for name, own in models.items() if name.rpartition(" ")[0] == method]
+    return [(row["KL"], row) for row in (models["base"]["test"], *rows)]
+
+
+def gain_at(models: Models, method: str, kl: float, *, smaller: bool = False) -> float:
+    """Returns the gain over the base model in the mean of the rewards at a KL, or the smaller one.
+
+    NaN beyond the largest KL of the run.
+    """
+    points = curve_of(models, method)
+    if kl > max(own for own, _ in points):
+        return float("nan")
+    base = models["base"]["test"]
+    keys = [key for key in base if key.startswith("reward ")]
+    gains = [at_kl([(own, row[key] - base[key]) for own, row in points], kl) for key in keys]
+    return min(gains) if smaller else fmean(gains)
+
+
+def at_common_kl(models: Models, method: str, kl: float) -> float:
+    """Returns the mean reward of FIRM at a KL less that of a method, in family L.
+
+    Where one of the two ends at a smaller KL, at the smaller of the two ends.
+    """
+    sides = METHODS[0], method
+    kl = min(kl, *(max(own for own, _ in curve_of(models, side)) for side in sides))
+    own, other = (gain_at(models, side, kl) for side in sides)
+    return own - other
+
+
+def trl_data(folder: Path = PROTOCOL) -> list[Models]:
+    """Returns the models of family L, of each seed on which all methods have finished."""
+    data = parts("real_trl", TRL_SEEDS, folder).values()
+    return [models for models in data if all(len(curve_of(models, m)) > 1 for m in METHODS)]
+
+
+def family_l(folder: Path = PROTOCOL) -> list[Claim]:
+    """Returns the claims of family L."""
+    first, *others = METHODS
+    data, quantity = trl_data(folder), f"mean of the rewards at KL {KLS[1]:g}"
+    return [
+        Claim(
+            f"L{number}",
+            f"{first} differs from {other}",
+            (first, other),
+            quantity,
+            len(TRL_SEEDS),
+            tuple(at_common_kl(models, other, KLS[1]) for models in data),
+            "",
+            script="real_trl.py",
+            files="real_trl_*.json",
+            is_listed=False,
+        )
+        for number, other in enumerate(others, start=1)
+    ]
+
+
 # --- The page's tables ----------------------------------------------------------------------------
 
 
-FAMILIES = (family_a, family_b, family_c, family_d, family_e, family_f, family_g, family_h)
+def family_j(folder: Path = PROTOCOL) -> list[Claim]:
+    """Returns the claims of family J: FIRM beside each other way to weigh rewards."""
+    data, count = parts("weightings", WEIGHTING_SEEDS, folder).values(), len(WEIGHTING_SEEDS)
+    others = [method for method in WEIGHTINGS if method != "FIRM"]
+    return [
+        Claim(
+            f"J{at}",
+            f"FIRM differs from {other}: {setting}",
+            ("FIRM", other),
+            "smallest gain",
+            count,
+            tuple(
+                smallest_gain(models, setting, "FIRM") - smallest_gain(models, setting, other)
+                for models in data
+            ),
+            "weightings",
+            is_listed=False,
+        )
+        for at, (setting, other) in enumerate(product(WEIGHTED, others), start=1)
+    ]
+
+
+def family_k(folder: Path = PROTOCOL) -> list[Claim]:
+    """Returns the claims of family K: conditioned runs of more replies beside separate runs."""
+    data, count = parts("equal_replies", REPLY_SEEDS, folder).values(), len(REPLY_SEEDS)
+    claims = []
+    for at, multiple in enumerate(reversed(MULTIPLES), start=1):
+        less = tuple(
+            expected_utility(side) - expected_utility(of(models, "separate"))
+            for models in data
+            for side in [of(models, f"conditioned {multiple}")]
+        )
+        first = f"a conditioned run with {multiple} times the replies of one"
+        text = f"{first[0].upper()}{first[1:]} equals five separate runs"
+        sides = (first, "five separate runs")
+        claims.append(Claim(f"K{at}", text, sides, UTILITY, count, less, "equal_replies", MARGIN))
+    return claims
+
+
+SMOOTHED = (
+    # sides, the verb between them, their models, margin
+    (
+        "one conditioned run",
+        "equals",
+        "five separate runs",
+        "conditioned smoothed",
+        "separate smoothed",
+        MARGIN,
+    ),
+    (
+        "one conditioned run",
+        "equals",
+        "five separate runs without",
+        "conditioned smoothed",
+        "separate",
+        MARGIN,
+    ),
+    (
+        "one conditioned run",
+        "differs from",
+        "one without",
+        "conditioned smoothed",
+        "conditioned",
+        None,
+    ),
+    ("five separate runs", "differ from", "five without", "separate smoothed", "separate", None),
+)
+"""Comparisons of family N; sides have smoothing unless they are "without"."""
+
+
+def family_n(folder: Path = PROTOCOL) -> list[Claim]:
+    """Returns the claims of family N: fronts by smooth Tchebycheff scalarisation."""
+    data, count = parts("smoothed", SMOOTHED_SEEDS, folder).values(), len(SMOOTHED_SEEDS)
+    return [
+        Claim(
+            f"N{at}",
+            f"With smoothing, {first} {verb} {second}",
+            (first, second),
+            UTILITY,
+            count,
+            tuple(
+                expected_utility(of(models, own)) - expected_utility(of(models, other))
+                for models in data
+            ),
+            "smoothed",
+            margin,
+            is_listed=False,
+        )
+        for at, (first, verb, second, own, other, margin) in enumerate(SMOOTHED, start=1)
+    ]
+
+
+FAMILIES = (
+    family_a, family_b, family_c, family_d, family_e, family_f, family_g, family_h, family_j,
+    family_k, family_l, family_m, family_n,
+)  # fmt: skip
 HEADER = (
     *("claim", "quantity, first less second", "n", "95 % interval", "margin", "verdict"),
     *("command", "data"),
@@ -689,8 +910,9 @@ HEADER = (
 """Headings of tables of claims."""
 
 
-RETESTED = {"A3": "F1", "A4": "F2"}
-"""Claims by name, and those of later families that test the same with more seeds."""
+RETESTED = {"A3": "F1", "A4": "F2", "D1": "M8", **{f"C{at}": f"M{at}" for at in range(1, 8)}}
+"""Claims by name, and those of later families that test the same with more seeds, or on questions
+that chose no setting."""
 
 
 def findings(folder: Path = PROTOCOL) -> str:
@@ -699,7 +921,7 @@ def findings(folder: Path = PROTOCOL) -> str:
     complete = {claim.name for family in families for claim in family if claim.is_complete}
     for family in families:
         for claim, verdict in zip(family, verdicts(family), strict=True):
-            if not claim.differences or RETESTED.get(claim.name) in complete:
+            if not claim.differences or not claim.is_listed or RETESTED.get(claim.name) in complete:
                 continue
             margin = "difference" if claim.margin is None else f"± {claim.margin:.3f}"
             rows.append([
@@ -933,14 +1155,128 @@ def weights_table(folder: Path = PROTOCOL) -> str:
     return markdown_table([f"{len(data)} seeds", *header, "difference", "KL, difference"], rows)
 
 
-def real_table(folder: Path = PROTOCOL) -> str:
-    """Returns the models of SmolLM2 behind family C: means over the seeds, by model."""
-    data = [parts(name, REAL_SEEDS, folder) for name in ("real_front", "real_baselines")]
+def weightings_table(folder: Path = PROTOCOL) -> str:
+    """Returns family J: gains, KL and verdicts, by setting the largest smallest gain first."""
+    data, family = parts("weightings", WEIGHTING_SEEDS, folder).values(), family_j(folder)
+    by_text = dict(zip([claim.text for claim in family], verdicts(family), strict=True))
+    differences = {claim.text: claim.differences for claim in family}
+    rows = []
+    for setting in WEIGHTED:
+        found = []
+        for method in WEIGHTINGS:
+            smallest, mean = (
+                [smallest_gain(models, setting, method, mean=is_mean) for models in data]
+                for is_mean in (False, True)
+            )
+            kl = [models[f"{setting}: {method}"]["test"]["KL"] for models in data]
+            text = f"FIRM differs from {method}: {setting}"
+            less = interval(differences[text]) if text in differences else ""
+            cells = [spread(smallest), less, by_text.get(text, ""), spread(mean), spread(kl, 2)]
+            found.append((sum(smallest), [setting, method, *cells]))
+        rows += [row for _, row in sorted(found, key=lambda each: -each[0])]
+    header = ["method", "smallest gain", "FIRM less this", "verdict", "mean gain", "KL"]
+    return markdown_table([f"n = {len(data)}", *header], rows)
+
+
+def replies_used_table(folder: Path = PROTOCOL) -> str:
+    """Returns the secondary quantities of family K, means ± standard errors."""
+    data = list(parts("equal_replies", REPLY_SEEDS, folder).values())
+    rows = []
+    for name, method, runs in (
+        ("five separate runs", "separate", [f"separate_{100 * share:.0f}" for share in FIRST]),
+        *(
+            (
+                f"conditioned, {multiple} times",
+                f"conditioned {multiple}",
+                [f"conditioned_{multiple}"],
+            )
+            for multiple in MULTIPLES
+        ),
+    ):
+        size = [sum(m["cost"][run]["bytes"] for run in runs) / 1e6 for m in data]
+        sent = f"{fmean(size):.0f} MB" if size else "–"
+        rows.append([name, *front_cells([of(models, method) for models in data]), sent])
+    return markdown_table([f"n = {len(data)}", *FRONT_HEADER, "sent"], rows)
+
+
+FRONT_HEADER = ("expected utility", "true scores", "mean KL", "largest KL")
+
+
+def front_cells(fronts: Sequence[Sequence[Model]]) -> list[str]:
+    """Returns means ± standard errors over the seeds' fronts, in the order of `FRONT_HEADER`."""
+    true = [f"true_{name}" for name in OBJECTIVES]
+    return [
+        spread([expected_utility(own) for own in fronts]),
+        spread([expected_utility(own, true) for own in fronts]),
+        spread([fmean(model["test"]["KL"] for model in own) for own in fronts], 2),
+        spread([max(model["test"]["KL"] for model in own) for own in fronts], 2),
+    ]
+
+
+def smoothed_table(folder: Path = PROTOCOL) -> str:
+    """Returns the claims of family N, and its fronts as means ± standard errors."""
+    claims = family_n(folder)
+    decided = [
+        [f"{claim.name}: {claim.text}", interval(claim.differences), verdict]
+        for claim, verdict in zip(claims, verdicts(claims), strict=True)
+    ]
+    data = list(parts("smoothed", SMOOTHED_SEEDS, folder).values())
+    fronts = {
+        "five separate runs": "separate",
+        "five separate runs, smoothing": "separate smoothed",
+        "one conditioned run": "conditioned",
+        "one conditioned run, smoothing": "conditioned smoothed",
+    }
+    rows = [
+        [name, *front_cells([of(models, method) for models in data])]
+        for name, method in fronts.items()
+    ]
+    verdict = markdown_table(["claim", "expected utility, first less second", "verdict"], decided)
+    return f"{verdict}\n\n{markdown_table([f'n = {len(data)}', *FRONT_HEADER], rows)}"
+
+
+def draw_equal_replies(stem: Path, folder: Path = PROTOCOL) -> None:
+    """Draws family K: the difference from five separate runs against the number of replies."""
+    claims = [claim for claim in reversed(family_k(folder)) if len(claim.differences) > 1]
+    if not claims:
+        return
+    found = [mean_difference(claim.differences) for claim in claims]
+    multiples = MULTIPLES[: len(claims)]
+    with matplotlib.rc_context(STYLE):
+        figure = Figure(figsize=(COLUMN_IN, PANEL_IN), layout="constrained")
+        axes = figure.add_subplot()
+        axes.axhspan(-MARGIN, MARGIN, color="0.9", label="margin")
+        axes.axhline(0, color="0.4", linewidth=0.8)
+        reach = [
+            [each.mean - each.low for each in found],
+            [each.high - each.mean for each in found],
+        ]
+        means = [each.mean for each in found]
+        axes.errorbar(multiples, means, yerr=reach, fmt="o-", capsize=3, label="conditioned run")
+        axes.set(
+            xlabel="replies, in those of one separate run", ylabel="expected utility, difference"
+        )
+        axes.set_xticks(multiples)
+        axes.legend(frameon=False)
+    rows = [
+        [at, d.mean, d.low, d.high, d.num_seeds] for at, d in zip(multiples, found, strict=True)
+    ]
+    header = ["multiple", "difference", "low", "high", "seeds"]
+    save_figure(PaperFigure(figure, header, rows), stem)
+
+
+def real_table(
+    folder: Path = PROTOCOL, questions: str = "real", seeds: Iterable[int] = REAL_SEEDS
+) -> str:
+    """Returns the models of SmolLM2 behind families C or M: means over the seeds, by model."""
+    data = [parts(f"{questions}_{name}", seeds, folder) for name in ("front", "baselines")]
     by_model: dict[str, dict[int, Mapping[str, float]]] = {}
     for own in data:
         for seed, models in own.items():
             for name, model in models.items():
                 by_model.setdefault(name, {})[seed] = model["test"]  # both parts measure the base
+    if "conditioned 0.1" not in by_model:
+        return "No seed has finished."
     keys = list(dict.fromkeys(k for own in by_model.values() for row in own.values() for k in row))
     rows = [
         [name, str(len(own)), *(spread([row[key] for row in own.values()]) for key in keys)]
@@ -951,6 +1287,76 @@ def real_table(folder: Path = PROTOCOL) -> str:
     change = [interval([second[s][key] - first[s][key] for s in seeds]) for key in keys]
     rows.append(["conditioned 0.9 less 0.1", str(len(seeds)), *change])
     return markdown_table(["model", "seeds", *keys], rows)
+
+
+def unseen_table(folder: Path = PROTOCOL) -> str:
+    """Returns the models of SmolLM2 behind family M."""
+    return real_table(folder, "unseen", UNSEEN_SEEDS)
+
+
+def trl_claims(folder: Path = PROTOCOL) -> str:
+    """Returns the verdicts of family L, and its differences at the other KLs."""
+    claims, data = family_l(folder), trl_data(folder)
+    rows = []
+    for claim, verdict in zip(claims, verdicts(claims), strict=True):
+        others = []
+        for kl in (KLS[0], KLS[2]):
+            less = [
+                gain_at(models, claim.sides[0], kl) - gain_at(models, claim.sides[1], kl)
+                for models in data
+            ]
+            reached = [each for each in less if each == each]  # both runs reach the KL
+            others.append(f"{interval(reached)} ({len(reached)})")
+        n = str(len(claim.differences))
+        rows.append(
+            [f"{claim.name}: {claim.text}", n, interval(claim.differences), verdict, *others]
+        )
+    header = [f"at KL {kl:g} (seeds)" for kl in (KLS[0], KLS[2])]
+    return markdown_table(
+        ["claim", "n", f"95 % interval at KL {KLS[1]:g}", "verdict", *header], rows
+    )
+
+
+def trl_table(folder: Path = PROTOCOL) -> str:
+    """Returns the runs of family L: gains at KLs, KL at the end, CPU seconds and memory."""
+    data = trl_data(folder)
+    rows = []
+    for method in METHODS:
+        cells = []
+        for smaller in (False, True):
+            for kl in KLS:
+                own = [gain_at(models, method, kl, smaller=smaller) for models in data]
+                reached = [each for each in own if each == each]
+                cells.append(f"{spread(reached)} ({len(reached)})")
+        ends = [
+            own
+            for models in data
+            for name, own in models.items()
+            if name.rpartition(" ")[0] == method and "cost" in own
+        ]
+        cells += [spread((own["test"]["KL"] for own in ends), 1)]
+        cells += [spread((own["cost"]["seconds"] for own in ends), 0)]
+        cells += [spread((own["cost"]["memory"] / 1e9 for own in ends), 1)]
+        rows.append([method, *cells])
+    header = [f"{name} at KL {kl:g}" for name in ("mean gain", "smaller gain") for kl in KLS]
+    ends = ("KL at the end", "CPU seconds", "peak memory, GB")
+    return markdown_table([f"{len(data)} seeds", *header, *ends], rows)
+
+
+def draw_reward_kl(stem: Path, folder: Path = PROTOCOL) -> None:
+    """Draws the gains of family L against KL: means over the seeds, as far as all runs go."""
+    data, panels = trl_data(folder), []
+    if not data:
+        return
+    for smaller, title in ((False, "gain in the mean of the rewards"), (True, "smaller gain")):
+        series = []
+        for place, method in enumerate(METHODS):
+            end = min(max(kl for kl, _ in curve_of(models, method)) for models in data)
+            grid = np.linspace(0, end, 21)
+            values = [[gain_at(m, method, kl, smaller=smaller) for kl in grid] for m in data]
+            series.append(Series.of(LegendEntry(method, f"var(--objective-{place})"), grid, values))
+        panels.append(series_panel("gain", title, series, y_title="calibrated rewards"))
+    save_figure(curves_figure(panels, x_title="KL from the base model, nats per reply"), stem)
 
 
 def rates_table(folder: Path = PROTOCOL) -> str:
@@ -1038,9 +1444,16 @@ def older_numbers() -> str:
 
 
 def constraint_table(folder: Path = PROTOCOL) -> str:
-    """Returns both sides of family D by seed, and the conditioned run at the picked preference."""
+    """Returns both sides of D1 and M8 by seed, and the conditioned run as `firm pick` mixes it."""
     rows = []
-    for seed, models in parts("real_constraint", REAL_SEEDS, folder).items():
+    seeds = {
+        **{f"{s}": own for s, own in parts("real_constraint", REAL_SEEDS, folder).items()},
+        **{
+            f"{s}, unseen questions": own
+            for s, own in parts("unseen_constraint", UNSEEN_SEEDS, folder).items()
+        },
+    }
+    for seed, models in seeds.items():
         trained, picked = (models[name]["test"] for name in ("constrained", "picked"))
         cells = [
             f"{own[key]:.3f}"
@@ -1048,7 +1461,7 @@ def constraint_table(folder: Path = PROTOCOL) -> str:
             for key in ("reward plain", "reward rich", "KL")
         ]
         cells.insert(3, f"{rich_of_folds(models):.3f}")
-        rows.append([str(seed), *cells])
+        rows.append([seed, *cells])
     header = ["trained: plain", "rich", "KL", "conditioned: rich at equal plain"]
     return markdown_table(["seed", *header, "picked: plain", "rich", "KL"], rows)
 
@@ -1097,11 +1510,17 @@ TABLES: dict[str, Callable[[], str]] = {
     "power": power_table,
     "baselines": baseline_table,
     "weights": weights_table,
+    "weightings": weightings_table,
+    "equal replies": replies_used_table,
+    "smoothed": smoothed_table,
     "rates": rates_table,
     "uploads": uploads_table,
     "privacy": privacy_tables,
     "real model": real_table,
+    "unseen questions": unseen_table,
     "constraint": constraint_table,
+    "FIRM and TRL": trl_claims,
+    "FIRM and TRL by method": trl_table,
     "pairs": pairs_table,
     "front of pairs": pair_front_table,
     "replies": replies_table,
@@ -1135,6 +1554,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options = parser.parse_args(arguments)
     if options.write:
         PAGE.write_text(written(PAGE.read_text(encoding="utf-8")), encoding="utf-8")
+        draw_equal_replies(PICTURE)
+        draw_reward_kl(CURVES)
         return
     for name, table in TABLES.items():
         print(f"{name}\n\n{table()}\n")

@@ -21,12 +21,12 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from firm.jobs.model_card import markdown_table
 from firm.report import Record
 from firm.report.ledger import total_bytes
 from firm.report.record import final_row, study_records
 from firm.report.seeds import mean_difference
 from firm.run import Sweep, print_table
+from firm.serving.model_card import markdown_table
 
 MAX_KL = 3.0
 

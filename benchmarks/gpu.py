@@ -16,8 +16,8 @@ next starts a new process.
 On any accelerator that torch finds, a round of the same passes warms up, and the next one is
 measured, so small differences say nothing. Stages wait for the device before and
 after. Memory on an accelerator is what torch allocated; on the CPU it is the most that the case's
-process had resident, libraries included, which the plan leaves out. If the page is kept, the tests
-of tests/accelerator run on it once the first case has a row.
+process had resident in the round, libraries included, which the plan leaves out. If the page is
+kept, the tests of tests/accelerator run on it once the first case has a row.
 """
 
 import argparse
@@ -62,7 +62,7 @@ from trl.trainer.grpo_trainer import GRPOTrainer
 
 from benchmarks.decode import adapted, milliseconds, samplers
 from benchmarks.gpu_page import DECODING, STAGES, STATIC, Case, Row, Setting, page_of
-from benchmarks.measure import one_round, peak_resident
+from benchmarks.measure import one_round, peak_resident, reset_peak_resident
 from benchmarks.random_models import SHAPES, prompts, save_models
 from firm.alignment import MultiObjectiveTrainer
 from firm.base.devices import (
@@ -275,7 +275,7 @@ def _own_row(setting: Setting, case: Case) -> Row:
     _warm_up(setting, own, cfg.max_rows)
     with _synchronized(setting.device):
         run = one_round(loaded, cfg)
-        reset_peak_bytes(torch.device(setting.device))
+        _reset_peak(setting.device)
         start = lockstep.time.perf_counter()
         metrics = run()
         seconds = lockstep.time.perf_counter() - start
@@ -446,7 +446,7 @@ class _StepClock(TrainerCallback):
         """Starts after the steps that warm up; ends with the last one."""
         synchronize(self._device)
         if state.global_step == self._first:
-            reset_peak_bytes(self._device)
+            _reset_peak(str(self._device))
             self._start = time.perf_counter()
         self.seconds = time.perf_counter() - self._start
 
@@ -467,6 +467,11 @@ def _synchronized(device: str) -> Iterator[None]:
         mock.patch.object(MultiObjectiveTrainer, "_clock", staticmethod(perf_counter)),
     ):
         yield
+
+
+def _reset_peak(device: str) -> None:
+    reset_peak_bytes(torch.device(device))
+    reset_peak_resident()  # a plan before it times copies of 128 MB
 
 
 def _peak(device: str) -> int:

@@ -57,7 +57,15 @@ def one_round(loaded: LoadedRun, cfg: AlignmentConfig) -> Callable[[], dict[str,
     return take
 
 
+def reset_peak_resident() -> None:
+    """Starts a new measurement of `peak_resident`."""
+    Path("/proc/self/clear_refs").write_text("5")  # proc(5)
+
+
 def peak_resident() -> int:
-    """Returns the bytes that this process had resident at most; getrusage counts its parent's."""
+    """Returns the most bytes that this process had resident, since it began or since a reset.
+
+    getrusage counts its parent's.
+    """
     (line,) = [s for s in Path("/proc/self/status").read_text().splitlines() if "VmHWM" in s]
     return 1024 * int(line.split()[1])

@@ -6,10 +6,12 @@ r"""Whether the tests notice: small faults drawn over the code, and the tests th
     python benchmarks/mutants.py draw --seed 0            # writes the list, once
     python benchmarks/mutants.py run --column first       # half an hour of a core; it is resumed
     python benchmarks/mutants.py                          # the table
+    python benchmarks/mutants.py renew --seed 1           # after the code has changed much
 
 A mutant is one line of `firm` or `reward_models` that differs. It is killed where one of the tests
 that run the line fails, or hangs; tests of the same folder come first, the fastest first, up to
 `--seconds` of them by their recorded times. Runs happen in `--tree`, a clone that nobody edits.
+`renew` follows lines to the files that have them now, and draws others for lines that are gone.
 """
 
 import argparse
@@ -27,7 +29,7 @@ import traceback
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from xml.etree import ElementTree
 
@@ -119,22 +121,18 @@ def _bars(text: str) -> set[tuple[int, int]]:
     return places
 
 
-def draw(seed: int) -> list[Mutant]:
-    """Returns mutants of all areas, in the areas' numbers."""
+def draw(seed: int, counts: Mapping[str, int]) -> list[Mutant]:
+    """Returns mutants of some areas, as many as their counts."""
     from cosmic_ray import plugins  # pyright: ignore[reportMissingImports]
     from cosmic_ray.mutating import mutate_code  # pyright: ignore[reportMissingImports]
 
     generator = random.Random(seed)
-    texts = {
-        path.relative_to(ROOT).as_posix(): path.read_text(encoding="utf-8")
-        for top in ("firm", "reward_models")
-        for path in sorted((ROOT / top).rglob("*.py"))
-    }
+    texts = product()
     by_area: dict[str, list[str]] = defaultdict(list)
     for file in texts:
         by_area[area_of(file)].append(file)
     drawn: list[Mutant] = []
-    for area, (count, _) in AREAS.items():
+    for area, count in counts.items():
         places: dict[tuple[str, int, str], list[tuple[str, int]]] = defaultdict(list)
         for file in by_area[area]:
             for name, occurrence, row in candidates(texts[file]):
@@ -160,6 +158,35 @@ def draw(seed: int) -> list[Mutant]:
             if not left:
                 break
     return drawn
+
+
+def product() -> dict[str, str]:
+    """Returns the text of each module that has mutants, by its path."""
+    return {
+        path.relative_to(ROOT).as_posix(): path.read_text(encoding="utf-8")
+        for top in ("firm", "reward_models")
+        for path in sorted((ROOT / top).rglob("*.py"))
+    }
+
+
+def renewed(mutants: Iterable[Mutant], seed: int) -> list[Mutant]:
+    """Returns as many mutants of today's code, the old ones where their line is in one file."""
+    texts, kept, lost = product(), list[Mutant](), Counter[str]()
+    for mutant in mutants:
+        if mutated(mutant, texts.get(mutant.file, "")) is None:
+            holders = [
+                (file, at)
+                for file, text in texts.items()
+                for at, line in enumerate(text.splitlines(), start=1)
+                if line.strip() == mutant.original
+            ]
+            if len(holders) != 1:
+                lost[mutant.area] += 1
+                continue
+            ((file, line),) = holders
+            mutant = replace(mutant, file=file, line=line)
+        kept.append(mutant)
+    return kept + draw(seed, lost)
 
 
 def compiles(text: str) -> bool:
@@ -451,7 +478,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("what", nargs="?", choices=("draw", "run", "table"), default="table")
+    parser.add_argument(
+        "what", nargs="?", choices=("draw", "renew", "run", "table"), default="table"
+    )
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--list", type=Path, default=LIST)
     parser.add_argument("--column", default="before")
@@ -464,7 +493,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--parts", type=int, default=1)
     given = parser.parse_args(arguments)
     if given.what == "draw":
-        save(given.list, draw(given.seed))
+        save(given.list, draw(given.seed, {area: count for area, (count, _) in AREAS.items()}))
+    elif given.what == "renew":
+        save(given.list, renewed(load(given.list), given.seed))
     elif given.what == "run":
         run(given)
     table(load(given.list))

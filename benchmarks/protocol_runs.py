@@ -4,11 +4,13 @@
     python benchmarks/protocol_runs.py weights --seeds 100 101 102 103 104
     python benchmarks/protocol_runs.py front --world runs/world_1 --seeds 600 601
 
-Parts: front (A1, A2), weights (family B), baselines (A3, A4), equal_kl, nine and warm, of the
-miniature world; real_front (C1 to C3), real_baselines (C4 to C7) and real_constraint (D1), of
-SmolLM2. Each seed of a part is one file below --out, written when all its models are measured, and
-skipped when it is there; its runs below --runs continue from their last checkpoints. All runs share
-one process, whose start would take a fifth of the miniature's time.
+Parts: front (A1, A2), weights (family B), baselines (A3, A4), equal_kl, nine, warm, weightings
+(family J) and equal_replies (K), of the miniature world; real_front (C1 to C3),
+real_baselines (C4 to C7) and real_constraint (D1), of SmolLM2; unseen_front, unseen_baselines,
+unseen_constraint and unseen_style (family M), of SmolLM2 on questions that chose nothing. Each seed
+of a part is one file below --out, written when all its models are measured, and skipped when it is
+there; its runs below --runs continue from their last checkpoints. All runs share one process, whose
+start would take a fifth of the miniature's time.
 
 A file has the base model's and every model's mean rewards in [0, 1] with their standard errors over
 the prompts, further scores and KL, by split. All models of a seed reply to the same prompts with
@@ -17,7 +19,7 @@ the same random stream.
 
 import argparse
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -25,7 +27,7 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save_file
 
-from benchmarks.judges import grade, rarity
+from benchmarks.judges import grade, rarity, style
 from benchmarks.measure import quiet
 from firm.alignment import Calibration, Evaluation, RewardFn, evaluate, load_prompts
 from firm.alignment.adapter_files import read_adapter
@@ -78,6 +80,8 @@ class World:
     """Maps to [0, 1] that were measured before; those of other objectives are run's own."""
     judges: dict[str, RewardFn] = field(default_factory=dict)
     """Quantities that no run is trained on."""
+    ratio: str = "cispo"
+    """Importance ratio of runs without a critic, as most were made before `auto`."""
 
 
 COMMON = {
@@ -87,6 +91,13 @@ COMMON = {
     "estimator.minibatch_size": 8,
 }
 MINIATURE = World(Path("configs/miniature.yaml"), COMMON, {"validation": 200, "test": 300})
+PINNED = ("estimator.max_approx_kl", "guard.kl_growth", "guard.max_kl")
+GUARDED = replace(
+    MINIATURE,
+    common={k: v for k, v in COMMON.items() if k not in PINNED},
+    ratio="auto",
+)
+"""The miniature with the defaults of the guard and of the importance ratio."""
 
 
 def miniature_in(folder: Path) -> World:
@@ -115,6 +126,16 @@ SMOLLM2 = World(
     },
     judges={"grade": grade, "rarity": rarity},
 )
+UNSEEN = replace(
+    SMOLLM2,
+    common={k: v for k, v in SMOLLM2.common.items() if k not in PINNED}
+    | {"data.test.source": "firm/questions/unseen.jsonl"},
+    num_prompts={"validation": 20, "test": 200},
+    num_samples=1,
+    judges={},
+    ratio="auto",
+)
+"""SmolLM2 with today's defaults, on questions by which no setting was chosen."""
 REAL, SHORT = (0.1, 0.5, 0.9), 4
 """Preferences for plain on SmolLM2, and the rounds of three runs with the replies of one."""
 BOUND = 0.58
@@ -124,6 +145,8 @@ FIRST, FURTHER = (0.5, 0.1, 0.9, 0.3, 0.7), (0.2, 0.8, 0.4, 0.6)
 SHRUNK = 0.8
 """Factor of B in the models that are measured for rewards at equal KL."""
 CALIBRATION_SEED = 100
+MULTIPLES = (1, 2, 3, 5)
+"""Replies of conditioned runs in family K, in those of one separate run."""
 OTHER = {"path": "firm/miniature/checkpoints/helpful_other", "format": "plain", "batch_size": 64}
 HELPFUL = {**OTHER, "path": "firm/miniature/checkpoints/helpful", "append_eos": True}
 BREVITY = {"name": "brevity"}
@@ -154,6 +177,19 @@ SETTINGS: dict[str, dict[str, Any]] = {
         },
     },
 }
+WEIGHTINGS: dict[str, dict[str, Any]] = {
+    "FIRM": {"strategy.name": "firm"},
+    "fixed weights": {},
+    "GDPO": {"estimator.aggregation": "normalize_then_sum"},
+    **{
+        name: {"strategy.name": "firm", "strategy.solver": f"torchjd/{method}"}
+        for name, method in (("UPGrad", "upgrad"), ("NashMTL", "nash_mtl"), ("CAGrad", "cagrad"))
+    },
+    "FAMO": {"strategy.name": "famo"},
+}
+"""Keys of the ways to weigh objectives, by method."""
+WEIGHTED = ("eight objectives", "adversarial scaling")
+"""Settings in which they are compared."""
 Adapters = dict[str, Path]
 """Folders of adapters, by the name of the model in the file of a seed."""
 
@@ -179,7 +215,7 @@ class Lab:
             **overrides,
         }
         if keys["estimator.name"] == "critic_free":
-            keys["estimator.ratio"] = "cispo"  # as these runs were made, before `auto`
+            keys.setdefault("estimator.ratio", self.world.ratio)
         keys.setdefault("evaluation.calibration_seed", CALIBRATION_SEED)
         objectives = compose(AlignmentConfig, [self.world.base], list(keys.items())).rewards
         known = {k: vars(own) for k, own in self._calibrations().items() if k in objectives}
@@ -194,12 +230,17 @@ class Lab:
         weights = {"strategy.weights": [share, round(1 - share, 3)]}
         return self.train(f"separate_{100 * share:.0f}", {**weights, **overrides}) / "adapter"
 
-    def conditioned(self, shares: Sequence[float] = (*FIRST, *FURTHER)) -> Adapters:
-        """Returns the folds of the conditioned run, by share of the first objective."""
+    def conditioned(
+        self,
+        shares: Sequence[float] = (*FIRST, *FURTHER),
+        name: str = "conditioned",
+        **overrides: Any,
+    ) -> Adapters:
+        """Returns the folds of a conditioned run, by share of the first objective."""
         shares = sorted(shares)
         preferences = [[share, round(1 - share, 3)] for share in shares]
         keys = {"policy.conditioning.kind": "preference", "evaluation.preferences": preferences}
-        run = self.train("conditioned", keys)
+        run = self.train(name, {**keys, **overrides})
         return {
             f"{s:g}": run / "front" / preference_folder(p)
             for s, p in zip(shares, preferences, strict=True)
@@ -208,20 +249,21 @@ class Lab:
     def mean(self, name: str, folders: Sequence[Path], shares: Sequence[float]) -> Path:
         """Returns the folder of a weighted mean of adapters."""
         adapters = [load_file(folder / "adapter_model.safetensors") for folder in folders]
-        return self._write(name, folders[0], weighted_mean(adapters, shares))
+        return self.write(name, folders[0], weighted_mean(adapters, shares))
 
     def folded(self, name: str, preference: Sequence[float]) -> Path:
         """Returns the folder of the conditioned run's adapter at a preference."""
         whole = self.folder / "conditioned" / "adapter"
-        return self._write(name, whole, read_adapter(whole, preference))
+        return self.write(name, whole, read_adapter(whole, preference))
 
     def shrunk(self, name: str, folder: Path) -> Path:
         """Returns the folder of an adapter whose B is scaled by `SHRUNK`."""
         adapter = load_file(folder / "adapter_model.safetensors")
         scaled = {k: v * SHRUNK if "lora_B" in k else v for k, v in adapter.items()}
-        return self._write(name, folder, scaled)
+        return self.write(name, folder, scaled)
 
-    def _write(self, name: str, like: Path, adapter: Mapping[str, torch.Tensor]) -> Path:
+    def write(self, name: str, like: Path, adapter: Mapping[str, torch.Tensor]) -> Path:
+        """Returns the folder of an adapter with the settings of another."""
         folder = self.folder / "made" / name
         folder.mkdir(parents=True, exist_ok=True)
         save_file(dict(adapter), folder / "adapter_model.safetensors", metadata={"format": "pt"})
@@ -235,27 +277,29 @@ class Lab:
         *,
         rewards: Mapping[str, Any] | None = None,
         splits: Sequence[str] = ("validation", "test"),
+        has_base: bool = True,
     ) -> dict[str, Any]:
-        """Returns the figures of the base model and of each adapter, by split."""
+        """Returns the figures of the base model, unless it is left out, and of each adapter."""
         extra = [(f"rewards.{name}", own) for name, own in (rewards or {}).items()]
         world = self.world
         cfg = with_shipped_paths(
             compose(AlignmentConfig, [world.base], [*world.common.items(), *extra])
         )
-        names = list(adapters)
         fns = {**cfg.rewards, **cfg.evaluation.metrics}
         speaker_cfg = SpeakersConfig(
             policy=cfg.policy, rewards=fns, rollout=cfg.rollout, seed=self.seed, num_threads=1
         )
         speakers = Speakers(speaker_cfg, list(adapters.values()), fns)
         maps = {name: self._calibrations()[name] for name in cfg.rewards}
-        figures: dict[str, Any] = {name: {} for name in ("base", *names)}
+        models = {"base": None} if has_base else {}
+        models |= {name: index for index, name in enumerate(adapters)}
+        figures: dict[str, Any] = {name: {} for name in models}
         for split in splits:
             prompts = load_prompts(
                 getattr(cfg.data, split), speakers.tokenizer, prompt_format=cfg.policy.prompt
             )[: world.num_prompts[split]]
-            for index, name in enumerate(figures):
-                with speakers.speaking(index - 1 if index else None) as sample:
+            for name, index in models.items():
+                with speakers.speaking(index) as sample:
                     own = evaluate(
                         sample,
                         prompts,
@@ -312,15 +356,30 @@ def front(lab: Lab) -> dict[str, Any]:
 
 def weights(lab: Lab) -> dict[str, Any]:
     """Measures family B: FIRM and fixed equal weights in each setting."""
+    methods = {"fixed": {}, "FIRM": {"strategy.name": "firm"}}
+    return _by_setting(lab, SETTINGS, methods)
+
+
+def weightings(lab: Lab) -> dict[str, Any]:
+    """Measures family J: each way to weigh objectives in two of the settings."""
+    return _by_setting(lab, WEIGHTED, WEIGHTINGS)
+
+
+def _by_setting(
+    lab: Lab, settings: Iterable[str], methods: Mapping[str, Mapping[str, Any]]
+) -> dict[str, Any]:
+    """Returns the figures of methods, given by their keys, in each setting."""
     found = {}
-    for setting, overrides in SETTINGS.items():
-        folder = setting.replace(" ", "_")
+    for setting in settings:
+        overrides = SETTINGS[setting]
         keys = {**overrides, **_weights(lab, setting)}
-        firm = {**keys, "strategy.name": "firm"}
-        models = {
-            f"{setting}: fixed": lab.train(f"{folder}-fixed", keys) / "adapter",
-            f"{setting}: FIRM": lab.train(f"{folder}-firm", firm) / "adapter",
-        }
+        models = {}
+        for method, own in methods.items():
+            both = {**keys, **own}
+            if "estimator.aggregation" in own:  # which normalises each objective by itself
+                both.pop("estimator.advantage_scale", None)
+            folder = f"{setting}-{method.lower()}".replace(" ", "_")
+            models[f"{setting}: {method}"] = lab.train(folder, both) / "adapter"
         used = {k.removeprefix("rewards."): v for k, v in overrides.items() if "rewards." in k}
         distinct = {k: v for k, v in used.items() if not k.endswith(("_2", "_3"))}
         figures = lab.measured(models, rewards=distinct, splits=["test"])
@@ -385,6 +444,25 @@ def warm(lab: Lab) -> dict[str, Any]:
     return lab.measured(models)
 
 
+def equal_replies(lab: Lab) -> dict[str, Any]:
+    """Measures family K: separate runs, and conditioned runs of up to as many replies together."""
+    names = [lab.separate(share).parent.name for share in FIRST]
+    models = {f"separate {s:g}": lab.separate(s) for s in FIRST}
+    for multiple in MULTIPLES:
+        run = f"conditioned_{multiple}"
+        folds = lab.conditioned(FIRST, run, rounds=multiple * COMMON["rounds"])
+        models |= {f"conditioned {multiple} {share}": fold for share, fold in folds.items()}
+        names.append(run)
+    return {**lab.measured(models), "cost": {name: _cost(lab.folder / name) for name in names}}
+
+
+def _cost(run: Path) -> dict[str, float]:
+    """Returns the seconds of a run's rounds and the bytes that its clients sent and received."""
+    rows = read_record(run).rounds
+    size = sum(row["bytes_up"] + row["bytes_down"] for row in rows)
+    return {"seconds": round(sum(row["seconds"] for row in rows), 1), "bytes": size}
+
+
 def real_front(lab: Lab) -> dict[str, Any]:
     """Measures C1 to C3: a conditioned run, separate runs of equal and of a third of its rounds."""
     folds = lab.conditioned(REAL)
@@ -434,6 +512,14 @@ def real_constraint(lab: Lab) -> dict[str, Any]:
     return {**figures, "picked": picked["picked"]}
 
 
+def unseen_style(lab: Lab) -> dict[str, Any]:
+    """Measures M9: both ends of the conditioned run by a language model's judgement of style."""
+    lab.world = replace(lab.world, judges={"style": style})
+    folds = lab.conditioned(REAL)
+    ends = {f"conditioned {share:g}": folds[f"{share:g}"] for share in (REAL[0], REAL[-1])}
+    return lab.measured(ends, splits=["test"])
+
+
 def _picked(rows: Sequence[Mapping[str, float]]) -> list[float]:
     """Returns the preference that pick mixes for the bound, from validation rewards at `REAL`."""
     names = ("plain", "rich")
@@ -468,18 +554,26 @@ def _picked(rows: Sequence[Mapping[str, float]]) -> list[float]:
 PARTS = {
     part.__name__: part
     for part in (
-        front, weights, baselines, equal_kl, nine, warm, real_front, real_baselines,
-        real_constraint,
+        front, weights, weightings, baselines, equal_kl, nine, warm, equal_replies, real_front,
+        real_baselines, real_constraint, unseen_style,
     )
 }  # fmt: skip
-"""Functions that measure the models of a part; names that begin with real_ are on SmolLM2."""
+"""Functions that measure the models of a part.
+
+Those that begin with real_ are on SmolLM2, and those that begin with unseen_ on unseen questions.
+"""
+PARTS |= {f"unseen_{own}": PARTS[f"real_{own}"] for own in ("front", "baselines", "constraint")}
+ON_GUARDED = ("equal_replies",)
+"""Parts whose runs have today's defaults."""
 
 
 def lab_of(part: str, seed: int, runs: Path, folder: Path | None = None) -> Lab:
     """Returns the lab of a part's world, or of the one in a folder."""
     if folder is not None:
         return Lab(seed, runs / folder.name, miniature_in(folder))
-    return Lab(seed, runs, SMOLLM2) if part.startswith("real_") else Lab(seed, runs)
+    if part.startswith(("real_", "unseen_")):
+        return Lab(seed, runs, SMOLLM2 if part.startswith("real_") else UNSEEN)
+    return Lab(seed, runs, GUARDED if part in ON_GUARDED else MINIATURE)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

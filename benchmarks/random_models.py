@@ -2,6 +2,7 @@
 
 import os
 import shutil
+from copy import deepcopy
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -36,11 +37,20 @@ class Shape:
     """Words of a prompt; its tokens are a few more."""
 
 
+def _of_layers(config: Any, num_layers: int) -> Any:
+    """Returns a copy of a configuration with this number of layers."""
+    copy = deepcopy(config)
+    copy.num_hidden_layers = num_layers
+    return copy
+
+
 TINYLLAMA = LlamaConfig(
     vocab_size=32_000, hidden_size=2048, intermediate_size=5632, num_hidden_layers=22,
     num_attention_heads=32, num_key_value_heads=4, max_position_embeddings=2048,
 )  # fmt: skip
 GPT2_LARGE = GPT2Config(vocab_size=50_257, n_embd=1280, n_layer=36, n_head=20)
+_SHORT = RolloutConfig(max_new_tokens=8, max_prompt_tokens=32, stop_strings=[])
+_FEW = {"batch_size": 4, "minibatch_size": 4, "num_epochs": 1}
 SHAPES = {
     "tinyllama": Shape(
         TINYLLAMA,
@@ -49,12 +59,9 @@ SHAPES = {
         {"batch_size": 16, "minibatch_size": 8, "num_epochs": 3},
         prompt_words=240,
     ),
-    "tinyllama-short": Shape(
-        TINYLLAMA,
-        GPT2_LARGE,
-        RolloutConfig(max_new_tokens=8, max_prompt_tokens=32, stop_strings=[]),
-        {"batch_size": 4, "minibatch_size": 4, "num_epochs": 1},
-        prompt_words=24,
+    "tinyllama-short": Shape(TINYLLAMA, GPT2_LARGE, _SHORT, _FEW, prompt_words=24),
+    "tinyllama-shallow": Shape(
+        _of_layers(TINYLLAMA, 4), _of_layers(GPT2_LARGE, 6), _SHORT, _FEW, prompt_words=24
     ),
     "tiny": Shape(
         LlamaConfig(
@@ -64,8 +71,8 @@ SHAPES = {
         GPT2Config(
             vocab_size=64, n_embd=32, n_layer=2, n_head=2, bos_token_id=1, eos_token_id=2,
         ),
-        RolloutConfig(max_new_tokens=8, max_prompt_tokens=32, stop_strings=[]),
-        {"batch_size": 4, "minibatch_size": 4, "num_epochs": 1},
+        _SHORT,
+        _FEW,
         prompt_words=24,
     ),
 }  # fmt: skip

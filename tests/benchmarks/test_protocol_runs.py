@@ -11,9 +11,10 @@ import pandas as pd
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from benchmarks import adapter_runs, findings
-from benchmarks.judges import grade, rarity
+from benchmarks import adapter_runs, findings, judges
+from benchmarks.judges import grade, rarity, style
 from benchmarks.protocol_runs import (
     MINIATURE,
     PARTS,
@@ -33,9 +34,12 @@ MAPS = {name: {"method": "sigmoid", "mean": 0.0, "scale": 2.0} for name in ("hel
 SEEDS = {
     "baselines": (*findings.TEN, *findings.SIXTY),
     "weights": findings.FIVE,
+    "weightings": findings.WEIGHTING_SEEDS,
+    "equal_replies": findings.REPLY_SEEDS,
     "real_front": findings.REAL_SEEDS,
     "real_baselines": findings.REAL_SEEDS,
     "real_constraint": findings.REAL_SEEDS,
+    **dict.fromkeys((part for part in PARTS if part.startswith("unseen_")), findings.UNSEEN_SEEDS),
 }
 
 
@@ -53,7 +57,8 @@ class PaperLab(Lab):
         (folder / "config.yaml").write_text("{}")
         (folder / "run.json").write_text("{}")
         row = {"kind": "run", "objectives": list(MAPS), "calibration": MAPS}
-        (folder / "metrics.jsonl").write_text(json.dumps(row) + "\n")
+        last = {"kind": "round", "round": 1, "seconds": 2.0, "bytes_up": 3, "bytes_down": 4}
+        (folder / "metrics.jsonl").write_text(f"{json.dumps(row)}\n{json.dumps(last)}\n")
         return folder
 
     def mean(self, name, folders, shares):
@@ -72,7 +77,7 @@ class PaperLab(Lab):
         names = self.world.calibrations or ("helpful", "harmless")
         keys = [f"reward {name}" for name in (*names, *(rewards or ()))]
         keys += [f"error {name}" for name in names]
-        keys += ["true_helpful", "true_harmless", "parse", "KL"]
+        keys += ["true_helpful", "true_harmless", "parse", "KL", *self.world.judges]
         return {
             name: {split: {key: float(random.random()) for key in keys} for split in splits}
             for name in ("base", *adapters)
@@ -111,6 +116,36 @@ def pair_runs(out):
         front.save(out / f"pairs_front_{method}.front.json")
 
 
+def trl_runs(out):
+    """Writes the files of runs beside TRL, with random rewards."""
+    random = np.random.default_rng(1)
+    for seed in findings.TRL_SEEDS:
+        places = [("base", 0.0), *((f"{m} {kl}", kl) for m in findings.METHODS for kl in (2, 5))]
+        models = {
+            name: {
+                "test": {"KL": kl, "reward warm": random.random(), "reward plain": random.random()},
+                **({"cost": {"seconds": 9.0, "memory": 3e9}} if kl == 5 else {}),
+            }
+            for name, kl in places
+        }
+        (out / f"real_trl_{seed}.json").write_text(json.dumps(models))
+
+
+def smoothed_runs(out):
+    """Writes the files of fronts with and without smoothing, with random rewards."""
+    random = np.random.default_rng(2)
+    keys = [f"reward {name}" for name in MAPS] + ["true_helpful", "true_harmless", "KL"]
+    methods = ("separate", "separate smoothed", "conditioned", "conditioned smoothed")
+    for seed in findings.SMOOTHED_SEEDS:
+        models = {
+            f"{method} {share:g}": {
+                split: {key: random.random() for key in keys} for split in ("validation", "test")
+            }
+            for method, share in product(methods, findings.FIRST)
+        }
+        (out / f"smoothed_{seed}.json").write_text(json.dumps(models))
+
+
 @pytest.fixture(scope="module")
 def data(tmp_path_factory):
     """The files of all parts, of all seeds, and the runs of one seed."""
@@ -128,6 +163,8 @@ def data(tmp_path_factory):
             name = f"front_world_{number}_{seed}.json"
             (out / name).write_text(json.dumps(PARTS["front"](lab)))
     pair_runs(out)
+    trl_runs(out)
+    smoothed_runs(out)
     for part, (jobs_of, split) in adapter_runs.PARTS.items():
         for seed in (1, 2, 3, 4, 5):
             jobs = [name for adapter in adapter_runs.CHOSEN for name in jobs_of(adapter, seed)]
@@ -145,10 +182,23 @@ def test_every_claim_and_table_finds_its_models(data):
     for table in (findings.front_table, findings.number_table, findings.kl_table,
                   findings.kl_number_table, findings.power_table, findings.rates_table,
                   findings.uploads_table, findings.privacy_tables, findings.baseline_table,
-                  findings.weights_table, findings.real_table, findings.constraint_table,
+                  findings.weights_table, findings.weightings_table,
+                  findings.replies_used_table, findings.smoothed_table,
+                  findings.trl_claims, findings.trl_table,
+                  findings.real_table, findings.unseen_table, findings.constraint_table,
                   findings.worlds_table, findings.pairs_table, findings.pair_front_table,
                   findings.findings):  # fmt: skip
         assert "–" not in table(out)
+
+
+def test_the_picture_of_equal_replies_has_its_claims_intervals(data, tmp_path):
+    findings.draw_equal_replies(tmp_path / "picture", data[0])
+    rows = list(csv.DictReader((tmp_path / "picture.csv").read_text().splitlines()))
+    assert [int(row["multiple"]) for row in rows] == [1, 2, 3, 5]
+    for row, claim in zip(rows, reversed(findings.family_k(data[0])), strict=True):
+        assert f" {row['multiple']} times" in claim.text
+        assert float(row["difference"]) == pytest.approx(np.mean(claim.differences), rel=1e-3)
+        assert float(row["low"]) < float(row["difference"]) < float(row["high"])
 
 
 def test_claims_of_pairs_are_their_files_figures(data, tmp_path):
@@ -272,6 +322,25 @@ def test_judges_rank_plain_below_learned_texts():
         low, high, none = judge([plain, learned, "1, 2!"])
         assert low < high
         assert none == 0.0
+
+
+def test_the_style_is_the_difference_of_two_losses(monkeypatch):
+    path = "firm/miniature/checkpoints/policy"
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+    tokenizer = AutoTokenizer.from_pretrained(path)
+    tokenizer.chat_template = "{{ messages[0].content }}\n"
+    monkeypatch.setattr(judges, "_model", lambda: (model.eval(), tokenizer))
+    losses = []
+    for request in judges.REQUESTS:
+        chat = [{"role": "user", "content": f"{request}\n\nhow are you?"}]
+        asked = tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_dict=False)
+        reply = tokenizer("fine , thanks", add_special_tokens=False)["input_ids"]
+        labels = [-100] * len(asked) + reply
+        losses.append(model(torch.tensor([asked + reply]), labels=torch.tensor([labels])).loss)
+    found, empty = style(["fine , thanks", ""], prompts=["how are you?"] * 2)
+    assert found == pytest.approx((losses[1] - losses[0]).item(), abs=1e-5)
+    assert found
+    assert np.isnan(empty)
 
 
 def test_the_grade_is_that_of_the_formula():
