@@ -4,12 +4,13 @@ VENV   ?= .venv
 BIN    := $(VENV)/bin
 LATEST ?= .venv-latest
 VLLM   ?= .venv-vllm
+FLOWER ?= .venv-flower
 NETWORK ?= configs/network.yaml
 # images of containers often forbid bytecode: each start would compile what it imports
 OFFLINE := HF_HUB_OFFLINE=1 HF_HUB_DISABLE_TELEMETRY=1 PYTHONDONTWRITEBYTECODE=
 
 .DEFAULT_GOAL := help
-.PHONY: help install dev demo network-demo test test-slow test-latest test-vllm lint types contract check bench gpu figures pictures docs release clean
+.PHONY: help install dev demo network-demo test test-slow test-latest test-vllm test-flower lint types contract check bench gpu figures pictures docs release clean
 
 help: ## List the targets.
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -56,6 +57,16 @@ $(VLLM)/.installed: pyproject.toml constraints-vllm.txt
 test-vllm: $(VLLM)/.installed ## Test rollouts and exported fronts in vLLM on SmolLM2, in an environment of its own: 4 GB of memory.
 	test -n "$(FIRM_MODEL)" || $(VLLM)/bin/firm fetch smollm2
 	$(OFFLINE) $(VLLM)/bin/python -m pytest -q tests/alignment/rollout_engines tests/jobs/test_export_engines.py
+
+# Flower caps what other extras and constraints.txt have in newer releases
+$(FLOWER)/.installed: pyproject.toml constraints-flower.txt
+	$(PYTHON) -m venv $(FLOWER)
+	$(FLOWER)/bin/python -m pip install --quiet --disable-pip-version-check torch==2.13.0
+	$(FLOWER)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints-flower.txt -e ".[flower]" pytest hypothesis
+	touch $@
+
+test-flower: $(FLOWER)/.installed ## Test the Flower app, simulated and on two SuperNodes, in an environment of its own.
+	$(OFFLINE) $(FLOWER)/bin/python -m pytest -q -m "" tests/recipes/test_flower.py
 
 lint: dev ## Check style and formatting.
 	$(BIN)/ruff check .
@@ -107,4 +118,4 @@ release: ## Build the wheel and the sdist, check them, and run the demo from the
 	@echo "publish with: build/release/tools/bin/python -m twine upload build/release/dist/*"
 
 clean: ## Remove the virtual environment and caches; runs/ stays.
-	rm -rf $(VENV) $(LATEST) $(VLLM) .pytest_cache .ruff_cache .hypothesis *.egg-info
+	rm -rf $(VENV) $(LATEST) $(VLLM) $(FLOWER) .pytest_cache .ruff_cache .hypothesis *.egg-info

@@ -9,10 +9,10 @@ from typing import Any
 
 
 @contextmanager
-def serving(answer: Callable[[str, Any], tuple[int, Any]]) -> Iterator[str]:
-    """Serves what a function of path and content returns, a status and JSON or a text.
+def serving(answer: Callable[[str, Any], tuple[Any, ...]]) -> Iterator[str]:
+    """Serves what a function of path and content returns: a status, JSON or a text, and headers.
 
-    Yields the address. GET requests have the content {}.
+    Headers may be left out. Yields the address. GET requests have the content {}.
     """
 
     class Handler(BaseHTTPRequestHandler):
@@ -26,10 +26,12 @@ def serving(answer: Callable[[str, Any], tuple[int, Any]]) -> Iterator[str]:
             self._answer(json.loads(self.rfile.read(length)))
 
         def _answer(self, content: Any) -> None:
-            status, found = answer(self.path, content)
+            status, found, *headers = answer(self.path, content)
             body = found.encode() if isinstance(found, str) else json.dumps(found).encode()
             self.send_response(status)
             self.send_header("Content-Length", str(len(body)))
+            for name, value in dict(*headers).items():
+                self.send_header(name, value)
             self.end_headers()
             self.wfile.write(body)
 

@@ -34,7 +34,7 @@ for line in sys.stdin:
             sys.argv = ["-c", *arguments]
             exec(program, {"__name__": "__main__"})
             sys.exit()
-    deadline, codes = time.monotonic() + 120, {}
+    deadline, codes = time.monotonic() + 600, {}
     while len(codes) < 2:
         for pid in set(members) - set(codes):
             if time.monotonic() > deadline:
@@ -72,7 +72,7 @@ def nursery(
             lambda: json.loads(answers.readline()),
         )
         requests.close()
-        assert process.wait(timeout=30) == 0
+        assert process.wait(timeout=300) == 0
 
 
 @contextmanager
@@ -91,7 +91,7 @@ def two_processes(
 
     It is called with the program and its arguments and returns each process as it completed. They
     end as processes do, with all that Python and torch have to say at their end; what still works
-    after two minutes is killed.
+    after ten minutes is killed.
 
     Args:
         folder: Where what they print is kept.

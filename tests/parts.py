@@ -18,7 +18,10 @@ ALL = "tests"
 PASSED = ROOT / "tests/second_tier.txt"
 """Commit at which the whole second tier passed last, which `make test-slow` writes."""
 PARTS: dict[str, tuple[str, ...]] = {
-    "firm/alignment": ("alignment", "zoo", "jobs", "extensions", "accelerator", "docs"),
+    "firm/alignment": (
+        *("alignment", "zoo", "jobs", "network/test_federations.py", "extensions"),
+        *("accelerator", "docs"),
+    ),
     "firm/cli": ("cli", "docs"),
     "firm/federation": ("federation", "jobs", "network", "extensions", "accelerator"),
     "firm/fmoo": ("fmoo", "jobs", "recipes", "accelerator"),
@@ -26,15 +29,15 @@ PARTS: dict[str, tuple[str, ...]] = {
     "firm/gradients": ("gradients", "federation", "alignment", "zoo", "accelerator"),
     "firm/jobs": ("jobs", "cli", "network", "docs"),
     "firm/miniature": ("miniature", "recipes"),
-    "firm/network": ("network", "jobs/test_network.py"),
+    "firm/network": ("network",),
     "firm/report": ("report", "recipes", "docs"),
-    "firm/run": ("run", "jobs", "cli"),
+    "firm/run": ("run", "jobs", "network/test_federations.py", "cli"),
     "firm/serving": ("serving", "jobs", "docs"),
     "firm/solvers": ("solvers", "federation", "fronts", "recipes"),
     "reward_models": ("reward_models", "jobs", "extensions"),
     "recipes": ("recipes", "docs"),
     "benchmarks": ("benchmarks", "network", "accelerator"),
-    "configs": ("jobs", "docs"),
+    "configs": ("jobs", "network/test_federations.py", "docs"),
     "docs": ("docs", "benchmarks"),
     "README.md": ("docs",),
 }

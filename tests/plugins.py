@@ -12,7 +12,7 @@ from firm.cli.main import COMMANDS, load
 def registries() -> list[Registry]:
     """Returns every registry of the package, which plugins add to."""
     for command in COMMANDS.values():
-        load(command.config)
+        load(command.config, "configs")
     for name in ("firm.alignment.client", "firm.fmoo.client", "reward_models.registry"):
         import_module(name)  # import the other modules with registries
     packages = ("firm", "reward_models")

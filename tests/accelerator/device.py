@@ -78,7 +78,8 @@ def build() -> Path:
     libraries = [f"-L{path}" for path in cpp_extension.library_paths()]
     libraries += [f"-Wl,-rpath,{path}" for path in cpp_extension.library_paths()]
     command = [COMPILER, *flags, *includes, str(SOURCE), *libraries, "-lc10", "-ltorch_cpu"]
-    what = "\n".join([SOURCE.read_text(), torch.__version__, *command])
+    options = [COMPILER, *flags, *includes, *libraries]  # wherever the source is
+    what = "\n".join([SOURCE.read_text(), torch.__version__, *options])
     path = CACHE / f"{hashlib.sha256(what.encode()).hexdigest()[:16]}.so"
     CACHE.mkdir(parents=True, exist_ok=True)
     with (CACHE / "lock").open("w") as lock:

@@ -11,12 +11,11 @@ import pytest
 import torch
 
 from benchmarks.decode import per_token, steps_as_one_call
+from firm.alignment import decoding
 from firm.alignment import head as heads
 from firm.alignment.compiled import BLOCK
 from firm.alignment.placement import place_
 from firm.alignment.policy import load_policy
-from firm.alignment.rollout_engines import transformers as transformers_engine
-from firm.alignment.stacked import model as stacked_model
 from firm.base.randomness import RandomStream
 from firm.federation import Processes, RoundFailed
 from firm.federation.strategies import STRATEGIES
@@ -80,8 +79,7 @@ def _draw_on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
         seeded = torch.Generator().manual_seed(next(seeds))
         return torch.empty(num_rows, vocabulary).exponential_(generator=seeded).to(device)
 
-    for module in (stacked_model, transformers_engine):
-        monkeypatch.setattr(module, "random_numbers", numbers)
+    monkeypatch.setattr(decoding, "random_numbers", numbers)
 
 
 @pytest.mark.parametrize("engine", ["local", "stacked"])
@@ -326,11 +324,13 @@ def test_a_reward_model_that_fills_its_device_names_its_key_and_no_batch_is_lost
 
 @two_devices
 @pytest.mark.parametrize(
-    ("method", "shares_prompts"),
-    [((), False), (CRITIC_FREE, False), (CRITIC_FREE, True)],
-    ids=["ppo", "critic_free", "critic_free, prompts once"],
+    ("placed", "method", "shares_prompts"),
+    [
+        pytest.param("auto", (), False, id="auto-ppo"),
+        pytest.param("by module", CRITIC_FREE, False, id="by module-critic_free"),
+        pytest.param("auto", CRITIC_FREE, True, id="auto-critic_free, prompts once"),
+    ],
 )
-@pytest.mark.parametrize("placed", ["auto", "by module"])
 def test_a_policy_on_two_devices_ends_as_on_one(
     tmp_path, monkeypatch, method, shares_prompts, placed
 ):

@@ -1,9 +1,8 @@
 """Runs the commands and snippets of a page, in their order and in the current folder.
 
-Called as `python tests/docs/page.py PAGE [--whole]`, with the `firm` that Python finds. The fast
-form trains a round of few and short replies where a later command needs the run, and prints the
-plan of the others; another policy may stand for the one that ships. Names on the hub stand for
-models and prompts that ship; what needs several machines or a GPU is read, not run.
+Called as `python tests/docs/page.py PAGE`, with the `firm` that Python finds. A training takes a
+round of few and short replies; another policy may stand for the one that ships. Names on the hub
+stand for models and prompts that ship; what needs several machines or a GPU is read, not run.
 """
 
 import ast
@@ -57,9 +56,9 @@ SMALL = {
     "evaluation.num_samples": 1,
     "evaluation.num_shown_samples": 4,
 }
-"""Settings of the fast form."""
+"""Settings of every training."""
 SMALL_RECIPES = {"recipes.theory": ["--config", str(ROOT / "recipes/theory/smoke.yaml")]}
-"""Arguments of the fast form of a recipe."""
+"""Arguments of a recipe."""
 TOO_LARGE = ("hh_tinyllama", "hh_llama32")
 """Configurations that are planned and not run."""
 RECIPE = "recipes/firm_hh.py"
@@ -112,9 +111,7 @@ def commands(text: str) -> Iterator[list[str]]:
 class Runner:
     """Runs blocks by their language."""
 
-    def __init__(self, page: str, *, is_whole: bool, policy: Path | None) -> None:
-        self.page = page
-        self.is_whole = is_whole
+    def __init__(self, policy: Path | None) -> None:
         self.places = {**ON_THE_HUB}
         self.small = {**SMALL}
         if policy is not None:
@@ -181,8 +178,10 @@ class Runner:
             "make": check_target,
             "pip": check_extras,
             "curl": check_request,
+            "flwr": check_flower_app,
             **dict.fromkeys(("torchrun", "accelerate"), check_launch),
-            **dict.fromkeys(("cd", "git", "source", "tensorboard"), lambda words: None),
+            **dict.fromkeys(("flower-superlink", "flower-supernode"), lambda words: None),
+            **dict.fromkeys(("cd", "export", "git", "source", "tensorboard"), lambda words: None),
         }
 
     def firm(self, words: list[str]) -> None:
@@ -205,31 +204,22 @@ class Runner:
 
     def settings(self, command: str, arguments: list[str]) -> list[str]:
         """Returns what a command is given on top of what the page says."""
-        is_run = self.is_whole or self.is_needed(arguments)
         if command in ("align", "demo"):
-            is_run &= not any(name in word for name in TOO_LARGE for word in arguments)
-            return self.fast("") if is_run else ["--plan"]
+            is_planned = any(name in word for name in TOO_LARGE for word in arguments)
+            return ["--plan"] if is_planned else self.small_as("")
         if command in ("study", "sweep"):
-            return self.fast("overrides.") if is_run else ["--plan", "true"]
+            return self.small_as("overrides.")
         more = {
             "evaluate": ["--num_prompts", "4", "--num_samples", "1"],
             "classic": ["--rounds", "1"],
         }
         return more.get(command, [])
 
-    def fast(self, prefix: str) -> list[str]:
-        """Returns the fast form's settings as arguments."""
+    def small_as(self, prefix: str) -> list[str]:
+        """Returns the settings of every training as arguments."""
         return [
             word for key, value in self.small.items() for word in (f"--{prefix}{key}", str(value))
         ]
-
-    def is_needed(self, arguments: list[str]) -> bool:
-        """Returns whether another command of the page reads the run's folder."""
-        places = [i for i, word in enumerate(arguments) if word in ("--out", "--resume")]
-        if not places:
-            return False
-        folder = arguments[places[0] + 1]
-        return len(re.findall(rf"{re.escape(folder)}\b", self.page)) > 1
 
 
 def _align_for_a_round(*arguments: Any, settings: Mapping[str, Any] = {}, **options: Any) -> Any:
@@ -292,6 +282,18 @@ def check_request(words: list[str]) -> None:
         assert {"model", "messages"} <= body.keys()
 
 
+def check_flower_app(words: list[str]) -> None:
+    """Checks the settings that the Flower app is run with."""
+    text = (ROOT / "recipes/flower/pyproject.toml").read_text(encoding="utf-8")
+    settings = tomllib.loads(text)["tool"]["flwr"]["app"]["config"]
+    if "--run-config" in words:
+        given = words[words.index("--run-config") + 1]
+        own = dict(re.findall(r'([\w-]+)="(.*?)"', given))
+        assert own.keys() <= settings.keys(), given
+        settings |= own
+    parse(AlignmentConfig, shlex.split(settings["align"]), default_file="configs/miniature.yaml")
+
+
 def check_launch(words: list[str]) -> None:
     """Checks the configuration of a run that a launcher starts."""
     at = next(place for place, word in enumerate(words) if word in ("-m", RECIPE))
@@ -303,14 +305,14 @@ def check_launch(words: list[str]) -> None:
     parse(AlignmentConfig, [*default, *arguments])
 
 
-def run_page(page: Path, *, is_whole: bool = False, policy: Path | None = None) -> None:
+def run_page(page: Path, *, policy: Path | None = None) -> None:
     """Runs the blocks of a page, in the current folder, with another policy for the shipped one."""
     content = page.read_text(encoding="utf-8")
-    runner = Runner(content, is_whole=is_whole, policy=policy)
+    runner = Runner(policy)
     for block in blocks(content):
         sys.stdout.write(f"line {block.line}\n")
         runner.run(block)
 
 
 if __name__ == "__main__":
-    run_page(Path(sys.argv[1]), is_whole="--whole" in sys.argv)
+    run_page(Path(sys.argv[1]))

@@ -45,14 +45,8 @@ def empty_folder(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
-def test_the_commands_of_a_page_run(page):
+def test_all_commands_and_trainings_of_a_page_run(page):
     run_page(page, policy=POLICY)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
-def test_all_trainings_of_a_page_run(page):
-    run_page(page, is_whole=True)
 
 
 @pytest.mark.slow

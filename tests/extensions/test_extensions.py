@@ -82,8 +82,9 @@ def test_the_quantity_stands_on_both_pages_in_the_figures_data_and_in_wandb(stud
     for page in (folder, folder / MOMENTUM):
         assert "Loss of a reply" in (page / "report.html").read_text()
     logged = [row["reply_loss"] for row in read_rows(folder / MOMENTUM, "client", round=2)]
-    with (folder / "figures/reply_loss.csv").open(newline="") as file:
-        drawn = [row for row in csv.DictReader(file) if row["setting"] == "momentum"]
+    with (folder / "figures/further.csv").open(newline="") as file:
+        rows = [row for row in csv.DictReader(file) if row["panel"] == "Loss of a reply"]
+    drawn = [row for row in rows if row["setting"] == "momentum"]
     assert float(drawn[-1]["mean"]) == pytest.approx(sum(logged) / len(logged))
     (wandb,) = (folder / MOMENTUM).glob("wandb/offline-run-*/run-*.wandb")
     assert b"reply_loss" in wandb.read_bytes()

@@ -1,12 +1,13 @@
 """The zoo: small models with random weights, tokenizers and data, FIRM beside plain transformers.
 
 The first tier has eight architectures that differ in kind, each tokenizer and all data;
-`make test-slow` runs every architecture with every tokenizer. `tests.zoo.table` writes what holds
+`make test-slow` runs every architecture. `tests.zoo.table` writes what holds
 into the guide.
 """
 
 import os
 from collections.abc import Container, Iterable
+from itertools import cycle
 from pathlib import Path
 from typing import Any
 
@@ -21,17 +22,8 @@ pytestmark = pytest.mark.filterwarnings(  # plain PEFT's own
     "ignore:.*is_gradient_checkpointing.*:FutureWarning"
 )
 
-SAMPLE = {(APART[at % len(APART)], kind) for at, kind in enumerate(KINDS)}
+SAMPLE = [(APART[at % len(APART)], kind) for at, kind in enumerate(KINDS)]
 """Architectures with tokenizers of the first tier: every tokenizer once."""
-
-
-def _by_kind() -> list[Any]:
-    """Every architecture with every tokenizer."""
-    return [
-        pytest.param(name, kind, marks=() if (name, kind) in SAMPLE else pytest.mark.slow)
-        for name in TAKEN
-        for kind in KINDS
-    ]
 
 
 def _each(names: Iterable[str], *, fast: Container[str]) -> list[Any]:
@@ -41,6 +33,18 @@ def _each(names: Iterable[str], *, fast: Container[str]) -> list[Any]:
         pytest.param(name, kinds[at % len(kinds)], marks=() if name in fast else pytest.mark.slow)
         for at, name in enumerate(names)
     ]
+
+
+def _by_kind() -> list[Any]:
+    """Few architectures with every tokenizer, in the first tier, and every one with one."""
+    return [*SAMPLE, *(each for each in _each(TAKEN, fast=()) if each.values not in SAMPLE)]
+
+
+def _stacked() -> list[Any]:
+    """Every architecture with one tokenizer and one estimator, another one each time."""
+    estimators = cycle(checks.ESTIMATORS)
+    each = _each(STACKED, fast=["deepseek_v3"])
+    return [pytest.param(*p.values, next(estimators), marks=p.marks) for p in each]
 
 
 TAKEN = [name for name, own in ARCHITECTURES.items() if "everywhere" not in own.refused]
@@ -86,8 +90,7 @@ def test_a_resumed_run_trains_the_same_adapter_bit_for_bit(name, kind, folder):
     checks.check_resumed(name, kind, folder)
 
 
-@pytest.mark.parametrize("estimator", checks.ESTIMATORS)
-@pytest.mark.parametrize(("name", "kind"), _each(STACKED, fast=["deepseek_v3"]))
+@pytest.mark.parametrize(("name", "kind", "estimator"), _stacked())
 def test_clients_in_joint_passes_end_as_clients_in_turn(name, kind, estimator, folder):
     checks.check_stacked(name, kind, folder, estimator)
 
