@@ -14,6 +14,9 @@ from firm.base.errors import TimeLimitError
 GRACE = 10.0
 """Seconds after its time limit within which interrupted work must end."""
 
+REPEAT = 0.01
+"""Seconds after which an interruption that had no effect is repeated."""
+
 
 @contextmanager
 def time_limit(seconds: float, name: str, *, interrupt: bool = True) -> Iterator[None]:
@@ -23,6 +26,9 @@ def time_limit(seconds: float, name: str, *, interrupt: bool = True) -> Iterator
     If this has no effect for ``GRACE`` seconds, as in native code, or if interrupting is not
     allowed, the process prints ``name`` and exits with 1, so that no other process waits for it.
 
+    Python ignores what is raised in a finalizer, a weak reference's callback or a callback from
+    native code. An interruption that arrives in one of them is repeated.
+
     Raises:
         TimeLimitError: The limit has passed.
     """
@@ -30,6 +36,13 @@ def time_limit(seconds: float, name: str, *, interrupt: bool = True) -> Iterator
     def give_up(signum: int, frame: FrameType | None) -> NoReturn:
         raise TimeLimitError(f"it has not finished within {seconds:g} s")
 
+    def repeat(ignored: "sys.UnraisableHookArgs") -> None:
+        if isinstance(ignored.exc_value, TimeLimitError):
+            signal.setitimer(signal.ITIMER_REAL, REPEAT)
+        else:
+            unraisable_before(ignored)
+
+    unraisable_before, sys.unraisablehook = sys.unraisablehook, repeat
     before = signal.signal(signal.SIGALRM, give_up)
     end = seconds + GRACE if interrupt else seconds
     last_resort = threading.Timer(end, _end_process, (name, seconds))
@@ -44,6 +57,7 @@ def time_limit(seconds: float, name: str, *, interrupt: bool = True) -> Iterator
     finally:
         last_resort.cancel()
         signal.signal(signal.SIGALRM, before)
+        sys.unraisablehook = unraisable_before
 
 
 def _end_process(name: str, seconds: float) -> NoReturn:

@@ -138,6 +138,22 @@ def test_work_within_its_limit_is_left_alone_and_so_is_what_comes_after():
         assert not thread.is_alive()
 
 
+def test_an_interruption_that_python_ignores_is_repeated():
+    class Slow:
+        def __del__(self):
+            time.sleep(60)
+
+    def work():
+        Slow()
+        time.sleep(60)
+
+    hook, began = sys.unraisablehook, time.perf_counter()
+    with pytest.raises(TimeLimitError), time_limit(0.05, "client_1"):
+        work()
+    assert time.perf_counter() - began < 30
+    assert sys.unraisablehook is hook
+
+
 @pytest.mark.parametrize("program", [STUCK, TOGETHER])
 def test_what_cannot_be_interrupted_ends_its_process_with_a_line(program):
     ended = subprocess.run(
