@@ -129,7 +129,7 @@ SMOLLM2 = World(
 UNSEEN = replace(
     SMOLLM2,
     common={k: v for k, v in SMOLLM2.common.items() if k not in PINNED}
-    | {"data.test.source": "firm/questions/unseen.jsonl"},
+    | {"data.test.source": "firm/questions/unseen.jsonl", "policy.dtype": "float32"},
     num_prompts={"validation": 20, "test": 200},
     num_samples=1,
     judges={},
