@@ -4,8 +4,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
-import torch
-
 from firm.alignment.adapters.target_modules import empty_model, usual_names
 from firm.alignment.generation import end_token_ids, stop_strings
 from firm.alignment.policy import (
@@ -16,7 +14,6 @@ from firm.alignment.policy import (
 )
 from firm.alignment.prompts import PromptFormat
 from firm.alignment.rollout_config import RolloutConfig
-from firm.base.devices import product_seconds
 
 
 @dataclass(frozen=True)
@@ -76,11 +73,3 @@ def inspect_policy(
         modules,
         model.num_parameters(),
     )
-
-
-def fast_dtype() -> Literal["bfloat16", "float32"]:
-    """Benchmarks matrix products on this machine and returns the faster dtype."""
-    if torch.accelerator.is_available():
-        return "bfloat16"
-    is_faster = product_seconds(torch.bfloat16) < product_seconds(torch.float32)
-    return "bfloat16" if is_faster else "float32"

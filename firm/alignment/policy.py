@@ -39,7 +39,7 @@ from firm.alignment.adapters.target_modules import (
 )
 from firm.alignment.policy_config import PolicyConfig, is_gguf
 from firm.alignment.prompts import check_template
-from firm.base.devices import named_device
+from firm.base.devices import fast_dtype, named_device
 from firm.base.extras import install_command
 from firm.base.randomness import RandomStream
 from firm.base.sanitize import first_line
@@ -210,6 +210,12 @@ def check_vocabulary(model: Any, tokenizer: PreTrainedTokenizerBase, what: str) 
         )
 
 
+def torch_dtype(config: PolicyConfig) -> torch.dtype:
+    """Returns the dtype of the frozen parameters; auto is that of this machine."""
+    name = fast_dtype(config.device) if config.dtype == "auto" else config.dtype
+    return getattr(torch, name)
+
+
 def load_base_model(config: PolicyConfig) -> PreTrainedModel:
     """Returns the language model without an adapter.
 
@@ -218,7 +224,7 @@ def load_base_model(config: PolicyConfig) -> PreTrainedModel:
             not a complete language model.
     """
     with checkpoint_errors("language model", config.path):
-        model, report = _read_model(AutoModelForCausalLM, config.path, getattr(torch, config.dtype))
+        model, report = _read_model(AutoModelForCausalLM, config.path, torch_dtype(config))
     if report["missing_keys"]:  # transformers would initialise them randomly
         raise ValueError(
             f"policy.path: {config.path} is not a complete language model, "

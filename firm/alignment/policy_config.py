@@ -21,8 +21,10 @@ class PolicyConfig:
     ]
     """Folder, name on the Hugging Face hub, or GGUF file, whose quantized weights are read as
     `dtype`."""
-    dtype: Annotated[Literal["float32", "bfloat16", "float16"], NOT_IN_PAPER] = "float32"
-    """Dtype of the frozen parameters; the adapter is float32."""
+    dtype: Annotated[Literal["float32", "bfloat16", "float16", "auto"], NOT_IN_PAPER] = "float32"
+    """Dtype of the frozen parameters; the adapter is float32. auto: bfloat16, or float32 on a CPU
+    that multiplies it faster; the run's config.yaml records which, and a resumed run uses it
+    again."""
     device: str = "auto"
     """Device of the policy and its training: "auto" takes the accelerator where there is one,
     and each of several processes another; or "cpu", a type that torch knows, such as "cuda", "mps",

@@ -11,7 +11,7 @@ import time
 import traceback
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed
@@ -152,6 +152,20 @@ def dtype_note(device: torch.device, dtype: torch.dtype, key: str) -> str | None
         f"products of {name} matrices take {ratio:.0f} times as long as float32 ones on this CPU: "
         f"set {key} to float32."
     )
+
+
+def fast_dtype(device: str = "auto") -> Literal["bfloat16", "float32"]:
+    """Returns the dtype that a device multiplies faster; CPUs are benchmarked.
+
+    Args:
+        device: Name as in `named_device`. Accelerators multiply bfloat16 faster, and a device that
+            is not here counts as one.
+    """
+    name = accelerator_type() or "cpu" if device == "auto" else device
+    if name.partition(":")[0] != "cpu":
+        return "bfloat16"
+    is_faster = product_seconds(torch.bfloat16) < product_seconds(torch.float32)
+    return "bfloat16" if is_faster else "float32"
 
 
 def product_seconds(dtype: torch.dtype) -> float:

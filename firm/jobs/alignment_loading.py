@@ -34,7 +34,7 @@ from firm.alignment.sharding import shard_
 from firm.alignment.stacked.trainer import stacked_trainers
 from firm.alignment.threads import choose, measure, short_step
 from firm.alignment.trainer import MultiObjectiveTrainer
-from firm.base.devices import dtype_note, generator_note, prepare_attention
+from firm.base.devices import dtype_note, fast_dtype, generator_note, prepare_attention
 from firm.base.randomness import RandomStream
 from firm.federation.aggregation import weighted_mean
 from firm.federation.client import Adapter, Client, LazyClients
@@ -59,7 +59,9 @@ from firm.run.states import RunStates
 from reward_models.registry import load_reward_models
 
 AUTO = "auto"
-"""Number of CPU threads that is to be measured."""
+"""Number of CPU threads, or dtype, that is to be measured."""
+ONE_PROCESS = Processes()
+"""The only process of a program."""
 
 
 @dataclass(frozen=True)
@@ -438,15 +440,31 @@ def _start(trainer: MultiObjectiveTrainer, cfg: AlignmentConfig) -> Adapter:
         return merged_adapter(adapters, shares, merge=cfg.start_merge, density=cfg.start_density)
 
 
-def with_recorded_threads(cfg: AlignmentConfig) -> AlignmentConfig:
-    """Returns the configuration with the number of threads of the run that it resumes, if any."""
-    if cfg.num_threads != AUTO or not cfg.resume or not cfg.out:
-        return cfg
-    if not (cfg.out / "config.yaml").exists():
+def with_recorded(cfg: AlignmentConfig) -> AlignmentConfig:
+    """Returns the configuration with what the run that it resumes, if any, has chosen for auto.
+
+    These are the number of threads and the policy's dtype.
+    """
+    if not cfg.resume or not cfg.out or not (cfg.out / "config.yaml").exists():
         return cfg
     settings = Run(cfg.out).settings()
-    recorded = settings.get("num_threads") if isinstance(settings, Mapping) else None
-    return replace(cfg, num_threads=recorded)
+    settings = settings if isinstance(settings, Mapping) else {}
+    if cfg.num_threads == AUTO:
+        cfg = replace(cfg, num_threads=settings.get("num_threads"))
+    if cfg.policy.dtype == AUTO:
+        recorded = settings.get("policy", {}).get("dtype", AUTO)
+        cfg = replace(cfg, policy=replace(cfg.policy, dtype=recorded))
+    return cfg
+
+
+def with_fast_dtype(cfg: AlignmentConfig, processes: Processes = ONE_PROCESS) -> AlignmentConfig:
+    """Returns the configuration with the dtype that is faster here, where the policy's is auto.
+
+    All processes take the first one's.
+    """
+    dtype = cfg.policy.dtype
+    dtype = processes.broadcast(fast_dtype(cfg.policy.device) if dtype == AUTO else dtype)
+    return replace(cfg, policy=replace(cfg.policy, dtype=dtype))
 
 
 def set_threads(

@@ -15,12 +15,13 @@ import yaml
 from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError
 
 from firm.alignment.held_out import HELD_OUT, USES, hold_out
-from firm.alignment.inspection import Inspection, fast_dtype, inspect_policy
+from firm.alignment.inspection import Inspection, inspect_policy
 from firm.alignment.pairs import PairsConfig, load_pairs
 from firm.alignment.policy import read_tokenizer
 from firm.alignment.policy_config import is_gguf
 from firm.alignment.prompt_data import loose_text, read_prompts
 from firm.alignment.prompts import Prompt, token_ids
+from firm.base.devices import fast_dtype
 from firm.base.fields import field_docstrings
 from firm.base.inside import replace_text
 from firm.base.sanitize import legible, printable

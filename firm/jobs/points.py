@@ -11,7 +11,7 @@ from firm.base.sanitize import by_reason, printable
 from firm.jobs.alignment import FREE_KEYS as RUN_FREE_KEYS
 from firm.jobs.alignment import RENEWED_KEYS, align
 from firm.jobs.alignment_config import AlignmentConfig
-from firm.jobs.alignment_loading import with_recorded_threads
+from firm.jobs.alignment_loading import with_recorded
 from firm.jobs.configs import PointsConfig
 from firm.run.config import compose, to_dict, to_yaml
 from firm.run.differences import differences
@@ -159,7 +159,7 @@ def _set_aside_changed(out: Path, name: str, run: AlignmentConfig) -> None:
     if not (place / "config.yaml").exists() or Run(place).record().get("status") == "finished":
         return
     check_not_held(place)
-    asked = to_dict(with_recorded_threads(replace(run, out=place, resume="auto")))
+    asked = to_dict(with_recorded(replace(run, out=place, resume="auto")))
     if differences(Run(place).settings(), asked, (*RUN_FREE_KEYS, *RENEWED_KEYS)):
         numbers = itertools.count(1)
         aside = next(p for n in numbers if not (p := out / "replaced" / f"{name}-{n}").exists())

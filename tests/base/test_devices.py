@@ -76,5 +76,10 @@ def test_a_dtype_that_the_cpu_multiplies_slowly_is_named_with_its_key(
     assert devices.dtype_note(torch.device("cuda"), torch.bfloat16, key) is None
 
 
-def test_products_are_benchmarked_in_each_dtype():
+def test_products_are_benchmarked_in_each_dtype(monkeypatch):
     assert all(0 < devices.product_seconds(t) < 10 for t in (torch.float32, torch.bfloat16))
+    monkeypatch.setattr(devices, "product_seconds", {torch.bfloat16: 3, torch.float32: 1}.get)
+    assert devices.fast_dtype("cpu") == "float32"
+    assert devices.fast_dtype("cuda:1") == "bfloat16"
+    monkeypatch.setattr(devices, "product_seconds", {torch.bfloat16: 1, torch.float32: 3}.get)
+    assert devices.fast_dtype("cpu") == "bfloat16"

@@ -449,11 +449,20 @@ def test_a_real_pretrained_model_that_never_emits_eos_is_aligned(firm_data, tmp_
     assert base["length"] < 64
 
 
-def test_in_bfloat16_the_base_model_has_no_kl_and_the_page_tells_the_rounding(tmp_path):
-    out = run(
-        *("--out", tmp_path / "run", "--rounds", 1, "--policy.dtype", "bfloat16"),
+def test_in_bfloat16_the_base_model_has_no_kl_and_the_page_tells_the_rounding(
+    tmp_path, monkeypatch
+):
+    monkeypatch.setattr(devices, "accelerator_type", lambda: None)
+    monkeypatch.setattr(devices, "product_seconds", {torch.bfloat16: 1, torch.float32: 3}.get)
+    keys = (
+        *("--out", tmp_path / "run", "--policy.dtype", "auto"),
         *("--evaluation.num_validation_prompts", 0, "--evaluation.num_test_prompts", 8),
     )
+    out = run(*keys, "--rounds", 1)
+    assert Run(out).settings()["policy"]["dtype"] == "bfloat16"
+    monkeypatch.setattr(devices, "product_seconds", {torch.bfloat16: 3, torch.float32: 1}.get)
+    run(*keys, "--rounds", 2, "--resume", "auto")  # on a machine where float32 is faster
+    assert Run(out).settings()["policy"]["dtype"] == "bfloat16"
     base, _ = read_rows(out, "evaluation")
     assert (base["kl"], base["kl_se"]) == (0.0, 0.0)
     page = (out / "report.html").read_text()

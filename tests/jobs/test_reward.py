@@ -8,7 +8,7 @@ import torch
 import yaml
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from firm.alignment.inspection import fast_dtype
+from firm.base.devices import fast_dtype
 from firm.jobs.reward import TrainedReward, train_reward
 from firm.run.config import compose
 from firm.run.errors import UserError
