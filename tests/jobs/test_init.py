@@ -59,6 +59,7 @@ def data(tmp_path):
 @pytest.mark.usefixtures("new_plugins")
 def test_what_it_writes_runs_and_keeps_splits_apart(data, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("firm.jobs.init.SECONDS", 100 * SECONDS)  # enough on a busy machine
     (tmp_path / "my rewards.py").write_text(FILE)
     main(InitConfig(POLICY, REWARDS, str(data), out=tmp_path / "own.yaml"))
     said = capsys.readouterr().out
