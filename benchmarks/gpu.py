@@ -261,7 +261,7 @@ def _token_row(setting: Setting, case: Case) -> Row:
 def _random_policy(setting: Setting) -> Any:
     torch.manual_seed(0)
     with torch.device(setting.device):
-        return LlamaForCausalLM(setting.shape.policy).bfloat16().eval()
+        return LlamaForCausalLM(setting.shape.policy).to(getattr(torch, setting.dtype)).eval()
 
 
 # --- Rounds of FIRM -------------------------------------------------------------------------------
@@ -332,14 +332,14 @@ def configuration(setting: Setting, case: Case) -> AlignmentConfig:
         texts = prompts(shape, 16 * 8)
         datasets.Dataset.from_list([{"prompt": text} for text in texts]).to_json(source)
     reward = {
-        "path": str(folder / "reward"), "format": "plain", "dtype": "bfloat16",
+        "path": str(folder / "reward"), "format": "plain", "dtype": setting.dtype,
         "device": setting.device, "normalization": "none",
     }  # fmt: skip
     replies = {"num_replies": NUM_REPLIES} if case.estimator == "critic_free" else {}
     settings = {
         "policy": {
             "path": str(folder / "policy"),
-            "dtype": "bfloat16",
+            "dtype": setting.dtype,
             "device": setting.device,
             "gradient_checkpointing": setting.checkpointing,
             "lora": {"dropout": 0.0},
@@ -382,7 +382,7 @@ def _peer_row(setting: Setting, case: Case) -> Row:
     minibatch = case.num_clients * shape.batch["minibatch_size"]
     steps = shape.batch["num_epochs"] * num_replies // minibatch
     reward = RewardModelConfig(
-        path=str(folder / "reward"), format="plain", dtype="bfloat16", device=setting.device
+        path=str(folder / "reward"), format="plain", dtype=setting.dtype, device=setting.device
     )
     tokenizer = AutoTokenizer.from_pretrained(folder / "policy", padding_side="left")
     with tempfile.TemporaryDirectory() as out:
@@ -408,7 +408,7 @@ def _peer_row(setting: Setting, case: Case) -> Row:
         with accelerate_on(torch.device(setting.device)):
             arguments = GRPOConfig(**options)
         trainer = GRPOTrainer(
-            model=AutoModelForCausalLM.from_pretrained(folder / "policy", dtype=torch.bfloat16),
+            model=AutoModelForCausalLM.from_pretrained(folder / "policy", dtype=setting.dtype),
             args=arguments,
             reward_funcs=rewards,
             train_dataset=datasets.Dataset.from_dict({"prompt": prompts(shape, 2 * num_replies)}),

@@ -3,7 +3,7 @@
 import platform
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import transformers
@@ -82,6 +82,8 @@ class Setting:
     device: str
     folder: str
     checkpointing: bool
+    dtype: Literal["float32", "bfloat16"] = "bfloat16"
+    """Of all base models; the page is of bfloat16."""
 
     @property
     def shape(self) -> Shape:

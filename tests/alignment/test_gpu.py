@@ -89,11 +89,15 @@ def test_the_page_of_costs_has_every_case_with_its_figures(tmp_path, monkeypatch
 
 @pytest.mark.slow
 def test_at_tinyllamas_widths_memory_and_adapters_are_as_planned(tmp_path):
-    """In few layers, which still are large beside the rest of a process."""
+    """In few layers, which still are large beside the rest of a process.
+
+    In float32, which all CPUs multiply by the same kernels.
+    """
     case, rows = Case("critic_free", "local", 2), []
     with closing(gpu.Worker()) as worker:
         for shape in ("tiny", "tinyllama-shallow"):
-            setting = Setting(shape, "cpu", str(tmp_path / shape), checkpointing=False)
+            folder = str(tmp_path / shape)
+            setting = Setting(shape, "cpu", folder, checkpointing=False, dtype="float32")
             save_models(setting.shape, tmp_path / shape, torch.device("cpu"))
             rows.append(worker.row(setting, case, patience=3600))
     small, row = rows
