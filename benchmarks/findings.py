@@ -71,7 +71,7 @@ SIXTY = range(110, 170)
 WORLDS, WORLD_SEEDS = range(1, 5), (600, 601)
 WEIGHTING_SEEDS, REPLY_SEEDS = range(800, 810), range(820, 830)
 TRL_SEEDS, UNSEEN_SEEDS = range(840, 843), range(310, 313)
-SMOOTHED_SEEDS = range(860, 870)
+SMOOTHED_SEEDS, HALF_KL_SEEDS = range(860, 870), range(870, 880)
 METHODS = ("FIRM", "FIRM with PPO", "TRL's GRPO", "TRL's GDPO")
 """Methods of family L; the first is compared with the others."""
 KLS = (1.0, 2.0, 4.0)
@@ -846,21 +846,21 @@ def family_k(folder: Path = PROTOCOL) -> list[Claim]:
     return claims
 
 
-SMOOTHED = (
+CHANGED = (
     # sides, the verb between them, their models, margin
     (
         "one conditioned run",
         "equals",
         "five separate runs",
-        "conditioned smoothed",
-        "separate smoothed",
+        "conditioned changed",
+        "separate changed",
         MARGIN,
     ),
     (
         "one conditioned run",
         "equals",
         "five separate runs without",
-        "conditioned smoothed",
+        "conditioned changed",
         "separate",
         MARGIN,
     ),
@@ -868,40 +868,72 @@ SMOOTHED = (
         "one conditioned run",
         "differs from",
         "one without",
-        "conditioned smoothed",
+        "conditioned changed",
         "conditioned",
         None,
     ),
-    ("five separate runs", "differ from", "five without", "separate smoothed", "separate", None),
+    ("five separate runs", "differ from", "five without", "separate changed", "separate", None),
 )
-"""Comparisons of family N; sides have smoothing unless they are "without"."""
+"""Comparisons of families N and O; sides have the change unless they are "without"."""
+
+
+@dataclass(frozen=True)
+class Change:
+    """A change of settings, tested on a conditioned run and on five separate ones."""
+
+    family: str
+    part: str
+    words: str
+    name: str
+    """Of the change, in the names of models."""
+    seeds: range
+
+    def fronts(self, method: str, folder: Path) -> list[list[Model]]:
+        """Returns the models of a method at `FIRST`, by seed."""
+        own = method.replace("changed", self.name)
+        return [of(models, own) for models in parts(self.part, self.seeds, folder).values()]
+
+
+SMOOTHING = Change("N", "smoothed", "smoothing", "smoothed", SMOOTHED_SEEDS)
+LESS_KL = Change("O", "half_kl", "half the KL coefficient", "half", HALF_KL_SEEDS)
+
+
+def changed(change: Change, folder: Path = PROTOCOL) -> list[Claim]:
+    """Returns the claims of family N or O: fronts with a change and without."""
+    return [
+        Claim(
+            f"{change.family}{at}",
+            f"With {change.words}, {first} {verb} {second}",
+            (first, second),
+            UTILITY,
+            len(change.seeds),
+            tuple(
+                expected_utility(one) - expected_utility(two)
+                for one, two in zip(
+                    change.fronts(own, folder), change.fronts(other, folder), strict=True
+                )
+            ),
+            change.part,
+            margin,
+            is_listed=False,
+        )
+        for at, (first, verb, second, own, other, margin) in enumerate(CHANGED, start=1)
+    ]
 
 
 def family_n(folder: Path = PROTOCOL) -> list[Claim]:
     """Returns the claims of family N: fronts by smooth Tchebycheff scalarisation."""
-    data, count = parts("smoothed", SMOOTHED_SEEDS, folder).values(), len(SMOOTHED_SEEDS)
-    return [
-        Claim(
-            f"N{at}",
-            f"With smoothing, {first} {verb} {second}",
-            (first, second),
-            UTILITY,
-            count,
-            tuple(
-                expected_utility(of(models, own)) - expected_utility(of(models, other))
-                for models in data
-            ),
-            "smoothed",
-            margin,
-            is_listed=False,
-        )
-        for at, (first, verb, second, own, other, margin) in enumerate(SMOOTHED, start=1)
-    ]
+    return changed(SMOOTHING, folder)
+
+
+def family_o(folder: Path = PROTOCOL) -> list[Claim]:
+    """Returns the claims of family O: fronts with half the KL coefficient."""
+    return changed(LESS_KL, folder)
 
 
 FAMILIES = (
     family_a, family_b, family_c, family_d, family_e, family_f, family_g, family_h, family_j,
-    family_k, family_l, family_m, family_n,
+    family_k, family_l, family_m, family_n, family_o,
 )  # fmt: skip
 HEADER = (
     *("claim", "quantity, first less second", "n", "95 % interval", "margin", "verdict"),
@@ -1213,26 +1245,34 @@ def front_cells(fronts: Sequence[Sequence[Model]]) -> list[str]:
     ]
 
 
-def smoothed_table(folder: Path = PROTOCOL) -> str:
-    """Returns the claims of family N, and its fronts as means ± standard errors."""
-    claims = family_n(folder)
+def changed_table(change: Change, folder: Path = PROTOCOL) -> str:
+    """Returns the claims of family N or O, and its fronts as means ± standard errors."""
+    claims = changed(change, folder)
     decided = [
         [f"{claim.name}: {claim.text}", interval(claim.differences), verdict]
         for claim, verdict in zip(claims, verdicts(claims), strict=True)
     ]
-    data = list(parts("smoothed", SMOOTHED_SEEDS, folder).values())
-    fronts = {
-        "five separate runs": "separate",
-        "five separate runs, smoothing": "separate smoothed",
-        "one conditioned run": "conditioned",
-        "one conditioned run, smoothing": "conditioned smoothed",
+    names = {"five separate runs": "separate", "one conditioned run": "conditioned"}
+    methods = {
+        words: method
+        for name, own in names.items()
+        for words, method in ((name, own), (f"{name}, {change.words}", f"{own} changed"))
     }
-    rows = [
-        [name, *front_cells([of(models, method) for models in data])]
-        for name, method in fronts.items()
-    ]
+    fronts = {words: change.fronts(method, folder) for words, method in methods.items()}
+    rows = [[words, *front_cells(own)] for words, own in fronts.items()]
+    count = len(claims[0].differences)
     verdict = markdown_table(["claim", "expected utility, first less second", "verdict"], decided)
-    return f"{verdict}\n\n{markdown_table([f'n = {len(data)}', *FRONT_HEADER], rows)}"
+    return f"{verdict}\n\n{markdown_table([f'n = {count}', *FRONT_HEADER], rows)}"
+
+
+def smoothed_table(folder: Path = PROTOCOL) -> str:
+    """Returns the claims and fronts of family N."""
+    return changed_table(SMOOTHING, folder)
+
+
+def half_kl_table(folder: Path = PROTOCOL) -> str:
+    """Returns the claims and fronts of family O."""
+    return changed_table(LESS_KL, folder)
 
 
 def draw_equal_replies(stem: Path, folder: Path = PROTOCOL) -> None:
@@ -1513,6 +1553,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "weightings": weightings_table,
     "equal replies": replies_used_table,
     "smoothed": smoothed_table,
+    "half KL": half_kl_table,
     "rates": rates_table,
     "uploads": uploads_table,
     "privacy": privacy_tables,

@@ -5,7 +5,7 @@
     python benchmarks/protocol_runs.py front --world runs/world_1 --seeds 600 601
 
 Parts: front (A1, A2), weights (family B), baselines (A3, A4), equal_kl, nine, warm, weightings
-(family J) and equal_replies (K), of the miniature world; real_front (C1 to C3),
+(family J), equal_replies (K) and half_kl (O), of the miniature world; real_front (C1 to C3),
 real_baselines (C4 to C7) and real_constraint (D1), of SmolLM2; unseen_front, unseen_baselines,
 unseen_constraint and unseen_style (family M), of SmolLM2 on questions that chose nothing. Each seed
 of a part is one file below --out, written when all its models are measured, and skipped when it is
@@ -147,6 +147,8 @@ SHRUNK = 0.8
 CALIBRATION_SEED = 100
 MULTIPLES = (1, 2, 3, 5)
 """Replies of conditioned runs in family K, in those of one separate run."""
+HALF_KL = 0.03
+"""KL coefficient of family O, half that of configs/miniature.yaml."""
 OTHER = {"path": "firm/miniature/checkpoints/helpful_other", "format": "plain", "batch_size": 64}
 HELPFUL = {**OTHER, "path": "firm/miniature/checkpoints/helpful", "append_eos": True}
 BREVITY = {"name": "brevity"}
@@ -456,6 +458,19 @@ def equal_replies(lab: Lab) -> dict[str, Any]:
     return {**lab.measured(models), "cost": {name: _cost(lab.folder / name) for name in names}}
 
 
+def half_kl(lab: Lab) -> dict[str, Any]:
+    """Measures family O: separate and conditioned runs, with the KL coefficient and with half."""
+    models = {f"separate {share:g}": lab.separate(share) for share in FIRST}
+    models |= {f"conditioned {s}": fold for s, fold in lab.conditioned(FIRST).items()}
+    half = {"estimator.kl.coefficient": HALF_KL}
+    for share in FIRST:
+        keys = {**half, "strategy.weights": [share, round(1 - share, 3)]}
+        models[f"separate half {share:g}"] = lab.train(f"half_{100 * share:.0f}", keys) / "adapter"
+    folds = lab.conditioned(FIRST, "conditioned_half", **half)
+    models |= {f"conditioned half {share}": fold for share, fold in folds.items()}
+    return lab.measured(models)
+
+
 def _cost(run: Path) -> dict[str, float]:
     """Returns the seconds of a run's rounds and the bytes that its clients sent and received."""
     rows = read_record(run).rounds
@@ -554,8 +569,8 @@ def _picked(rows: Sequence[Mapping[str, float]]) -> list[float]:
 PARTS = {
     part.__name__: part
     for part in (
-        front, weights, weightings, baselines, equal_kl, nine, warm, equal_replies, real_front,
-        real_baselines, real_constraint, unseen_style,
+        front, weights, weightings, baselines, equal_kl, nine, warm, equal_replies, half_kl,
+        real_front, real_baselines, real_constraint, unseen_style,
     )
 }  # fmt: skip
 """Functions that measure the models of a part.
@@ -563,7 +578,7 @@ PARTS = {
 Those that begin with real_ are on SmolLM2, and those that begin with unseen_ on unseen questions.
 """
 PARTS |= {f"unseen_{own}": PARTS[f"real_{own}"] for own in ("front", "baselines", "constraint")}
-ON_GUARDED = ("equal_replies",)
+ON_GUARDED = ("equal_replies", "half_kl")
 """Parts whose runs have today's defaults."""
 
 
