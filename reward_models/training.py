@@ -17,10 +17,9 @@ from transformers import AutoModelForSequenceClassification, PrinterCallback, Tr
 from trl.trainer.reward_config import RewardConfig as TrainerConfig
 from trl.trainer.reward_trainer import RewardTrainer
 
-from firm.base.devices import fast_dtype
 from firm.alignment.pairs import Pair
 from firm.alignment.policy import checkpoint_errors, read_tokenizer, without_needless_warnings
-from firm.base.devices import named_device, prepare_attention
+from firm.base.devices import fast_dtype, named_device, prepare_attention
 from firm.base.randomness import RandomStream
 from firm.run.errors import UserError
 from firm.run.progress import say
