@@ -171,12 +171,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("trials", nargs="*", choices=[*TRIALS, []], default=[*TRIALS])
+    parser.add_argument("trials", nargs="*", choices=[*TRIALS, "all"], default="all")
     parser.add_argument("--seeds", type=int, nargs="+", default=[198, 199])
     parser.add_argument("--runs", type=Path, default=Path("runs/steering"))
     options = parser.parse_args(arguments)
     quiet()
-    for name in options.trials:
+    for name in TRIALS if "all" in options.trials else options.trials:
         figures = [tried(TRIALS[name], name, seed, options.runs) for seed in options.seeds]
         utilities, kls = zip(*figures, strict=True)
         print(

@@ -6,6 +6,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from benchmarks import steering_trials
 from benchmarks.steering_trials import (
     BATCH,
     NUM_REPLIES,
@@ -63,3 +64,12 @@ def test_pairs_have_a_prompt_and_random_numbers_in_common(shares_numbers):
     assert (first == twin, second == other, first == second) == (True, True, False)
     assert torch.equal(numbers[:, 0], numbers[:, 1]) is shares_numbers
     assert not torch.equal(numbers[0], numbers[1])
+
+
+@pytest.mark.parametrize("names", [[], ["core"]])
+def test_every_trial_runs_unless_some_are_named(names, monkeypatch, capsys):
+    monkeypatch.setattr(steering_trials, "tried", lambda trial, name, seed, runs: (0.5, seed))
+    steering_trials.main([*names, "--seeds", "1", "2"])
+    told = capsys.readouterr().out.splitlines()
+    assert [line.split()[0] for line in told] == (names or list(steering_trials.TRIALS))
+    assert all(line.endswith("utility 0.500, 0.500  largest KL 1.0, 2.0") for line in told)
