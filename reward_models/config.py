@@ -70,8 +70,9 @@ class RewardModelConfig:
     model's number of positions."""
     batch_size: PositiveInt = 32
     """Replies scored per batch; limits memory and does not affect scores."""
-    dtype: Literal["float32", "bfloat16", "float16"] = "float32"
-    """Data type of the parameters."""
+    dtype: Literal["float32", "bfloat16", "float16", "auto"] = "float32"
+    """Data type of the parameters; auto: the faster of bfloat16 and float32 on the device, which
+    the run's config.yaml records."""
     device: str = "auto"
     """Device of the model: "auto" for the accelerator if available, otherwise the CPU; or a name
     such as "cuda:1"."""

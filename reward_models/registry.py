@@ -38,7 +38,8 @@ def _sequence_classifier(config: RewardModelConfig, objective: str) -> Any:
         from reward_models.served_classifier import load_served_classifier
 
         return load_served_classifier(config, objective)
-    from reward_models.sequence_classifier import (  # imports torch, unlike the names
+    from firm.base.devices import dtype_name  # imports torch, unlike the names
+    from reward_models.sequence_classifier import (
         SequenceClassifierReward,
         adapter_name,
         load_sequence_classifier,
@@ -47,7 +48,10 @@ def _sequence_classifier(config: RewardModelConfig, objective: str) -> Any:
 
     assert not isinstance(config.output, str)  # RewardModelConfig has refused it
     model, tokenizer = load_sequence_classifier(
-        config.path, output=config.output, dtype=config.dtype, device=config.device
+        config.path,
+        output=config.output,
+        dtype=dtype_name(config.dtype, config.device),
+        device=config.device,
     )
     return SequenceClassifierReward(
         model,

@@ -6,7 +6,7 @@ import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from itertools import compress
-from typing import Any, Literal, get_args
+from typing import Any, get_args
 
 import datasets
 import numpy as np
@@ -19,7 +19,7 @@ from trl.trainer.reward_trainer import RewardTrainer
 
 from firm.alignment.pairs import Pair
 from firm.alignment.policy import checkpoint_errors, read_tokenizer, without_needless_warnings
-from firm.base.devices import fast_dtype, named_device, prepare_attention
+from firm.base.devices import dtype_name, named_device, prepare_attention
 from firm.base.randomness import RandomStream
 from firm.run.errors import UserError
 from firm.run.progress import say
@@ -80,11 +80,6 @@ def split_pairs(pairs: Sequence[Pair], cfg: RewardConfig) -> tuple[list[Pair], l
     return sides[0], sides[1]
 
 
-def dtype_of(cfg: RewardConfig) -> Literal["float32", "bfloat16"]:
-    """Returns the data type of the base."""
-    return fast_dtype() if cfg.dtype == "auto" else cfg.dtype
-
-
 def new_reward(cfg: RewardConfig) -> SequenceClassifierReward:
     """Returns the base with a new head and adapter, as the reward model that it will be."""
     device = named_device(cfg.device)
@@ -97,7 +92,10 @@ def new_reward(cfg: RewardConfig) -> SequenceClassifierReward:
         RandomStream(cfg.seed, "reward"),
     ):
         base = AutoModelForSequenceClassification.from_pretrained(
-            cfg.base, num_labels=1, dtype=getattr(torch, dtype_of(cfg)), use_safetensors=True
+            cfg.base,
+            num_labels=1,
+            dtype=getattr(torch, dtype_name(cfg.dtype, cfg.device)),
+            use_safetensors=True,
         )
         if cfg.rank > (width := base.config.get_text_config().hidden_size):
             raise ValueError(

@@ -39,7 +39,7 @@ from firm.alignment.adapters.target_modules import (
 )
 from firm.alignment.policy_config import PolicyConfig, is_gguf
 from firm.alignment.prompts import check_template
-from firm.base.devices import fast_dtype, named_device
+from firm.base.devices import dtype_name, named_device
 from firm.base.extras import install_command
 from firm.base.randomness import RandomStream
 from firm.base.sanitize import first_line
@@ -212,8 +212,7 @@ def check_vocabulary(model: Any, tokenizer: PreTrainedTokenizerBase, what: str) 
 
 def torch_dtype(config: PolicyConfig) -> torch.dtype:
     """Returns the dtype of the frozen parameters; auto is that of this machine."""
-    name = fast_dtype(config.device) if config.dtype == "auto" else config.dtype
-    return getattr(torch, name)
+    return getattr(torch, dtype_name(config.dtype, config.device))
 
 
 def load_base_model(config: PolicyConfig) -> PreTrainedModel:

@@ -154,6 +154,11 @@ def dtype_note(device: torch.device, dtype: torch.dtype, key: str) -> str | None
     )
 
 
+def dtype_name(setting: str, device: str = "auto") -> str:
+    """Returns the dtype of a setting: itself, or the faster one of a device for "auto"."""
+    return fast_dtype(device) if setting == "auto" else setting
+
+
 def fast_dtype(device: str = "auto") -> Literal["bfloat16", "float32"]:
     """Returns the dtype that a device multiplies faster; CPUs are benchmarked.
 

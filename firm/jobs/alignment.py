@@ -54,7 +54,7 @@ from firm.jobs.alignment_loading import (
     reporter,
     set_threads,
     shared_calibrations,
-    with_fast_dtype,
+    with_fast_dtypes,
     with_recorded,
 )
 from firm.jobs.fetch import about_policy, fetch_policy
@@ -215,7 +215,7 @@ def align(cfg: AlignmentConfig, given: Given | None = None) -> Result | None:
             run's directory is in use.
     """
     processes = Processes.join(per_client=cfg.processes_per_client)
-    cfg = with_fast_dtype(with_recorded(cfg), processes)
+    cfg = with_fast_dtypes(with_recorded(cfg), processes)
     out = claim_folder(cfg, processes)
     progress = progress_of(cfg)
     loaded = load(cfg, processes, given=given, on_event=progress.event)

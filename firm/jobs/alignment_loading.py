@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, is_dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +34,7 @@ from firm.alignment.sharding import shard_
 from firm.alignment.stacked.trainer import stacked_trainers
 from firm.alignment.threads import choose, measure, short_step
 from firm.alignment.trainer import MultiObjectiveTrainer
-from firm.base.devices import dtype_note, fast_dtype, generator_note, prepare_attention
+from firm.base.devices import dtype_name, dtype_note, generator_note, prepare_attention
 from firm.base.randomness import RandomStream
 from firm.federation.aggregation import weighted_mean
 from firm.federation.client import Adapter, Client, LazyClients
@@ -443,28 +443,48 @@ def _start(trainer: MultiObjectiveTrainer, cfg: AlignmentConfig) -> Adapter:
 def with_recorded(cfg: AlignmentConfig) -> AlignmentConfig:
     """Returns the configuration with what the run that it resumes, if any, has chosen for auto.
 
-    These are the number of threads and the policy's dtype.
+    These are the number of threads and the dtypes of the policy and of reward models.
     """
     if not cfg.resume or not cfg.out or not (cfg.out / "config.yaml").exists():
         return cfg
     settings = Run(cfg.out).settings()
-    settings = settings if isinstance(settings, Mapping) else {}
     if cfg.num_threads == AUTO:
-        cfg = replace(cfg, num_threads=settings.get("num_threads"))
-    if cfg.policy.dtype == AUTO:
-        recorded = settings.get("policy", {}).get("dtype", AUTO)
-        cfg = replace(cfg, policy=replace(cfg.policy, dtype=recorded))
-    return cfg
+        cfg = replace(cfg, num_threads=_value_at(settings, "num_threads"))
+    return _with_dtypes(cfg, lambda keys, _: _value_at(settings, *keys, "dtype") or AUTO)
 
 
-def with_fast_dtype(cfg: AlignmentConfig, processes: Processes = ONE_PROCESS) -> AlignmentConfig:
-    """Returns the configuration with the dtype that is faster here, where the policy's is auto.
+def _value_at(settings: Any, *keys: str) -> Any:
+    """Returns a value of nested settings, as a file has them; None if there is none."""
+    for key in keys:
+        settings = settings.get(key) if isinstance(settings, Mapping) else None
+    return settings
+
+
+def with_fast_dtypes(cfg: AlignmentConfig, processes: Processes = ONE_PROCESS) -> AlignmentConfig:
+    """Returns the configuration with the dtypes that are faster here, where they are auto.
 
     All processes take the first one's.
     """
-    dtype = cfg.policy.dtype
-    dtype = processes.broadcast(fast_dtype(cfg.policy.device) if dtype == AUTO else dtype)
-    return replace(cfg, policy=replace(cfg.policy, dtype=dtype))
+    return _with_dtypes(cfg, lambda _, own: processes.broadcast(dtype_name(AUTO, own.device)))
+
+
+def _with_dtypes(own: Any, choose: Callable[[Sequence[str], Any], str], *keys: str) -> Any:
+    """Returns settings in which each dtype that is auto is the chosen one.
+
+    Args:
+        own: The settings: a configuration, a mapping of them, or a value.
+        choose: Returns the dtype of a configuration, given its keys and itself.
+        *keys: Those that lead to it.
+    """
+    if isinstance(own, Mapping):
+        return {key: _with_dtypes(value, choose, *keys, key) for key, value in own.items()}
+    if not is_dataclass(own) or isinstance(own, type):
+        return own
+    values = {each.name: getattr(own, each.name) for each in fields(own)}
+    chosen = {name: _with_dtypes(value, choose, *keys, name) for name, value in values.items()}
+    if values.get("dtype") == AUTO:
+        chosen["dtype"] = choose(keys, own)
+    return own if chosen == values else replace(own, **chosen)
 
 
 def set_threads(

@@ -21,7 +21,6 @@ from firm.alignment.policy import read_tokenizer
 from firm.alignment.policy_config import is_gguf
 from firm.alignment.prompt_data import loose_text, read_prompts
 from firm.alignment.prompts import Prompt, token_ids
-from firm.base.devices import fast_dtype
 from firm.base.fields import field_docstrings
 from firm.base.inside import replace_text
 from firm.base.sanitize import legible, printable
@@ -208,7 +207,6 @@ def _set(text: str, key: str, value: object) -> str:
 
 def _fit(text: str, kind: str, inspection: Inspection | None, source: NewData) -> str:
     """Returns the template, adapted to the model, the data and this machine."""
-    text = _set(text, "dtype", fast_dtype())
     if source.num_rows is not None:
         num_clients = max(1, min(MAX_CLIENTS[kind], source.num_rows // MIN_SHARD[kind]))
         text = _set(text, "num_clients", num_clients)
@@ -443,7 +441,6 @@ def _in_words(written: Written) -> list[str]:
             f"ends     {' '.join(found.ends) or 'none'}",
         ]
     lines.append(f"adapter  on {', '.join(config.policy.lora.target_modules or [])}")
-    lines.append(f"dtype    {config.policy.dtype}, the faster one here")
     source, noun = written.source, "pairs of an objective" if config.pairs else "prompts"
     if source.num_rows is not None:
         lines.append(f"data     {source.num_rows:,} {noun} for {config.num_clients} clients")

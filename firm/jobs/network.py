@@ -41,7 +41,7 @@ from firm.jobs.alignment_loading import (
     load,
     own_engine,
     set_threads,
-    with_fast_dtype,
+    with_fast_dtypes,
     with_recorded,
 )
 from firm.jobs.network_config import (
@@ -100,7 +100,7 @@ class AlignmentController(SitesController):
         own = compose(ServerConfig, [kit / "server.yaml"], [])
         out = kit / "runs" / self._name
         cfg = replace(kit_config(kit, own.overrides), out=out, resume="auto")
-        cfg = with_fast_dtype(with_recorded(cfg))
+        cfg = with_fast_dtypes(with_recorded(cfg))
         _wait_until_free(out)
         Run.check(out, to_dict(cfg), resume="auto", ignore=FREE_KEYS)
         shown = Console(file=channel.transcript, highlight=False)
@@ -139,7 +139,7 @@ def site_process(kit: Path) -> None:
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(message)s")
     own = compose(SiteConfig, [kit / "site.yaml"], [])
     names = clients_by_site(federation_of(kit))[site_name(kit)]
-    cfg = with_fast_dtype(kit_config(kit, own.overrides))
+    cfg = with_fast_dtypes(kit_config(kit, own.overrides))
     processes = Processes.join(per_client=own.processes_per_client)
     loaded = load(cfg, processes, measures=False)
     shared = fingerprint(cfg, loaded, certificates_digest(kit) if cfg.strategy.secure else None)

@@ -1,7 +1,7 @@
 """Trains a reward model from ranked pairs of replies, and reports how it ranks held-out pairs."""
 
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +11,7 @@ import torch
 import transformers
 
 from firm.alignment.pairs import PairsConfig, load_pairs
+from firm.base.devices import dtype_name
 from firm.base.inside import replace_text, whole_folder
 from firm.base.json_text import json_text
 from firm.base.sanitize import printable
@@ -56,7 +57,7 @@ def train_reward(cfg: RewardConfig) -> TrainedReward:
     for source in [cfg.pairs] if isinstance(cfg.pairs, str) else cfg.pairs:
         check_data("pairs", with_shipped_paths(source))
     fetch_policy(cfg.base)
-    cfg = with_shipped_paths(cfg)
+    cfg = with_shipped_paths(replace(cfg, dtype=dtype_name(cfg.dtype, cfg.device)))
     check_folder("base", cfg.base)
     for name, text in cfg.others.items():
         check_reward(f"others.{name}", **reward_settings(text))
@@ -99,7 +100,7 @@ def train_reward(cfg: RewardConfig) -> TrainedReward:
         format=reward.format,
         append_eos=reward.append_eos,
         max_length=reward.max_length,
-        dtype=training.dtype_of(cfg),
+        dtype=cfg.dtype,
     )
     with (
         file_errors(f"the reward model {out}", again="train again"),

@@ -4,7 +4,7 @@ from urllib.parse import urlsplit
 
 from firm.alignment.rollout_config import VLLMServerConfig
 from firm.jobs.alignment_config import AlignmentConfig
-from firm.jobs.alignment_loading import with_fast_dtype
+from firm.jobs.alignment_loading import with_fast_dtypes
 from firm.run.errors import UserError
 from firm.run.shipped import with_shipped_paths
 
@@ -21,7 +21,7 @@ def server_commands(cfg: AlignmentConfig) -> list[str]:
             f"rollout.engine.name must be vllm_server, got {engine.name}; pass "
             "--rollout.engine.name vllm_server, with urls and a shared_folder."
         )
-    policy = with_fast_dtype(with_shipped_paths(cfg)).policy
+    policy = with_fast_dtypes(with_shipped_paths(cfg)).policy
     num_tokens = cfg.rollout.max_prompt_tokens + cfg.rollout.max_new_tokens
     return [
         engine.command(

@@ -22,6 +22,7 @@ from transformers import AutoModelForCausalLM
 
 from firm.alignment import AlignmentClient
 from firm.base import devices
+from firm.base.inside import replace_text
 from firm.federation import Processes, RoundFailed
 from firm.jobs import alignment, alignment_loading
 from firm.jobs.alarms import alarms_at_start, alarms_of_rounds
@@ -32,6 +33,7 @@ from firm.jobs.plan import make_plan
 from firm.report.tables import COLUMNS
 from firm.run import Run, pace, parse
 from firm.run.checkpoint import load_state
+from firm.run.errors import UserError
 from tests.plugins import plugins_forgotten
 from tests.runs import read_adapter, read_rows
 from tests.smoke import POLICY, ROOT, SMOKE, config, run, run_stopped_in_round_2
@@ -454,19 +456,29 @@ def test_in_bfloat16_the_base_model_has_no_kl_and_the_page_tells_the_rounding(
 ):
     monkeypatch.setattr(devices, "accelerator_type", lambda: None)
     monkeypatch.setattr(devices, "product_seconds", {torch.bfloat16: 1, torch.float32: 3}.get)
+    metric = {"path": "firm/miniature/checkpoints/helpful", "format": "plain", "dtype": "auto"}
     keys = (
         *("--out", tmp_path / "run", "--policy.dtype", "auto"),
+        *(f"--evaluation.metrics.helpful.{key}={value}" for key, value in metric.items()),
         *("--evaluation.num_validation_prompts", 0, "--evaluation.num_test_prompts", 8),
     )
     out = run(*keys, "--rounds", 1)
-    assert Run(out).settings()["policy"]["dtype"] == "bfloat16"
+    settings = Run(out).settings()
+    assert settings["policy"]["dtype"] == "bfloat16"
+    assert settings["evaluation"]["metrics"]["helpful"]["dtype"] == "bfloat16"
+    assert settings["rewards"]["brevity"]["dtype"] == "float32"
     monkeypatch.setattr(devices, "product_seconds", {torch.bfloat16: 3, torch.float32: 1}.get)
     run(*keys, "--rounds", 2, "--resume", "auto")  # on a machine where float32 is faster
-    assert Run(out).settings()["policy"]["dtype"] == "bfloat16"
+    resumed = Run(out).settings()
+    assert [resumed[key] == settings[key] for key in ("policy", "evaluation")] == [True, True]
     base, _ = read_rows(out, "evaluation")
     assert (base["kl"], base["kl_se"]) == (0.0, 0.0)
     page = (out / "report.html").read_text()
     assert re.search(r"Log-probability mismatch</dt><dd>0.0\d+ nats per token, 0.\d", page)
+
+    replace_text(out / "config.yaml", "policy: 5\n")
+    with pytest.raises(UserError, match="another configuration: policy was 5, "):
+        run(*keys, "--rounds", 3, "--resume", "auto")
 
 
 def test_a_client_that_fails_in_every_round_is_an_alarm_on_the_page_and_at_the_end(

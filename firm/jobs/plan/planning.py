@@ -29,7 +29,7 @@ from firm.jobs.alignment_config import (
     training_sources,
 )
 from firm.jobs.alignment_data import data_of
-from firm.jobs.alignment_loading import with_fast_dtype
+from firm.jobs.alignment_loading import with_fast_dtypes
 from firm.jobs.plan.costs import device_here, estimate_costs, policy_without_storage
 from firm.jobs.plan.passes import num_passes, rollouts, updates
 from firm.jobs.plan.record import Placement, PolicyFigures, RewardFigures, RunPlan, Work
@@ -61,7 +61,7 @@ def make_plan(cfg: AlignmentConfig, clients: Sequence[str], processes: Processes
         ValueError: A target module matches no layer of the policy, or the prompts are malformed or
             too few for the clients.
     """
-    cfg = with_fast_dtype(cfg)
+    cfg = with_fast_dtypes(cfg)
     notes: list[str] = []
     policy = memory = seconds = inspection = None
     policy_bytes: dict[str, int] = {}
