@@ -167,7 +167,7 @@ def beta_effect(weights: torch.Tensor, unregularised: torch.Tensor) -> float:
     """Returns how far the regulariser moved the weights λ [M], ‖λ - λ(0)‖ / ‖1/M - λ(0)‖.
 
     0 means that β had no effect, 1 that it made the weights uniform; if λ(0), the weights at β = 0,
-    are uniform already, the effect is 0. It can exceed 1 for weights with a preference.
+    are uniform already, the effect is 0.
     """
     uniform = torch.full_like(unregularised, 1 / len(unregularised))
     distance = torch.linalg.vector_norm(uniform - unregularised).item()
@@ -176,16 +176,12 @@ def beta_effect(weights: torch.Tensor, unregularised: torch.Tensor) -> float:
     return torch.linalg.vector_norm(weights - unregularised).item() / distance
 
 
-def solve_figures(grams: torch.Tensor, weights: torch.Tensor) -> dict[str, Any]:
-    """Returns the metrics of N solves, of Gram matrices [N, M, M] and weights λ [N, M]; JSON-able.
-
-    The weights without β are solved for together, which costs as much as a single solve.
-    """
-    return {
-        "gradient_norms": gradient_norms(grams).tolist(),
-        "cosines": cosines(grams).tolist(),
-        "beta_effect": list(map(beta_effect, weights, firm_weights(grams, beta=0.0))),
-    }
+def served_beta_effect(weights: torch.Tensor, gram: torch.Tensor, served: Sequence[int]) -> float:
+    """Returns the β-effect on the weights [M] of a solve for some objectives; 0 if for none."""
+    if not served:
+        return 0.0
+    rows = list(served)
+    return beta_effect(weights[rows], firm_weights(gram[rows][:, rows], beta=0.0))
 
 
 def step_parts(gram: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:

@@ -20,7 +20,7 @@ from firm.base.registry import OneOf
 from firm.base.schema import Finite, Named, NonNegative, PerObjective
 from firm.federation.aggregation import flat
 from firm.federation.client import Batch, Client, Gradients
-from firm.federation.diagnostics import solve_figures, step_parts
+from firm.federation.diagnostics import cosines, gradient_norms, served_beta_effect, step_parts
 from firm.federation.messages import (
     MAX_CLIENTS,
     Answer,
@@ -110,6 +110,19 @@ class LocalTraining(Request):
         """Returns the size of the update's parameters in bytes."""
         return next(iter(self._sizes(num_parameters)), adapter_bytes)
 
+    def weighting_options_of(self, client: str) -> dict[str, Any]:
+        """Returns the keyword arguments of a client's weighting."""
+        return self.options_by_client.get(client, self.weighting_options)
+
+    def is_uniform_at_large_beta(self, client: str) -> bool:
+        """Returns whether β moves a client's weights towards uniform ones.
+
+        A preference takes β's place, and a norm power or constraints lead elsewhere.
+        """
+        options = self.weighting_options_of(client)
+        leads_elsewhere = ("preference", "norm_power", "constraints")
+        return self.weighting == "firm" and not any(map(options.get, leads_elsewhere))
+
     def _num_weights(self, num_passes: int) -> int:
         return self.num_local_steps if self.solve_per == "batch" else num_passes
 
@@ -120,7 +133,7 @@ class LocalTraining(Request):
             "weights": [digits] * count,
             "gradient_norms": [digits] * count,
             "cosines": [[digits] * count] * count,
-            "beta_effect": digits,
+            **({"beta_effect": digits} if self.is_uniform_at_large_beta(client) else {}),
         }
         num_weights = self._num_weights(sizes.num_passes)
         metrics = {
@@ -198,7 +211,7 @@ def local_training(client: Client, request: LocalTraining) -> Update:
 def _train_on_solves(client: Client, request: LocalTraining) -> Update:
     """Takes K steps with weights computed from the gradients."""
     shared = _start(client, request)
-    options = request.options_by_client.get(client.name, request.weighting_options)
+    options = request.weighting_options_of(client.name)
     find, served = partial(WEIGHTINGS[request.weighting], **options), served_objectives(client)
     if request.weighting in STATEFUL:
         find = partial(find, memory=client.carried)
@@ -229,7 +242,8 @@ def _train_on_solves(client: Client, request: LocalTraining) -> Update:
         **metrics,
         **({"gram": grams[0].tolist()} if request.share_gram else {}),
         "weights": weights.tolist(),
-        **solve_figures(grams, weights),
+        "gradient_norms": gradient_norms(grams).tolist(),
+        "cosines": cosines(grams).tolist(),
         "step_share": _step_share(
             client, request.objectives, torch.stack([solve.parts for solve in solves]).sum(0)
         ),
@@ -241,6 +255,10 @@ def _train_on_solves(client: Client, request: LocalTraining) -> Update:
         },
         **shared,
     }
+    if request.is_uniform_at_large_beta(client.name) and not client.is_conditioned:
+        metrics["beta_effect"] = [
+            served_beta_effect(solve.mean, solve.gram, solve.served) for solve in solves
+        ]
     return Update(client.name, client.adapter(), client.num_examples, metrics)
 
 
@@ -310,6 +328,8 @@ class _Solve(NamedTuple):
     """Gram matrix of the objectives' total gradients, [M, M]."""
     parts: torch.Tensor
     """Each objective's part of the step's squared length, [M]."""
+    served: Sequence[int]
+    """Indices of the weighted objectives; with preferences, of those of the client."""
     gram_seconds: float
     solve_seconds: float
 
@@ -327,8 +347,8 @@ def _solve(
     gram = gram_matrix(gradients.jacobian).cpu()
     gram_end = time.perf_counter()
     if gradients.preferences is None:
-        (own,) = gradients.served or [served]
-        mean = weights = find(gram, served=own) if own else gram.new_zeros(len(gram))
+        (served,) = gradients.served or [served]
+        mean = weights = find(gram, served=served) if served else gram.new_zeros(len(gram))
     else:
         count, size = gradients.preferences.shape
         blocks = gram.view(count, size, count, size)
@@ -348,7 +368,7 @@ def _solve(
     solve_seconds = time.perf_counter() - gram_end
     parts = step_parts(gram, weights).view(-1, len(mean)).sum(0)  # over preferences, [M]
     total = gram.view(-1, len(mean), len(gram) // len(mean), len(mean)).sum((0, 2))  # [M, M]
-    return _Solve(weights, mean, total, parts, gram_end - start, solve_seconds)
+    return _Solve(weights, mean, total, parts, served, gram_end - start, solve_seconds)
 
 
 def _step_share(

@@ -72,6 +72,13 @@ def test_metrics_tell_of_every_solve_beside_what_the_client_tells(
     assert len(metrics["beta_effect"]) == num_solves
     assert all(0 <= effect <= 1 for effect in metrics["beta_effect"])
     assert max(metrics["beta_effect"]) > 0
+    two = local_training(new_client(targets=targets, objectives=objectives, served=(0, 2)), request)
+    assert 0 < max(two.metrics["beta_effect"]) <= 1
+    elsewhere = {"preference": [0.2, 0.3, 0.5]}, {"norm_power": 1.0}
+    for options in elsewhere:  # β does not act, or not towards uniform weights
+        other = replace(request, weighting_options={"beta": 0.1, **options})
+        own = new_client(targets=targets, objectives=objectives)
+        assert "beta_effect" not in local_training(own, other).metrics
     assert sum(metrics["step_share"].values()) == pytest.approx(1)
     assert set(metrics["seconds"]) == {"step", "gram", "solve"}
     assert all(seconds >= 0 for seconds in metrics["seconds"].values())
