@@ -135,7 +135,7 @@ def report_of(
         seconds: Duration of its training.
     """
     agreement = {
-        f"{a}, {b}": Share.of(np.sign(own) == np.sign(other))
+        f"{a}, {b}": Share.of((np.sign(own) == np.sign(other))[np.isfinite([own, other]).all(0)])
         for (a, own), (b, other) in combinations(differences.items(), 2)
     }
     return RewardReport(
@@ -211,8 +211,11 @@ def reward_page(report: RewardReport, *, title: str) -> Page:
         [f"95 % interval {own.accuracy.low:.3f} to {own.accuracy.high:.3f}"],
     )
     longer = report.longer_is_better.value
+    place = "inside"
+    if not own.accuracy.low <= longer <= own.accuracy.high:
+        place = "below" if longer < own.accuracy.low else "above"
     summary = prose(
-        "summary-reward" if own.accuracy.low > longer else "summary-reward-open",
+        f"summary-reward-{place}",
         count=own.accuracy.num,
         accuracy=f"{own.accuracy.value:.0%}",
         longer=f"{longer:.0%}",

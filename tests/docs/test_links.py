@@ -1,4 +1,4 @@
-"""Links between the pages of the documentation lead somewhere: files exist, and so do headings."""
+"""Links between the pages of the documentation lead somewhere, and files that they name exist."""
 
 import importlib
 import json
@@ -18,6 +18,8 @@ REFERENCE = re.compile(r"^ {0,3}\[[^\]]+\]:\s*<?(\S+?)>?(?:\s+[\"'(].*)?$", re.M
 HEADING = re.compile(r"^ {0,3}#{1,6}[ \t]+(.*?)(?:[ \t]+#+)?[ \t]*$", re.MULTILINE)
 TAG = re.compile(r"<[a-z]+\s[^>]*?(?:id|name)=[\"']([^\"']+)[\"']", re.IGNORECASE)
 ATTRIBUTE = re.compile(r"<(?:a|img)\s[^>]*?(?:href|src)=[\"']([^\"']+)[\"']", re.IGNORECASE)
+NAMED = re.compile(r"`((?:benchmarks|configs|docs|firm|recipes|tests)/[\w./-]+\.[a-z]+)`")
+"""A file of the repository, as a page names it."""
 
 
 def pages(root: Path) -> list[Path]:
@@ -57,9 +59,11 @@ def links(text: str) -> list[str]:
 
 
 def broken_links(root: Path) -> list[str]:
-    """Returns the relative links that lead nowhere, as `page: target`."""
+    """Returns the relative links that lead nowhere, and missing files, as `page: target`."""
     broken = []
     for page in pages(root):
+        named = NAMED.findall(markdown(page))
+        broken += [f"{page.relative_to(root)}: {n}" for n in named if not (root / n).exists()]
         for target in links(markdown(page)):
             if re.match(r"[a-z][a-z+.-]*:|//", target):
                 continue
@@ -90,8 +94,8 @@ def test_a_broken_link_is_found(tmp_path, target):
     )
     (root / "README.md").write_text(good)
     assert not broken_links(root)
-    (root / "docs/other.md").write_text(f"[text over\nlines]({target})\n")
-    assert broken_links(root) == [f"docs/other.md: {target}"]
+    (root / "docs/other.md").write_text(f"[text over\nlines]({target}) `tests/gone.py`\n")
+    assert broken_links(root) == ["docs/other.md: tests/gone.py", f"docs/other.md: {target}"]
 
 
 def test_a_broken_link_of_a_notebook_is_found(tmp_path):

@@ -42,8 +42,9 @@ def test_a_model_of_length_alone_is_seen() -> None:
 
 def test_ties_count_half_and_missing_judgements_not_at_all() -> None:
     differences = np.array([1.0, 0.0, np.nan, -1.0])
-    verdicts = report({"r": differences}, np.ones(4)).verdicts["r"]
-    assert (verdicts.accuracy.value, verdicts.accuracy.num) == (0.5, 3)
+    own = report({"r": differences, "s": np.array([1.0, 1.0, 1.0, -1.0])}, np.ones(4))
+    assert (own.verdicts["r"].accuracy.value, own.verdicts["r"].accuracy.num) == (0.5, 3)
+    assert (own.agreement["r, s"].value, own.agreement["r, s"].num) == (2 / 3, 3)
 
 
 def test_the_page_says_when_length_would_do_as_well() -> None:
@@ -53,3 +54,10 @@ def test_the_page_says_when_length_would_do_as_well() -> None:
     text = render(page, script="plotly.min.js")
     for words in ("0.700 [0.348, 0.933]", "Length bias", "Calibration", "10"):
         assert words in text
+    differences = np.array([1.0, -1.0] * 20)
+    worse, better = (
+        reward_page(report({"r": differences}, np.full(40, sign)), title="r").summary[0]
+        for sign in (1.0, -1.0)
+    )
+    assert "would be right more often, in 100%." in worse
+    assert better.endswith("would be right in 0%.")
