@@ -318,7 +318,7 @@ class FirmConfig(StrategyConfig):
     def of_client(self, name: str) -> Self:
         """Returns the options of a client, with its own preference if it has one."""
         preference = self.preferences.get(name, self.preference)
-        return replace(self, preference=preference, preferences={})
+        return replace(self, preference=preference, preferences={}, schedule=None)
 
     def weighting_options(self, objectives: Sequence[str] | None = None) -> dict[str, Any]:
         """Returns the options of the weighting, without constraints if objectives is None."""

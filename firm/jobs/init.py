@@ -1,6 +1,5 @@
 """Writes a configuration for the user's own model, data and reward models."""
 
-import json
 import math
 import random
 import re
@@ -413,7 +412,9 @@ def _data(source: str, split: str) -> str:
 
 def _quote(text: str) -> str:
     """Returns a text as a YAML scalar, quoted if necessary."""
-    return text if re.fullmatch(r"[A-Za-z_][\w./-]*", text) else json.dumps(text)
+    if re.fullmatch(r"[A-Za-z_][\w./-]*", text):
+        return text
+    return yaml.dump(text, default_style='"', width=math.inf).rstrip("\n")
 
 
 def main(cfg: InitConfig) -> None:

@@ -49,8 +49,9 @@ def point_config(
     Raises:
         UserError: A key is invalid, or all runs would be pushed to one repository.
     """
-    keys = {"evaluation.calibration_seed": cfg.seeds[0], **cfg.overrides, **overrides, "seed": seed}
-    run = compose(AlignmentConfig, [base or cfg.base], list(keys.items()), source=source)
+    first, last = ("evaluation.calibration_seed", cfg.seeds[0]), ("seed", seed)
+    keys = [first, *cfg.overrides.items(), *overrides.items(), last]
+    run = compose(AlignmentConfig, [base or cfg.base], keys, source=source)
     if run.hub.repo:
         raise UserError(
             f"{source}: hub.repo must be empty with several runs, since each would overwrite the "
@@ -105,12 +106,16 @@ def run_points(
     if not (out / STUDY_NAME).exists():
         replace_text(out / STUDY_NAME, to_yaml(cfg))  # the manifest lacks the free keys
     waves: tuple[dict, dict] = {}, {}
+    pending, outcomes = sweep.pending(), list[Outcome]()
     for name, run in runs.items():
         is_last = any(Path(folder).is_relative_to(out / "points") for folder in run.start)
+        if is_last:  # it may have been started under another path of this folder
+            _set_aside_changed(out, name, run)
+        elif pending and name not in pending:
+            _check_unchanged(out, name, run)
         waves[is_last][name] = to_dict(
             replace(run, tracking=run.tracking.within(tracking_group(cfg, sweep)))
         )
-    pending, outcomes = sweep.pending(), list[Outcome]()
     work = f"{len(points)} runs, {len(pending)} unfinished, {cfg.num_workers} at a time"
     print(printable(f"{out}: {work}"), flush=True)
 
@@ -159,13 +164,31 @@ def _set_aside_changed(out: Path, name: str, run: AlignmentConfig) -> None:
     if not (place / "config.yaml").exists() or Run(place).record().get("status") == "finished":
         return
     check_not_held(place)
-    asked = to_dict(with_recorded(replace(run, out=place, resume="auto")))
-    if differences(Run(place).settings(), asked, (*RUN_FREE_KEYS, *RENEWED_KEYS)):
+    if _changes(place, run, RENEWED_KEYS):
         numbers = itertools.count(1)
         aside = next(p for n in numbers if not (p := out / "replaced" / f"{name}-{n}").exists())
         make_private_folder(aside.parent)
         move(place, aside)
         print(printable(f"{name} starts again; its unfinished run is now {aside}"), flush=True)
+
+
+def _check_unchanged(out: Path, name: str, run: AlignmentConfig) -> None:
+    """Refuses to run further points by other settings than a finished one had.
+
+    Raises:
+        UserError: The settings of the finished run differ; a file that they come from was edited.
+    """
+    if changes := _changes(out / "points" / name, run):
+        raise UserError(
+            f"{name} in {out} is finished with other settings: {', '.join(changes[:3])}. The runs "
+            "that are left would not be comparable: restore the base file, or choose another --out."
+        )
+
+
+def _changes(place: Path, run: AlignmentConfig, free_keys: Sequence[str] = ()) -> list[str]:
+    """Returns the differences of a run's settings from those that it is to have now."""
+    asked = to_dict(with_recorded(replace(run, out=place, resume="auto")))
+    return differences(Run(place).settings(), asked, (*RUN_FREE_KEYS, *free_keys))
 
 
 def tracking_group(cfg: PointsConfig, sweep: Sweep) -> str:

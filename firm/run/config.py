@@ -94,7 +94,7 @@ def lay_out(
     if "plugins" in get_type_hints(config_class):
         mappings = [content for _, content in contents if isinstance(content, Mapping)]
         given = [content["plugins"] for content in mappings if "plugins" in content]
-        given += [value for key, value in overrides if key == "plugins"]
+        given += [_unread(value) for key, value in overrides if key == "plugins"]
         plugins = _lay(tuple[str, ...], None, (), given[-1], "plugins") if given else ()
     for name in plugins if has_plugins else ():
         import_plugin(name)
@@ -103,8 +103,7 @@ def lay_out(
         for file, content in contents:
             with _named_in_errors(file):
                 _lay(config_class, root, (), content, "")
-        # A form's name determines the valid keys, so names are applied first.
-        for key, value in sorted(overrides, key=lambda override: not override[0].endswith(".name")):
+        for key, value in _names_first(overrides):
             given = _unread(value)
             with _named_in_errors(source):
                 _lay(config_class, root, key.split("."), given, "")
@@ -116,6 +115,41 @@ def lay_out(
             f"{', '.join(plugins)} are unknown."
         ) from error
     return root
+
+
+def _names_first(overrides: Sequence[tuple[str, Any]]) -> list[tuple[str, Any]]:
+    """Returns the overrides with each form's name before the keys that are valid in it.
+
+    A name stays behind an override that selects the form of its section, or of one above, so that
+    the later of two prevails.
+    """
+    ordered = list[tuple[str, Any]]()
+    for key, value in overrides:
+        section, _, last = key.rpartition(".")
+        place = len(ordered)
+        while section and last == "name" and place and not _selects(*ordered[place - 1], section):
+            place -= 1
+        ordered.insert(place, (key, value))
+    return ordered
+
+
+def _selects(key: str, value: Any, section: str) -> bool:
+    """Returns whether an override selects the form of a section, or of one above it."""
+    above, _, last = key.rpartition(".")
+    if last == "name":
+        return f"{section}.".startswith(f"{above}.")
+    if not f"{section}.".startswith(f"{key}."):
+        return False
+    if isinstance(value, str):
+        with suppress(UserError):
+            value = read_yaml(value)
+    for name in [*filter(None, section.removeprefix(key).split(".")), "name"]:
+        if not isinstance(value, Mapping):
+            return False
+        if "name" in value:
+            return True
+        value = value.get(name)
+    return False
 
 
 def to_dict(config: Any) -> Any:

@@ -20,8 +20,9 @@ import traceback
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
+from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager, redirect_stderr, redirect_stdout, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Self
 
@@ -177,8 +178,8 @@ class Sweep:
     ) -> Iterator[Outcome]:
         """Runs the unfinished points in several processes; yields each outcome as it completes.
 
-        A failed point does not affect the others. A point that another process is running is
-        skipped and not yielded.
+        A failed point, or one whose process is killed, does not affect the others. A point that
+        another process is running is skipped and not yielded.
 
         Args:
             run: Module-level function, called with the path of a point's run and its settings. It
@@ -189,39 +190,44 @@ class Sweep:
                 its latest round.
         """
         queue = [name for name in settings if not self.is_done(name)]
-        context = multiprocessing.get_context(START_METHOD)
-        with ProcessPoolExecutor(num_workers, context, initializer=_end_with_parent) as pool:
-            running: dict[Future[Outcome | None], Path] = {}
-            shown: dict[Path, str] = {}
-            try:
-                while queue or running:
-                    while queue and len(running) < num_workers:
-                        name = queue.pop(0)
-                        if self.is_done(name):  # finished by another process in the meantime
-                            continue
-                        log = self.path / "logs" / f"{name}.txt"
-                        with file_errors(f"the logs in {log.parent}"):
-                            make_folder(log.parent)
-                        place = str(self.run_path(name))
-                        shown[log] = _last_round(log)
-                        point = (run, name, place, settings[name], str(log))
-                        running[pool.submit(_run_point, *point)] = log
-                    done, _ = wait(running, PROGRESS_SECONDS, return_when=FIRST_COMPLETED)
-                    for log in running.values() if not done else ():
-                        if (line := _last_round(log)) != shown[log]:
-                            shown[log] = line
-                            on_progress(log.stem, line)
-                    for future in done:
-                        del running[future]
-                        if outcome := future.result():
-                            yield outcome
-            except Terminated:  # only this process got the signal, unlike Ctrl-C
-                for worker in multiprocessing.active_children():
-                    worker.terminate()
-                pool.shutdown(cancel_futures=True)  # waits until their runs have recorded the end
-                raise
-            finally:
-                pool.shutdown(wait=False, cancel_futures=True)
+        idle: list[ProcessPoolExecutor] = []
+        running: dict[Future[Outcome | None], _Running] = {}
+        try:
+            while queue or running:
+                while queue and len(running) < num_workers:
+                    name = queue.pop(0)
+                    if self.is_done(name):  # finished by another process in the meantime
+                        continue
+                    log = self.path / "logs" / f"{name}.txt"
+                    with file_errors(f"the logs in {log.parent}"):
+                        make_folder(log.parent)
+                    place = str(self.run_path(name))
+                    worker = idle.pop() if idle else _new_worker()
+                    point = _Running(name, worker, log, _last_round(log))
+                    future = worker.submit(_run_point, run, name, place, settings[name], str(log))
+                    running[future] = point
+                done, _ = wait(running, PROGRESS_SECONDS, return_when=FIRST_COMPLETED)
+                for point in running.values() if not done else ():
+                    if (line := _last_round(point.log)) != point.shown:
+                        point.shown = line
+                        on_progress(point.name, line)
+                for future in done:
+                    point = running.pop(future)
+                    try:
+                        outcome = future.result()
+                        idle.append(point.worker)
+                    except BrokenProcessPool:
+                        outcome = point.killed()
+                        point.worker.shutdown()
+                    if outcome:
+                        yield outcome
+        except Terminated:  # only this process got the signal, unlike Ctrl-C
+            for process in multiprocessing.active_children():
+                process.terminate()
+            raise
+        finally:
+            for worker in [*idle, *(point.worker for point in running.values())]:
+                worker.shutdown(cancel_futures=True)  # waits until a run has recorded its end
 
 
 def sweep_folder(run_path: Path) -> Path | None:
@@ -242,6 +248,29 @@ def summarise(outcomes: Sequence[Outcome], path: Path) -> None:
             f"the settings in {path / STUDY_NAME}, or remove another cause, and continue with "
             f"`{shlex.join(['firm', 'resume', str(path)])}`:\n{reasons}"
         )
+
+
+@dataclass
+class _Running:
+    """A point that is being run."""
+
+    name: str
+    worker: ProcessPoolExecutor
+    """A pool of one process: where one of several is killed, a pool ends the others."""
+    log: Path
+    shown: str
+    """Line on the latest round that was reported."""
+    start: float = field(default_factory=time.perf_counter)
+
+    def killed(self) -> Outcome:
+        """Returns the outcome of a point whose process has ended before its run did."""
+        problem = "its process was killed, perhaps for lack of memory"
+        return Outcome(self.name, time.perf_counter() - self.start, problem)
+
+
+def _new_worker() -> ProcessPoolExecutor:
+    context = multiprocessing.get_context(START_METHOD)
+    return ProcessPoolExecutor(1, context, initializer=_end_with_parent)
 
 
 def _run_point(

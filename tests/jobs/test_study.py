@@ -73,6 +73,17 @@ def test_keys_of_all_runs_and_of_a_setting_are_given_as_those_of_a_run():
         "a-seed_0": 0.5,
         "b-seed_0": 2.0,
     }
+    section = "{strategy: {name: firm, num_local_steps: 3}}"
+    settings = (
+        "{A: {}, B: {overrides: {strategy.name: fedavg}}, C: {overrides: {strategy: {beta: 2}}}}"
+    )
+    arguments = ["--base", str(SMOKE), "--overrides", section, "--settings", settings]
+    runs = study.study_configs(parse(study.StudyConfig, [*arguments, "--seeds", "[0]"]))
+    assert [(run.strategy.name, run.strategy.num_local_steps) for run in runs.values()] == [
+        ("firm", 3),
+        ("fedavg", 3),
+        ("firm", 3),
+    ]
     with pytest.raises(UserError, match=r"strategy\.bta; did you mean strategy\.beta\?"):
         study.study_configs(parse(study.StudyConfig, [*base, "--overrides.strategy.bta", "1"]))
     with pytest.raises(UserError, match=r"did you mean overrides\.strategy\.beta\?"):
@@ -201,8 +212,8 @@ def test_a_study_with_a_failed_setting_shows_the_others_and_continues_when_it_is
     assert "has another configuration: config.settings.server" in refusal(firm, changed)
 
 
-def test_an_interrupted_study_shows_the_runs_that_are_finished(
-    arguments, studied, tmp_path, monkeypatch, capsys
+def test_an_interrupted_study_shows_the_runs_that_are_finished_and_goes_on_with_their_base_alone(
+    arguments, studied, tmp_path, monkeypatch, capsys, refusal
 ):
     out = tmp_path / "study"
     shutil.copytree(studied[0], out)
@@ -216,6 +227,14 @@ def test_an_interrupted_study_shows_the_runs_that_are_finished(
     page = (out / "report.html").read_text()
     assert "firm-seed_0" in page
     assert "not shown: server-seed_0: it has not ended" in page
+
+    base = tmp_path / "edited.yaml"
+    base.write_text(SMOKE.read_text().replace("batch_size: 8", "batch_size: 4"))
+    for file in (out / "study.yaml", out / "sweep.json"):
+        file.write_text(file.read_text().replace(str(SMOKE), str(base)))
+    told = refusal(firm, ["resume", str(out)])
+    assert "firm-seed_0 in" in told
+    assert "is finished with other settings: estimator.batch_size was 8, is 4" in told
 
 
 def interrupted(*_, **__):

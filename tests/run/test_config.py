@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from firm.base.fields import LARGEST, Paper, PositiveInt, configuration
 from firm.base.preferences import NamedShares
-from firm.run import UserError, parse, run_cli, to_dict, to_yaml
+from firm.run import UserError, compose, parse, run_cli, to_dict, to_yaml
 from firm.run.yaml_text import read_yaml
 
 
@@ -166,6 +166,21 @@ def test_another_form_keeps_the_given_keys_that_it_has_too(tmp_path: Path) -> No
     arguments = ["--strategy.weights", "[1, 3]", "--strategy.name", "fixed"]
     assert from_text(tmp_path, text, *arguments).strategy == FedAvg((1.0, 3.0), "fixed", 7)
     assert parse(Config, arguments).strategy == FedAvg((1.0, 3.0), "fixed", 2)
+
+
+@pytest.mark.parametrize("is_text", [False, True])
+def test_of_two_overrides_the_later_prevails_whether_a_section_or_a_key(is_text: bool) -> None:
+    section: Any = {"name": "firm", "num_steps": 5}
+    if is_text:
+        section = "{name: firm, num_steps: 5}"
+    weights, fixed = ("strategy.weights", (1.0, 3.0)), ("strategy.name", "fixed")
+    later = compose(Config, [], [("strategy", section), weights, fixed])
+    assert later.strategy == FedAvg((1.0, 3.0), "fixed", 5)
+    assert compose(Config, [], [fixed, ("strategy", section)]).strategy == Firm(num_steps=5)
+    more = [("strategy", section), ("strategy", {"beta": 0.5})]
+    assert compose(Config, [], more).strategy == Firm(beta=0.5, num_steps=5)
+    nameless = [("strategy", {"weights": [1.0, 3.0]}), fixed]
+    assert compose(Config, [], nameless).strategy == FedAvg((1.0, 3.0), "fixed", 2)
 
 
 def test_values_are_read_as_their_types() -> None:
