@@ -137,19 +137,22 @@ def whiten(values: torch.Tensor, mask: torch.Tensor, *, shift_mean: bool = True)
     return whitened if shift_mean else whitened + mean
 
 
-def whiten_together(values: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+def whiten_together(
+    values: torch.Tensor, mask: torch.Tensor, rows: torch.Tensor | None = None
+) -> torch.Tensor:
     """Centres each objective's values, and scales all of them to a mean variance of one.
 
     A weighted sum of the rows is then, up to a factor, the advantage of the weighted sum of the
     rewards (linear scalarisation); with ``whiten`` for each row it is a sum of normalised
     advantages. Shapes are [M, B, T] and, for the mask, [B, T]; entries outside it must be masked by
-    the caller.
+    the caller. The scale is that of the objectives with the indices `rows`, or of all.
     """
     centred = torch.stack([row - masked_mean(row, mask) for row in values])  # [M, B, T]
     count = mask.sum()
     variances = torch.stack([masked_mean(row**2, mask) for row in centred]) * (count / (count - 1))
     # one factor for all, so that sums stay sums
-    return centred * torch.rsqrt(variances.mean() + 1e-8)
+    mean = variances.mean() if rows is None else variances[rows].mean()
+    return centred * torch.rsqrt(mean + 1e-8)
 
 
 def shaped_rewards(

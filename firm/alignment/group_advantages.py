@@ -41,37 +41,40 @@ def group_advantages(
     penalty: torch.Tensor,
     config: CriticFreeConfig,
     left_out: torch.Tensor | None = None,
+    scored: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Returns group-relative advantages of replies, shape [M, B].
 
-    For the rewards r of a group of G replies and the standard deviation s (unbiased) selected by
-    `config.scale`, the advantage is (r - mean of r) / (s + `config.std_floor`); with the
-    leave-one-out baseline it is multiplied by G / (G - 1). It is zero in a group with equal
-    rewards.
+    For the rewards r of the G replies of a group that are not left out, and the standard deviation
+    s (unbiased) selected by `config.scale`, the advantage is (r - mean of r) / (s +
+    `config.std_floor`); with the leave-one-out baseline it is multiplied by G / (G - 1). It is zero
+    in a group with equal rewards.
 
     Args:
         rewards: Rewards of the replies, with replies to the same prompt adjacent, shape [M, B].
         penalty: KL penalty of each reply, shape [B].
         config: Baseline, normalisation, and where the penalty is subtracted.
-        left_out: Replies without an advantage, which count neither in deviations nor in the mean of
-            the loss, bool [M, B].
+        left_out: Replies without an advantage, which count neither in means and deviations nor in
+            the mean of the loss, bool [M, B].
+        scored: Indices of the objectives that share a scale; None: all.
     """
-    size = config.num_replies
-    bessel = size / (size - 1)
     in_reward = config.kl_in == "reward"
-    groups = in_groups((rewards - penalty if in_reward else rewards).double(), size)  # [M, P, G]
-    centred = (groups - groups.mean(2, keepdim=True)).masked_fill(is_flat(groups), 0)
-    count, factor = rewards.new_tensor(rewards.size(1)).double(), 1.0
-    if left_out is not None:
-        centred = centred.masked_fill(in_groups(left_out, size), 0)
-        count = (~left_out).sum(1)[:, None, None].double()  # [M, 1, 1]
-        factor = (rewards.size(1) / count.clamp(min=1)).flatten(1)
-    spread = centred.mean(0, keepdim=True) if config.advantage_scale == "shared" else centred
-    if config.scale == "group_std":
-        variance = spread.square().mean(2, keepdim=True) * bessel
-    else:
-        variance = spread.square().sum((1, 2), keepdim=True) / (count - 1).clamp(min=1)
-    advantages = centred * bessel if config.baseline == "leave_one_out" else centred
+    groups = in_groups((rewards - penalty if in_reward else rewards).double(), config.num_replies)
+    counts = torch.ones_like(rewards) if left_out is None else ~left_out
+    counts = in_groups(counts.double(), config.num_replies)  # [M, P, G]
+    size = counts.sum(2, keepdim=True)  # [M, P, 1]
+    centred = (groups - (groups * counts).sum(2, keepdim=True) / size.clamp(min=1)) * counts
+    centred = centred.masked_fill(is_flat(groups), 0)
+    spread = centred
+    if config.advantage_scale == "shared":
+        rows = slice(None) if scored is None else scored
+        spread, counts = centred[rows].mean(0, keepdim=True), counts[rows].amax(0, keepdim=True)
+    dims = 2 if config.scale == "group_std" else (1, 2)
+    degrees = (counts.sum(dims, keepdim=True) - 1).clamp(min=1)
+    variance = spread.square().sum(dims, keepdim=True) / degrees
+    advantages = centred
+    if config.baseline == "leave_one_out":
+        advantages = centred * (size / (size - 1).clamp(min=1))
     if config.scale != "none":
         deviation = variance.sqrt() + config.std_floor
         advantages = advantages / deviation.clamp(min=torch.finfo(torch.float64).tiny)
@@ -79,7 +82,8 @@ def group_advantages(
     if not in_reward:
         advantages = advantages - centred_penalty(penalty, config)
     if left_out is not None:
-        advantages = advantages.masked_fill(left_out, 0) * factor
+        num_counted = (~left_out).sum(1, keepdim=True).clamp(min=1)
+        advantages = advantages.masked_fill(left_out, 0) * (rewards.size(1) / num_counted)
     return advantages.to(rewards.dtype)
 
 

@@ -177,9 +177,7 @@ def beta_effect(weights: torch.Tensor, unregularised: torch.Tensor) -> float:
 
 
 def served_beta_effect(weights: torch.Tensor, gram: torch.Tensor, served: Sequence[int]) -> float:
-    """Returns the β-effect on the weights [M] of a solve for some objectives; 0 if for none."""
-    if not served:
-        return 0.0
+    """Returns the β-effect on the weights [M] of a solve for some of the objectives."""
     rows = list(served)
     return beta_effect(weights[rows], firm_weights(gram[rows][:, rows], beta=0.0))
 
@@ -223,15 +221,17 @@ def beta_alarm(rows: Sequence[Mapping[str, Any]], beta: float) -> str | None:
     clients = [row for row in rows if row.get("kind") == "client" and "beta_effect" in row]
     if beta == 0 or max((row["round"] for row in clients), default=0) != ALARM_ROUNDS:
         return None
-    effect = median(value for row in clients for value in row["beta_effect"])
-    if effect >= INERT_EFFECT:
+    effects = [value for row in clients for value in row["beta_effect"]]
+    if not effects or (effect := median(effects)) >= INERT_EFFECT:
         return None
-    solves = [
-        beta_for_effect(_gram(norms, cosine), INERT_EFFECT)
+    grams = (
+        _gram(norms, cosine)
         for row in clients
         for norms, cosine in zip(row["gradient_norms"], row["cosines"], strict=True)
-        if any(norms)
-    ]
+    )
+    solves = [beta_for_effect(gram, INERT_EFFECT) for gram in map(_nonzero, grams) if len(gram) > 1]
+    if not solves:
+        return None
     return (
         f"strategy.beta {beta:g} is inert, with almost no effect on the weights λ: over "
         f"{ALARM_ROUNDS} rounds it moved them {effect:.1%} of the way to uniform weights; about "
@@ -246,6 +246,12 @@ def _gram(norms: Sequence[float], cosine: Sequence[float]) -> torch.Tensor:
     for (i, j), value in zip(combinations(range(len(norms)), 2), cosine, strict=True):
         gram[i, j] = gram[j, i] = (value or 0.0) * norms[i] * norms[j]
     return gram
+
+
+def _nonzero(gram: torch.Tensor) -> torch.Tensor:
+    """Returns a Gram matrix without zero gradients, as of objectives that a client lacks."""
+    rows = gram.diagonal() > 0
+    return gram[rows][:, rows]
 
 
 def stationarity(grams: Sequence[Sequence[Sequence[float]]]) -> float:

@@ -265,13 +265,15 @@ def _gram_metrics(updates: Sequence[Update]) -> dict[str, float]:
 
     Later solves are at each client's own parameters: a mean of gradients at different models is
     the gradient of none of them, and averaging weights before comparing them can hide
-    disagreements that alternate.
+    disagreements that alternate. The bound on stationarity is one of the objectives that some
+    client's first solve has: the others' zero gradients say nothing of the model.
     """
     if not updates:
         return {}
-    grams = [update.metrics["gram"] for update in updates]
-    weights = [torch.tensor(update.metrics["weights"][0]) for update in updates]
-    return {
-        "stationarity": stationarity(grams),
-        "disagreement_bound": disagreement_bound([torch.tensor(g) for g in grams], weights),
-    }
+    first = [(update.metrics["gram"], update.metrics["weights"][0]) for update in updates]
+    grams, weights = (torch.tensor(each, dtype=torch.float64) for each in zip(*first, strict=True))
+    rows = (grams.diagonal(dim1=1, dim2=2) > 0).any(0) | (weights > 0).any(0)  # [M]
+    bound = {"disagreement_bound": disagreement_bound(list(grams), list(weights))}
+    if not rows.any():
+        return bound
+    return {"stationarity": stationarity(grams[:, rows][:, :, rows].tolist()), **bound}

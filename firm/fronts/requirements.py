@@ -61,7 +61,7 @@ class _Evidence:
         if rows is None:
             return self._by_errors(parts, requirement)
         shares = np.array([share for _, share in parts])
-        values = shares @ rows
+        values = (shares @ rows).clip(rows.min(0), rows.max(0))  # rounding may lead out of them
         values = values[np.isfinite(values)]
         bound = lower_bound if requirement.is_minimum else upper_bound
         mean = float(values.mean()) if len(values) else np.nan

@@ -48,7 +48,8 @@ def firm_weights(
             largest norm.
         solver: "exact", or "cvxpy", which supports constraints and is accurate to about 1e-4.
         constraints: Rows (a₁, ..., a_M, b) from ``linear_constraints``, each requiring Σⱼ aⱼλⱼ ≤ b
-            of the λ that is solved for; "cvxpy" only.
+            of the λ that is solved for; "cvxpy" only. Those on an excluded objective do not apply,
+            and none does if a single objective is left.
 
     >>> firm_weights(np.diag([4.0, 1.0]), beta=0.0)
     array([0.2, 0.8])
@@ -61,7 +62,7 @@ def firm_weights(
         strength = _strength("preference_strength", preference_strength)
         regulariser = np.divide(strength, shares, out=np.full_like(shares, inf), where=shares > 0)
     is_active = regulariser < inf
-    rows = _as_rows(constraints, len(regulariser), solver)
+    rows = _applicable(_as_rows(constraints, len(regulariser), solver), is_active)
     matrix = matrix[..., is_active, :][..., is_active]
     norms = _norms(matrix) ** _strength("norm_power", norm_power)
     matrix = matrix / norms[..., None, :] / norms[..., None]
@@ -96,7 +97,8 @@ def served_weights(
         gram: Gram matrix of all objectives, shape [M, M].
         served: Indices of the served objectives.
         preference: As for ``firm_weights``, for all objectives.
-        constraints: As for ``firm_weights``, for all objectives.
+        constraints: As for ``firm_weights``, for all objectives; those that are not served count
+            as excluded.
         **options: Other options of ``firm_weights``.
     """
     rows = list(served)
@@ -107,7 +109,10 @@ def served_weights(
         preference = [preference[j] for j in rows]
         if not any(preference):
             return weights
-    constraints = [[*(bounds[j] for j in rows), bounds[-1]] for bounds in constraints]
+    if constraints:
+        is_served = np.isin(np.arange(len(gram)), rows)
+        constraints = _applicable(np.array(constraints, dtype=np.float64), is_served)
+        constraints = constraints[:, [*rows, -1]].tolist()
     own = gram[rows][:, rows]
     weights[rows] = firm_weights(own, preference=preference, constraints=constraints, **options)
     return weights
@@ -125,6 +130,13 @@ def _constrained(matrix: np.ndarray, rows: np.ndarray, is_active: np.ndarray) ->
     coefficients, bounds = rows[:, :-1][:, is_active], rows[:, -1]
     solved = np.array([constrained_qp(each, coefficients, bounds) for each in flat])
     return solved.reshape(matrix.shape[:-1])
+
+
+def _applicable(rows: np.ndarray, is_active: np.ndarray) -> np.ndarray:
+    """Returns the constraints [R, M + 1] on active objectives; none if just one is active."""
+    if is_active.sum() < 2:
+        return rows[:0]
+    return rows[(rows[:, :-1][:, ~is_active] == 0).all(axis=1)]
 
 
 def _as_rows(

@@ -243,6 +243,9 @@ def test_advantages_on_a_shared_scale_keep_the_ratio_of_their_spreads():
             (own[mask].std() / values[0][mask].std()).item(), rel=1e-5
         )
     assert together[:, mask].var(dim=1).mean().item() == pytest.approx(1, rel=1e-5)
+    values[1] = 0.0  # nobody scores it
+    two = whiten_together(values, mask, torch.tensor([0, 2]))
+    torch.testing.assert_close(two[[0, 2]], whiten_together(values[[0, 2]], mask))
 
 
 def test_a_sum_on_a_shared_scale_is_the_advantage_of_the_summed_reward():

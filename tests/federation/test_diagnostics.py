@@ -185,6 +185,21 @@ def test_with_noisy_gradients_stationarity_is_no_bound_on_the_expected_ones_even
     assert stationarity([torch.ones(3, 3).tolist()]) == pytest.approx(1.0)
 
 
+def test_solves_in_which_beta_cannot_act_do_not_make_it_inert():
+    rows = [_client_row(number, 0.01, -0.4) for number in (1, 2, 3)]
+    alone = {"beta_effect": [], "gradient_norms": [[1.0, 0.0]], "cosines": [[None]]}
+    wider = [
+        {
+            **row,
+            "gradient_norms": [[*n, 0.0] for n in row["gradient_norms"]],
+            "cosines": [[*c, None, None] for c in row["cosines"]],
+        }
+        for row in rows
+    ]
+    assert beta_alarm([*wider, *({**row, **alone} for row in rows)], 0.01) == beta_alarm(rows, 0.01)
+    assert beta_alarm([{**row, **alone} for row in rows], 0.01) is None
+
+
 def test_norm_ratio_by_hand():
     assert norm_ratio([2.0, 3.0, 6.0]) == 3
     assert norm_ratio([2.0, 0.0]) == float("inf")

@@ -54,6 +54,8 @@ def test_a_schedule_takes_the_place_of_weights_or_preference():
     fixed = FedAvgConfig(schedule=schedule).at_round(4, OBJECTIVES)
     assert fixed == FedAvgConfig(weights=(0.625, 0.375))
     assert FirmConfig(schedule=schedule).at_round(6, OBJECTIVES).preference == (0.25, 0.75)
+    own = FirmConfig(schedule=schedule, preferences={"a": (0.5, 0.5)}).at_round(6, OBJECTIVES)
+    assert [own.of_client(n).preference for n in ("a", "b")] == [(0.5, 0.5), (0.25, 0.75)]
     plain = FirmConfig(preference=(1.0, 2.0))
     assert plain.at_round(3, OBJECTIVES) is plain
     for build, said in (

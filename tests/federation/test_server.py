@@ -261,6 +261,10 @@ def test_the_stationarity_bound_comes_of_the_grams_that_were_sent(start):
     row = round_metrics(start, after, replies, [], seconds=1.0)["round"]
     assert row["stationarity"] == pytest.approx(4 / 3)  # 1 / (1/2 + 1/4), the mean of two
     assert row["disagreement_bound"] == 0
+    for reply in replies[:2]:  # their first batches lack the second objective
+        reply.content.metrics.update({"gram": [[2.0, 0.0], [0.0, 0.0]], "weights": [[1.0, 0.0]]})
+    row = round_metrics(start, after, replies, [], seconds=1.0)["round"]
+    assert row["stationarity"] == 2
 
 
 def test_weights_that_disagree_by_turns_do_not_cancel_in_the_disagreement_bound(start):

@@ -185,6 +185,15 @@ def test_a_model_is_chosen_on_validation_prompts_and_certified_on_test_prompts()
     assert "fail: a >= 0.6 (bound 0." in certificate(other, "a>=0.6", parts).describe()
 
 
+def test_a_mixture_of_models_at_the_largest_reward_is_certified_whatever_its_shares_sum_to():
+    front = measured(np.random.default_rng(0), [0.2, 0.5, 0.8])
+    saturated = {name: {"a": (1.0,) * 59 + (0.5,), "b": (0.5,) * 60} for name in front.test_values}
+    shares = [0.38325826103393995, 0.2660520505885787, 0.35068968837748143]
+    assert np.array(shares) @ np.ones(3) > 1  # by rounding
+    parts = list(zip(front.points, shares, strict=True))
+    assert certificate(replace(front, test_values=saturated), "a>=0.6", parts).passes
+
+
 @pytest.mark.parametrize("is_mixed", [False, True])
 @pytest.mark.parametrize("has_validation", [False, True])
 def test_wrong_passes_are_rare_although_the_best_of_many_was_taken(has_validation, is_mixed):

@@ -33,7 +33,7 @@ POLICY = str(ROOT / "firm/miniature/checkpoints/policy")
 REWARDS = {
     "helpful": str(ROOT / "firm/miniature/checkpoints/helpful"),
     "brief": "brevity",
-    "loud": "my rewards.py:loud",
+    "loud": "my 😀 rewards.py:loud",
 }
 FILE = """
 from reward_models import (reward_model)
@@ -60,7 +60,7 @@ def data(tmp_path):
 def test_what_it_writes_runs_and_keeps_splits_apart(data, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("firm.jobs.init.SECONDS", 100 * SECONDS)  # enough on a busy machine
-    (tmp_path / "my rewards.py").write_text(FILE)
+    (tmp_path / "my 😀 rewards.py").write_text(FILE)
     main(InitConfig(POLICY, REWARDS, str(data), out=tmp_path / "own.yaml"))
     said = capsys.readouterr().out
     assert "firm align --config" in said
@@ -177,7 +177,7 @@ def test_pairs_take_the_place_of_prompts_and_rewards(tmp_path, monkeypatch, caps
 
 def test_held_out_prompts_of_their_own_and_data_sets(tmp_path, data, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "my rewards.py").write_text(FILE)
+    (tmp_path / "my 😀 rewards.py").write_text(FILE)
     data.rename("a.jsonl")
     Path("b.jsonl.gz").write_bytes(gzip.compress(Path("a.jsonl").read_bytes()))
     own = InitConfig("a/b", REWARDS, "a.jsonl", "b.jsonl.gz", out=tmp_path / "own.yaml")

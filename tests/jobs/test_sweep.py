@@ -348,11 +348,15 @@ def test_a_sweep_with_a_failed_point_shows_the_others_and_names_it(swept, tmp_pa
     record = (point / "run.json").read_text()
     (point / "run.json").write_text(record.replace('"finished"', '"failed"'))
     (point / "metrics.jsonl").write_text("")  # it cannot continue
+    merged = out / "points/soups-50_50-seed_0/run.json"
+    merged.write_text(merged.read_text().replace('"finished"', '"failed"'))
     for name in ("report.html", "firm.front.json"):
         (out / name).unlink()
     with forked_workers(), pytest.raises(UserError, match="1 of 1 runs did not finish"):
         main(replace(CONFIG, out=out, resume=True))
-    assert f"report   {out / 'report.html'}" in capsys.readouterr().out
+    told = capsys.readouterr().out
+    assert f"report   {out / 'report.html'}" in told
+    assert "soups-50_50-seed_0 starts again" in told  # its adapters were in another folder
     page = html.unescape((out / "report.html").read_text())
     named = f"not shown: firm-50_50-seed_0: {point / 'metrics.jsonl'} must have at least"
     assert f"Runs that are not finished, and {named}" in page

@@ -2,6 +2,7 @@
 
 import sys
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -11,6 +12,7 @@ from firm.base.extras import install_command
 from firm.solvers import firm_weights, linear_constraints
 from firm.solvers import programs as module
 from firm.solvers.programs import constrained_qp, linear_program
+from firm.solvers.regularised import served_weights
 
 NAMES = ["helpful", "harmless"]
 
@@ -175,3 +177,15 @@ def test_constraints_name_the_command_that_installs_their_solver(monkeypatch):
     with pytest.raises(ModuleNotFoundError, match="needs the package cvxpy") as missing:
         constrained_qp(np.eye(2), np.eye(2)[:1], np.ones(1))
     assert install_command("cvxpy") in str(missing.value)
+
+
+def test_constraints_on_objectives_without_a_weight_do_not_apply():
+    gram = np.diag([1.0, 2.0, 3.0])
+    rows = linear_constraints(["b >= 0.3", "c >= 0.7"], ["a", "b", "c"])
+    options: Any = {"solver": "cvxpy", "constraints": rows}
+    by_preference = firm_weights(gram, preference=(1, 0, 1), **options)
+    assert by_preference == pytest.approx([0.3, 0, 0.7], abs=1e-6)
+    tensor = torch.tensor(gram)
+    two = served_weights(tensor, served=[0, 2], beta=0.0, **options).tolist()
+    assert two == pytest.approx([0.3, 0, 0.7], abs=1e-6)
+    assert served_weights(tensor, served=[0], **options).tolist() == [1, 0, 0]

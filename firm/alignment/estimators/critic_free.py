@@ -23,6 +23,7 @@ from firm.alignment.estimators.estimator import (
     approx_kl,
     mean_square_log_ratio,
     reward_covariance,
+    scored_rows,
 )
 from firm.alignment.group_advantages import (
     RewardSums,
@@ -110,7 +111,8 @@ class CriticFree:
                 advantages = whole.alone()
             else:
                 left_out = None if counts is None else ~counts
-                advantages = group_advantages(rewards, penalty, self.config, left_out)
+                scored = scored_rows(~scores.isnan()).to(rewards.device)
+                advantages = group_advantages(rewards, penalty, self.config, left_out, scored)
             if self._own_advantages is not None:
                 advantages = own_advantages(
                     self._own_advantages,
@@ -159,6 +161,7 @@ class CriticFree:
                     config,
                     policy.importance_weights(rollouts, by_reply=config.ratio_level == "reply"),
                     combined=combined,
+                    scored=scored_rows(minibatch.is_judged).to(logprobs.device),
                 )
             own = units(rollouts.mask, config)
             factors = reply_factors(own, whole, config, max_tokens=policy.config.max_new_tokens)
@@ -254,6 +257,7 @@ def reply_losses(
     importance: torch.Tensor | None = None,
     *,
     combined: torch.Tensor | None = None,
+    scored: torch.Tensor | None = None,
 ) -> tuple[list[tuple[torch.Tensor, torch.Tensor]], torch.Tensor]:
     """Returns losses per reply, their coefficients by objective, and a mask of clipped ratios.
 
@@ -270,6 +274,7 @@ def reply_losses(
         importance: Weights of the `units`, from `Policy.importance_weights`; None: all 1.
         combined: Advantage of each reply by whose sign PPO clips, shape [1, B]; None: each
             objective's own.
+        scored: Indices of the objectives whose clipped ratios count; None: all.
 
     Returns:
         Pairs of losses [B] and coefficients [M, B]; and, detached, the share of the objectives for
@@ -286,6 +291,7 @@ def reply_losses(
         low, high = 1 - config.clip_range, 1 + config.clip_range
         signs = advantages if combined is None else combined
         gains, costs = advantages.where(signs > 0, 0), advantages.where(signs < 0, 0)
+        signs = signs if combined is not None or scored is None else signs[scored]
         held = (signs > 0).float().mean(0)[:, None] * (ratio > high)
         held = held + (signs < 0).float().mean(0)[:, None] * (ratio < low)
         upper = -(ratio.clamp(max=high) * mask).sum(1)

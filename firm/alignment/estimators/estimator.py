@@ -159,6 +159,12 @@ def reward_covariance(
     return share * (covariances if weights is None else covariances @ weights.to(covariances))
 
 
+def scored_rows(is_judged: torch.Tensor) -> torch.Tensor:
+    """Returns the indices of the objectives with a score, from a mask [M, B]; all if none has."""
+    has_score = is_judged.any(1)
+    return (has_score if has_score.any() else ~has_score).nonzero().flatten()
+
+
 @torch.no_grad()
 def mean_square_log_ratio(logprobs: torch.Tensor, rollouts: Rollouts) -> torch.Tensor:
     """Returns the mean square log-ratio over tokens, of log-probabilities [B, T].

@@ -33,6 +33,7 @@ from firm.alignment.estimators.estimator import (
     approx_kl,
     mean_square_log_ratio,
     reward_covariance,
+    scored_rows,
 )
 from firm.alignment.policy import set_mode
 from firm.alignment.sequences import (
@@ -144,7 +145,8 @@ class PPO:
             )
             mask = rollouts.mask
             if config.advantage_scale == "shared":
-                advantages = whiten_together(advantages, mask)
+                scored = scored_rows(~scores.isnan()).to(advantages.device)
+                advantages = whiten_together(advantages, mask, scored)
             else:
                 advantages = torch.stack([whiten(a, mask) for a in advantages])
             advantages = advantages.masked_fill(~mask, 0)
@@ -183,6 +185,7 @@ class PPO:
                 value_mask,
                 clip_range=config.value_clip_range,
             )
+        scored = scored_rows(minibatch.is_judged).to(clip_fractions.device)
         losses, critic_losses = losses * share, critic_losses * value_share
         of_replies = minibatch.advantages.sum(2) / minibatch.rollouts.num_tokens.clamp(min=1)
         with policy.timed("critic"):
@@ -196,7 +199,7 @@ class PPO:
             losses.detach(),
             {
                 "value_loss": critic_losses.detach(),
-                "clip_fraction": clip_fractions.mean() * share,
+                "clip_fraction": clip_fractions[scored].mean() * share,
                 "entropy": masked_mean(scores.entropies(), mask) * share,
                 LOG_RATIO: mean_square_log_ratio(logprobs, rollouts) * share,
                 APPROX_KL: approx_kl(logprobs, rollouts) * share,

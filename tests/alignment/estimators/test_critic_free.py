@@ -147,6 +147,42 @@ def test_groups_without_variance_that_are_left_out_are_as_if_they_were_not_there
     assert kept.is_judged.sum(1).tolist() == [16, 16, 13]
 
 
+def test_replies_that_are_left_out_are_not_part_of_their_groups_deviation():
+    rewards, missing = torch.tensor([[1.0, 0.0, 0.5, 0.5]]), torch.tensor([[0, 0, 1, 1]]).bool()
+    options: dict[str, Any] = {"std_floor": 0.0, "zero_variance": "leave_out"}
+    for scale, baseline, expected in (
+        ("group_std", "group", 0.5**0.5),
+        ("group_std", "leave_one_out", 2 * 0.5**0.5),
+        ("batch_std", "leave_one_out", 2 * 0.5**0.5),
+        ("none", "leave_one_out", 1.0),
+    ):
+        config = CriticFreeConfig(num_replies=4, scale=scale, baseline=baseline, **options)
+        found = group_advantages(rewards, torch.zeros(4), config, missing)
+        expected *= 2  # the mean loss is one over the two other replies
+        torch.testing.assert_close(found, torch.tensor([[expected, -expected, 0, 0]]))
+
+
+def test_an_objective_without_a_score_has_no_part_in_a_shared_scale_or_in_the_share_of_clips(make):
+    trainer = make(advantage_scale="shared", kl_in="advantage", scale="group_std")
+    estimator, rollouts = trainer.learner.estimator, moved_experience(trainer).rollouts
+    scores = draw_normal(1, 3, 16).float()
+    alone = estimator.experience(rollouts, scores[:1], scores[:1])
+    scores[1:] = torch.nan
+    served = estimator.experience(rollouts, scores, scores.nan_to_num(nan=0.0))
+    assert torch.equal(served.advantages[:1], alone.advantages)
+    logprobs = torch.zeros(16, 2).log_softmax(1)
+    config, mask = CriticFreeConfig(ratio="ppo"), torch.ones(16, 2).bool()
+    _, held = reply_losses(
+        logprobs + 1.0,
+        logprobs,
+        served.advantages.abs() * torch.tensor([[1.0], [0.0], [0.0]]),
+        mask,
+        config,
+        scored=torch.tensor([0]),
+    )
+    assert torch.equal(held, torch.ones(16, 2))
+
+
 OWN = """
 def halved(rewards, advantages, num_replies, **others):
     assert {"prompts", "lengths", "penalty"} == set(others)
