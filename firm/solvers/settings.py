@@ -5,6 +5,8 @@ from math import inf, isfinite
 from numbers import Real
 from typing import Any, Literal
 
+from firm.base.preferences import NamedShares
+
 Solver = Literal["exact", "cvxpy"]
 
 
@@ -21,6 +23,8 @@ def check_shares(
 ) -> None:
     """Raises ``ValueError`` unless there is a share per objective, and one is above zero.
 
+    Shares by name may all be zero, since one objective may be left out, whose share is the rest.
+
     Args:
         values: The shares.
         objectives: Number of objectives, or their names for the message.
@@ -34,7 +38,8 @@ def check_shares(
             f"{name} must have one entry for each of the {num_objectives} objectives{names}, got "
             f"{values}."
         )
-    if not (all(isfinite(each) and each >= 0 for each in values) and any(values)):
+    is_some = any(values) or isinstance(values, NamedShares)
+    if not (all(isfinite(each) and each >= 0 for each in values) and is_some):
         raise ValueError(f"{name} must be finite, non-negative and not all zero, got {values}.")
 
 

@@ -98,6 +98,10 @@ def test_a_run_follows_its_schedule_and_conditions(own, tmp_path):
             r"strategy.schedule.shares.0 has no share for positivity",
         ),
         (
+            ["--strategy.preference", "brevity=0", "positivity=0"],
+            r"strategy.preference must have a share above 0",
+        ),
+        (
             [*smoke.FRONT, "--strategy.schedule.shares", "[[1, 1]]"],
             "strategy.schedule must be left out with policy.conditioning.kind preference",
         ),
@@ -106,3 +110,5 @@ def test_a_run_follows_its_schedule_and_conditions(own, tmp_path):
 def test_what_fits_no_objective_is_refused(arguments, said):
     with pytest.raises(UserError, match=said):
         smoke.config(*arguments)
+    rest = smoke.config("--strategy.preference", "brevity=0")
+    assert rest.strategy.preference == (0.0, 1.0)
