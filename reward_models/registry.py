@@ -150,8 +150,8 @@ def reward_model(name: str, *, needs: str | None = None) -> Callable[[Function],
     """Registers a function with TRL's reward-function signature under a name, unchanged.
 
     A class of callables may be registered instead: `options` are the arguments of its constructor,
-    and every objective has its own instance. `needs` is a module that the function imports when it
-    is called; loading the reward model is refused without it.
+    and objectives with equal settings share an instance. `needs` is a module that the function
+    imports when it is called; loading the reward model is refused without it.
 
     Raises:
         ValueError: The name is taken, or the object cannot be called like a reward function.

@@ -101,8 +101,9 @@ def load_pairs(
     A row has a `prompt`, text or chat messages, and `chosen` and `rejected` as texts or as messages
     of the assistant. If it has none, the prompt is the common beginning of the two. Otherwise only
     dialogues repeat it, as messages or in HH-RLHF's form: a text that happens to begin as its
-    prompt does is kept whole. Rows whose two replies are equal, or follow different prompts, are
-    dropped, and `on_note` receives their number. Limits on tokens require the policy's tokenizer.
+    prompt does is kept whole. Rows whose two replies are equal, or follow different prompts, and
+    dialogues that end without one are dropped, and `on_note` receives their number. Limits on
+    tokens require the policy's tokenizer.
 
     Raises:
         ValueError: A source cannot be read, a row holds no two replies or a reply with more than
@@ -128,7 +129,7 @@ def load_pairs(
     if on_note and len(pairs) < len(rows):
         on_note(
             f"{len(rows) - len(pairs)} of {len(rows)} pairs are dropped, since their replies are "
-            "equal or follow different prompts."
+            "equal, empty or follow different prompts."
         )
     return pairs
 
@@ -181,6 +182,8 @@ def pair_of(prompt: Prompt, ranked_by: str = "", *, objective: str = "") -> Pair
         if not all(text.lstrip().startswith(opening) for text in texts):
             return None
         texts = [text.lstrip()[len(opening) :] for text in texts]
+        if not all(text.strip() or own for text, own in zip(texts, fields, strict=True)):
+            return None
     return Pair(prompt, texts[0], texts[1], objective, (fields[0], fields[1]))
 
 

@@ -48,8 +48,8 @@ class PromptsConfig:
     "auto" selects hh if most of the first texts in the source's splits have that form. Does not
     apply to chat messages."""
     drop_duplicates: Annotated[bool, NOT_IN_PAPER] = False
-    """Drop rows that equal an earlier row in all fields. Rows that only share the prompt
-    are kept."""
+    """Drop rows that equal an earlier row in the prompt and in all fields that rewards may read,
+    which replies in the data are not. Rows that only share the prompt are kept."""
 
     def __post_init__(self) -> None:
         if self.split is not None:
@@ -127,7 +127,10 @@ def _without_duplicates(
         content = [prompt.given, prompt.kind, prompt.columns]
         distinct.setdefault(json.dumps(content, sort_keys=True, default=repr), prompt)
     if on_note and (num_repeats := len(prompts) - len(distinct)):
-        on_note(f"{num_repeats} of {len(prompts)} rows repeat another one exactly and are dropped.")
+        on_note(
+            f"{num_repeats} of {len(prompts)} rows repeat the prompt and all fields of another, and "
+            "are dropped."
+        )
     return list(distinct.values())
 
 

@@ -188,11 +188,15 @@ def _begin_calls(calls: Sequence[_RewardCall]) -> Callable[[], list[tuple[Any, l
     """
     results: list[Any] = []
     truncated: list[list[bool] | None] = []
+    is_later: list[bool] = []
+    """Whether a call has not set `truncated` yet; what other calls set meanwhile is not its own."""
     with ExitStack() as stack:
         for call in calls:
             name, reward_fn = call.objectives[0]
+            before = getattr(reward_fn, "truncated", None)
             with _reward_code(name):
                 values = reward_fn(**call.arguments)
+            is_later.append(getattr(reward_fn, "truncated", None) is before)
             if inspect.iscoroutine(values):
                 stack.callback(values.close)  # in case another function raises before it is started
             results.append(values)
@@ -206,7 +210,8 @@ def _begin_calls(calls: Sequence[_RewardCall]) -> Callable[[], list[tuple[Any, l
     def finish() -> list[tuple[Any, list[bool] | None]]:
         for at, values in zip(waiting, awaited(), strict=True):
             results[at] = values
-            truncated[at] = _truncated_inputs(calls[at])
+            if is_later[at]:
+                truncated[at] = _truncated_inputs(calls[at])
         return list(zip(results, truncated, strict=True))
 
     return finish
@@ -250,7 +255,7 @@ def _check_values(name: str, values: Any, num_completions: int) -> torch.Tensor:
     or_none = "or None where the reward does not apply"
     if isinstance(values, str | bytes | Set | Mapping) or not hasattr(values, "__len__"):
         raise ValueError(f"reward {name!r} returned {type(values).__name__}: {expected}.")
-    if len(getattr(values, "shape", ())) > 1:
+    if hasattr(values, "shape") and len(values.shape) != 1:
         raise ValueError(f"reward {name!r} returned shape {list(values.shape)}: {expected}, flat.")
     values = list(values.detach().tolist() if isinstance(values, torch.Tensor) else values)
     if len(values) != num_completions:

@@ -13,7 +13,7 @@ FRONT_NAME = "front.json"
 TRADE_OFFS = ("preference", "target", "require")
 """Keys that state a trade-off."""
 SAME = 1e-6
-"""Difference of a preference's sum from 1 that is accepted, for shares with six digits."""
+"""Difference of a preference's sum from 1 that is accepted, times M: shares have six digits."""
 
 
 def grid(resolution: int, num_objectives: int) -> list[tuple[float, ...]]:
@@ -162,7 +162,7 @@ def order_shares(
                 f"{key}: the share of {name} must be a non-negative number, got {str(value)!r}."
             )
     missing, rest = [name for name in objectives if name not in shares], 1 - sum(shares.values())
-    is_whole = abs(rest) <= SAME
+    is_whole = abs(rest) <= SAME * len(objectives)
     if missing and has_rest and (is_whole or (len(missing) == 1 and rest > 0)):
         shares |= {name: 0.0 if is_whole else round(rest, 12) for name in missing}
     elif missing:

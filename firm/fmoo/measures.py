@@ -1,5 +1,6 @@
 """Metrics of the global model in a classic study."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -90,14 +91,17 @@ def share_improved(
     for state in (before, after):
         workspace.load(state.adapter)
         scores = [workspace.evaluate(workspace.data, federation.shards[c]) for c in row["clients"]]
-        losses.append([score.losses.tolist() for score in scores])
-    return improved_share(*losses)
+        losses.append(torch.stack([score.losses.cpu() for score in scores]))
+    is_served = _is_served(federation, row["clients"])  # other losses are not the clients' own
+    return improved_share(*(own.where(is_served, 0).tolist() for own in losses))
 
 
 def progress(
     federation: SupervisedFederation, state: ServerState, clients: State
 ) -> dict[str, float]:
     """Returns the decrease of each loss on clients' own samples by training from the global model.
+
+    It is the mean over the clients that serve the objective.
 
     Args:
         federation: Any federation with the same clients.
@@ -112,6 +116,15 @@ def progress(
     for adapters in (dict.fromkeys(models, state.adapter), models):
         for name, adapter in adapters.items():
             workspace.load(adapter)
-            losses.append(workspace.evaluate(workspace.data, federation.shards[name]).losses)
-    falls = local_progress(losses[: len(models)], losses[len(models) :])
+            losses.append(workspace.evaluate(workspace.data, federation.shards[name]).losses.cpu())
+    is_served, count = _is_served(federation, list(models)), len(models)
+    own = [torch.stack(each).where(is_served, 0) for each in (losses[:count], losses[count:])]
+    falls = local_progress(*own) * count / is_served.sum(0).clamp(min=1).numpy()
     return dict(zip(state.objectives, falls.tolist(), strict=True))
+
+
+def _is_served(federation: SupervisedFederation, names: Sequence[str]) -> torch.Tensor:
+    """Returns a mask of the objectives that clients serve, bool [C, M]."""
+    served = {client.name: client.served for client in federation.clients}
+    count = len(federation.workspace.data.objectives)
+    return torch.tensor([[j in served[name] for j in range(count)] for name in names])

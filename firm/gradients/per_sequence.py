@@ -88,7 +88,9 @@ class PerSequenceGradients:
             for layer in self._names
             if not self._columns.keys().isdisjoint(layer.parameters(recurse=False))
         ]
-        covered = {p for layer in self._layers for p in layer.parameters(recurse=False)}
+        own = ((layer.weight, layer.bias) for layer in self._layers)
+        # a weight that is computed from parameters is not covered by them
+        covered = {p for pair in own for p in pair if isinstance(p, torch.nn.Parameter)}
         for index, parameter in enumerate(self._parameters):
             if parameter not in covered:
                 raise ValueError(

@@ -57,7 +57,7 @@ def ledger_table(settings: Sequence[Setting]) -> Table:
     columns: dict[str, list[str]] = {"setting": [setting.name for setting in settings]}
     for way in WAYS:
         totals = [fmean(total_bytes(r, f"bytes_{way}") for r in s.records) for s in settings]
-        rounds = [max(1, round(fmean(r.last_round for r in s.records))) for s in settings]
+        rounds = [max(1, fmean(r.last_round for r in s.records)) for s in settings]
         means = [total / num_rounds for total, num_rounds in zip(totals, rounds, strict=True)]
         columns[f"{way} per round"] = [formats.size(mean) for mean in means]
         columns[f"{way} in total"] = [formats.size(total) for total in totals]

@@ -95,8 +95,11 @@ class RewardReport:
             {
                 "": [*self.verdicts, "longer reply"],
                 "accuracy": [*(str(v.accuracy) for _, v in models), str(self.longer_is_better)],
-                "log loss": [*(f"{v.log_loss:.3f}" for _, v in models), ""],
-                "calibration error": [*(f"{v.calibration_error:.3f}" for _, v in models), ""],
+                "log loss": [*(formats.number(v.log_loss) for _, v in models), ""],
+                "calibration error": [
+                    *(formats.number(v.calibration_error) for _, v in models),
+                    "",
+                ],
             },
             {
                 "": list(self.verdicts),
@@ -169,8 +172,8 @@ def _verdicts(differences: np.ndarray, lengths: np.ndarray) -> Verdicts:
         Share.of(right[lengths > 0]),
         Share.of(right[lengths < 0]),
         Share.of(_right(differences[unequal] * lengths[unequal])),
-        float(np.logaddexp(0, -differences).mean()),
-        sum(gaps) / len(right),
+        float(np.logaddexp(0, -differences).mean()) if len(right) else nan,
+        sum(gaps) / len(right) if len(right) else nan,
         bins,
     )
 

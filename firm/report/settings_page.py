@@ -249,6 +249,8 @@ def _plane_section(
         better = "Down and to the left"
     start = tables.initial_name(settings, criterion)
     single = ", over the prompts if there is one seed" if has_kl else ""  # classic runs have none
+    if any(record.learns_from_pairs for setting in settings for record in setting.records):
+        single = ", or exact 95 % intervals, counted by prompts, if there is one seed"
     title, text = prose("settings-plane", better=better, start=start, single=single)
     if len(objectives) == 1:
         title = f"{criterion.quantity.title} against KL"

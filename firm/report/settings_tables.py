@@ -5,6 +5,7 @@ from statistics import fmean
 
 import numpy as np
 import pandas as pd
+from scipy import stats
 
 from firm.fronts.measures import delta_m, rounds_to_loss, user_summary
 from firm.report import formats
@@ -12,7 +13,7 @@ from firm.report.criteria import Column, Criterion, final_columns, further_score
 from firm.report.page import Table, prose
 from firm.report.seeds import mean_difference
 from firm.report.tables import Frame, Setting, measure_of, span_text
-from firm.run.comparison import CLEAR_Z, score_notes
+from firm.run.comparison import score_notes
 from firm.run.differences import leaves
 from firm.run.guard import drawn
 
@@ -20,6 +21,8 @@ NUM_COLUMNS = 10
 """Maximum number of quantities shown as columns of the table; more become its rows."""
 NUM_TABLE_USERS = 10
 """Maximum number of users shown in the table; for more, it shows their spread."""
+LEVEL = 0.9
+"""Confidence of the intervals of differences between settings."""
 RATES = ("local.lr", "strategy.server_learning_rate")
 """Learning rates of classic algorithms."""
 
@@ -105,7 +108,11 @@ def summary_table(
     for setting in settings:
         cells = []
         for column in columns:
-            value = measure_of(column.ends(setting), ddof_error=False)
+            ends = column.ends(setting)
+            if not np.isfinite(ends.to_numpy(dtype=float)).all():
+                cells.append(spread(ends))
+                continue
+            value = measure_of(ends, ddof_error=False)
             cells.append(f"{value.mean:.3f}" if value else "")
             if has_spread and value and value.se is not None:
                 cells[-1] += f" ± {value.se:.3f}"
@@ -128,7 +135,7 @@ def _difference(column: Column, setting: Setting, first: Setting) -> str:
     changes = (column.ends(setting) - column.ends(first)).dropna()
     if len(changes) < 2:
         return formats.MISSING
-    return mean_difference(changes.to_numpy(), level=0.9).text()
+    return mean_difference(changes.to_numpy(), level=LEVEL).text()
 
 
 # --- Columns of text ------------------------------------------------------------------------------
@@ -250,18 +257,22 @@ def headlines(settings: Sequence[Setting], criterion: Criterion) -> list[str]:
 
     Classic algorithms at one untuned rate each are listed, but not ranked.
     """
-    finals = {s.name: own for s in settings if len(own := criterion.finals(s))}
+    ends = {s.name: s.ends(criterion.final, criterion.objectives) for s in settings}
+    finals = {name: own for name, own in ends.items() if len(own)}
     names, word = criterion.objectives, criterion.quantity.title
     if not finals:
         return []
-    means = {name: values.mean(axis=1) for name, values in finals.items()}
+    means = {name: values.mean(axis=1, skipna=False) for name, values in finals.items()}
     if len(finals) > 1 and _is_untuned(settings):
         whose = f", mean over {len(names)} objectives" if len(names) > 1 else ""
         ends = ", ".join(f"{name} {spread(own)}" for name, own in means.items())
         return [f"Final {word}{whose}: {ends}.", _untuned_text(settings)]
     if len(names) == 1:
         return [_ranking(f"{names[0]}: the {word}", means, criterion)]
-    worsts = {n: criterion.sign * (criterion.sign * v).min(axis=1) for n, v in finals.items()}
+    worsts = {
+        name: criterion.sign * (criterion.sign * values).min(axis=1, skipna=False)
+        for name, values in finals.items()
+    }
     return [
         _ranking(f"The mean {word} over {len(names)} objectives", means, criterion),
         _ranking(f"The worst objective's {word}", worsts, criterion),
@@ -291,7 +302,7 @@ def _untuned_text(settings: Sequence[Setting]) -> str:
     return f"{text} {prose('untuned-normalised', names=names)[1]}"
 
 
-def _ranking(subject: str, finals: Mapping[str, np.ndarray], criterion: Criterion) -> str:
+def _ranking(subject: str, finals: Mapping[str, pd.Series], criterion: Criterion) -> str:
     """Returns the best and the second setting, and whether the seeds tell them apart."""
     known = {name: v for name, v in finals.items() if np.isfinite(v).all()}
     ends = {name: end for name, values in known.items() if (end := measure_of(values))}
@@ -299,13 +310,23 @@ def _ranking(subject: str, finals: Mapping[str, np.ndarray], criterion: Criterio
         return f"{subject} is not known: every setting diverged."
     ranked = sorted(ends, key=lambda name: -criterion.sign * ends[name].mean)
     quotes = [f"{name} ({spread(known[name])})" for name in ranked[:2]]
+    if len({ends[name].mean for name in ranked[:2]}) < len(quotes):
+        return f"{subject} ends equal with {' and '.join(quotes)}."
     best = "highest" if criterion.sign > 0 else "lowest"
     sentence = f"{subject} ends {best} with {', before '.join(quotes)}"
-    if len(ranked) == 1:
+    if len(ranked) == 1 or _are_apart(*(known[name] for name in ranked[:2])):
         return f"{sentence}."
-    first, second = (ends[name] for name in ranked[:2])
-    if first.se is None or second.se is None:
-        return f"{sentence}."
-    # standard errors of independent seeds add in squares
-    is_clear = abs(first.mean - second.mean) > CLEAR_Z * np.hypot(first.se, second.se)
-    return f"{sentence}{'' if is_clear else '; the difference is not significant'}."
+    return f"{sentence}; the difference is not significant."
+
+
+def _are_apart(first: pd.Series, second: pd.Series) -> bool:
+    """Returns whether seeds tell two settings apart, or are too few to say anything of it.
+
+    Seeds that both have are paired, as in the table of differences.
+    """
+    changes = (first - second).dropna()
+    if len(changes) > 1:
+        return mean_difference(changes.to_numpy(), level=LEVEL).is_clear
+    if min(len(first), len(second)) < 2:
+        return True
+    return bool(stats.ttest_ind(first, second, equal_var=False).pvalue < 1 - LEVEL)

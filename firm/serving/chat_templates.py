@@ -21,7 +21,9 @@ def plain_template(template: str) -> str:
     Args:
         template: Text with {prompt}, as in `firm.alignment.prompts.PromptFormat`.
     """
-    parts = [f"{{{{- {json.dumps(part)} -}}}}" for part in template.split("{prompt}")]
+    # llama.cpp's Jinja knows no \u escapes
+    texts = [json.dumps(part, ensure_ascii=False) for part in template.split("{prompt}")]
+    parts = [f"{{{{- {text} -}}}}" for text in texts]
     return _LAST.join(parts)
 
 

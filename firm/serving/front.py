@@ -154,7 +154,7 @@ def passing_certificate(front: Front, require: str, *, confidence: float) -> Cer
 
 def _preference(value: Shares, objectives: Sequence[str]) -> list[float]:
     shares = _in_order(value, objectives, "preference", has_rest=True)
-    if not math.isclose(total := sum(shares), 1, abs_tol=SAME):
+    if not math.isclose(total := sum(shares), 1, abs_tol=SAME * len(shares)):
         given = value if isinstance(value, str) else _short_json(value)
         raise ValueError(f"preference must have shares that sum to 1, got {given!r}.")
     return [share / total for share in shares]

@@ -4,9 +4,6 @@ import ipaddress
 import socket
 from urllib.parse import urlsplit
 
-LOCAL_HOSTS = ("127.0.0.1", "::1", "localhost")
-"""Host names that requests from this machine may use."""
-
 
 def foreign(host: str, origin: str | None) -> str | None:
     """Returns why a request is not from this machine, or None if it is.
@@ -18,15 +15,15 @@ def foreign(host: str, origin: str | None) -> str | None:
         host: The request's header Host.
         origin: Its header Origin; None without one.
     """
-    if _host_of(f"//{host}") not in LOCAL_HOSTS:
+    if not is_local(_host_of(f"//{host}") or ""):
         return "The request is for another host; use the address that this server printed."
-    if origin is not None and _host_of(origin) not in LOCAL_HOSTS:
+    if origin is not None and not is_local(_host_of(origin) or ""):
         return "The request comes from another page."
     return None
 
 
 def is_local(host: str) -> bool:
-    """Returns whether a server that is bound to a host answers this machine only."""
+    """Returns whether a host is this machine, so that a server bound to it answers no other."""
     try:
         return host == "localhost" or ipaddress.ip_address(host).is_loopback
     except ValueError:

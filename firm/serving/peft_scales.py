@@ -26,18 +26,18 @@ def load_served(folder: str | Path, model: Any = None) -> tuple[PeftModel, Serve
         ValueError: When the folder has no export for PEFT, or the base model cannot be loaded.
     """
     served = ServedFront.load(folder)
-    places = {name: Path(folder) / place for name, place in served.adapters.items()}
+    places = {_slot(name): Path(folder) / place for name, place in served.adapters.items()}
     if missing := [str(place) for place in places.values() if not place.is_dir()]:
         raise ValueError(f"there is no PEFT folder {missing[0]}: export with --to peft.")
     if model is None:
         model = load_base_model(with_shipped_paths(PolicyConfig(path=served.base_model)))
     policy: Any = None
     with without_needless_warnings():
-        for name, place in places.items():
+        for slot, place in places.items():
             if policy is None:
-                policy = PeftModel.from_pretrained(model, str(place), adapter_name=name)
+                policy = PeftModel.from_pretrained(model, str(place), adapter_name=slot)
             else:
-                policy.load_adapter(str(place), adapter_name=name)
+                policy.load_adapter(str(place), adapter_name=slot)
     policy.base_model.set_adapter(list(places), inference_mode=True)
     if served.end_ids:
         policy.generation_config.eos_token_id = list(served.end_ids)
@@ -46,8 +46,13 @@ def load_served(folder: str | Path, model: Any = None) -> tuple[PeftModel, Serve
 
 
 def set_scales_(model: Any, scales: Mapping[str, float]) -> None:
-    """Sets the scales of a PEFT model's adapters, by name; the others keep theirs."""
+    """Sets the scales of the adapters of `load_served`, by objective; the others keep theirs."""
     for layer in model.modules():
         if isinstance(layer, LoraLayer):
             for name, scale in scales.items():
-                layer.set_scale(name, scale)
+                layer.set_scale(_slot(name), scale)
+
+
+def _slot(objective: str) -> str:
+    """Returns the name of an adapter: torch's modules may not be called "a.b", or "keys"."""
+    return f"adapter_{objective.replace('.', '·')}"

@@ -152,6 +152,11 @@ def test_an_implicit_prompt_does_not_end_inside_a_word(
     assert [prompt + reply for reply in pair.replies] == [chosen, rejected]
 
 
+def test_a_dialogue_that_ends_without_a_reply_is_no_pair(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="no pair is left of 1"):
+        read(tmp_path, {"chosen": "Tell me more now", "rejected": "Tell me"})
+
+
 CALL = {"type": "function", "function": {"name": "weather", "arguments": '{"city": "Rome"}'}}
 OTHER = {"type": "function", "function": {"name": "weather", "arguments": '{"city": "Oslo"}'}}
 

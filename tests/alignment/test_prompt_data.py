@@ -208,7 +208,7 @@ def test_exact_duplicates_are_dropped_where_that_is_asked_for(tmp_path):
         ("One", None, ""),
         ("Two", None, "odd"),
     ]
-    assert notes == ["2 of 7 rows repeat another one exactly and are dropped."]
+    assert notes == ["2 of 7 rows repeat the prompt and all fields of another, and are dropped."]
 
 
 def test_held_out_prompts_that_are_trained_on_are_counted():

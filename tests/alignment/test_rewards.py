@@ -127,6 +127,22 @@ def test_what_was_cut_stays_with_its_row_in_a_batch_of_texts_and_chats():
     assert scored().truncated == {"r": [False, True, False]}
 
 
+def test_what_was_cut_stays_with_its_call_where_another_begins_before_it_ends():
+    class Server:
+        def __call__(self, prompts, completions, **kwargs):
+            self.truncated = [isinstance(prompt, list) for prompt in prompts]
+            return self.answer(len(prompts))
+
+        async def answer(self, count):
+            return [0.0] * count
+
+    judges = Judges({"r": Server()})
+    of_texts = ScoringRequest(judges, ["r"], [Prompt("t")] * 3, REPLIES, [[1]] * 3)
+    of_chats = ScoringRequest(judges, ["r"], [CHAT] * 3, REPLIES, [[1]] * 3)
+    (first,), (second,) = scored_together([of_texts]), scored_together([of_chats])
+    assert [own().truncated["r"] for own in (first, second)] == [[False] * 3, [True] * 3]
+
+
 def test_coroutine_functions_and_callables_that_return_awaitables_are_awaited():
     async def slow(prompts, completions, **kwargs):
         return length(prompts, completions)
@@ -173,6 +189,7 @@ def test_numbers_of_every_kind_are_taken(values):
         (3.0, "'r' returned float: return one"),
         ([[1.0], [2.0], [3.0]], r"'r' returned list at index 0 \(3 of 3"),
         (torch.ones(3, 1), r"'r' returned shape \[3, 1\]"),
+        (torch.tensor(1.0), r"'r' returned shape \[\]"),
         ([1.0, torch.ones(2), np.ones(2)], r"'r' returned Tensor at index 1 \(2 of 3"),
         ([10**400, 2.0, 3.0], r"'r' returned inf at index 0 \(1 of 3"),
         ([1.0, -(10**400), 3.0], r"'r' returned -inf at index 1 \(1 of 3"),

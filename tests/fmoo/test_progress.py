@@ -1,5 +1,8 @@
 """Local models of a round that is thrown away."""
 
+from types import SimpleNamespace
+from typing import Any
+
 import torch
 
 from firm.federation import LocalEngine, ServerState
@@ -7,6 +10,7 @@ from firm.federation.strategies.fedavg import fedavg
 from firm.federation.strategies.fsmgda import fsmgda
 from firm.federation.strategy_configs import FedAvgConfig, FsmgdaConfig
 from firm.fmoo import LocalConfig, ModelConfig, SupervisedClient, TaskData, Workspace, build_model
+from firm.fmoo.measures import share_improved
 from firm.fmoo.progress import local_models
 
 
@@ -49,3 +53,17 @@ def test_only_the_rounds_participants_have_local_models():
     state, names, engine = _start()
     models = local_models(fedavg, state, names, engine, FedAvgConfig(clients_per_round=1))
     assert len(models) == 1
+
+
+def test_only_losses_of_a_clients_own_objectives_count_as_its_improvement():
+    losses = iter([[1.0, 1.0], [1.0, 1.0], [0.5, 2.0], [2.0, 0.5]])
+    workspace = SimpleNamespace(
+        load=lambda adapter: None,
+        evaluate=lambda data, shard: SimpleNamespace(losses=torch.tensor(next(losses))),
+        data=SimpleNamespace(objectives=("a", "b")),
+    )
+    clients = [SimpleNamespace(name="c", served=(0,)), SimpleNamespace(name="d", served=(0, 1))]
+    shards = {"c": None, "d": None}
+    federation: Any = SimpleNamespace(workspace=workspace, clients=clients, shards=shards)
+    state: Any = SimpleNamespace(adapter={})
+    assert share_improved(federation, state, state, {"clients": ["c", "d"]}) == 0.5

@@ -458,6 +458,10 @@ def test_parameters_that_are_not_the_models_linear_weights_are_refused(network):
     stranger = torch.ones(7, requires_grad=True)
     with pytest.raises(ValueError, match=r"Parameter 1 of shape \[7\] is no weight or bias"):
         PerSequenceGradients(network, [network[0].weight, stranger])
+    with pytest.warns(FutureWarning, match="weight_norm"):
+        layer = torch.nn.utils.weight_norm(torch.nn.Linear(3, 2))
+    with pytest.raises(ValueError, match=r"Parameter 0 .* is no weight or bias"):
+        PerSequenceGradients(layer, [layer.weight_g, layer.weight_v])
 
 
 def test_a_parameter_listed_twice_is_refused(network):

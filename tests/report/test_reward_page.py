@@ -45,6 +45,9 @@ def test_ties_count_half_and_missing_judgements_not_at_all() -> None:
     own = report({"r": differences, "s": np.array([1.0, 1.0, 1.0, -1.0])}, np.ones(4))
     assert (own.verdicts["r"].accuracy.value, own.verdicts["r"].accuracy.num) == (0.5, 3)
     assert (own.agreement["r, s"].value, own.agreement["r, s"].num) == (2 / 3, 3)
+    silent = report({"r": differences, "none": np.full(4, np.nan)}, np.ones(4))
+    held_out = silent.tables()[0]
+    assert held_out.rows[1] == ["none", "no pairs", "–", "–"]
 
 
 def test_the_page_says_when_length_would_do_as_well() -> None:

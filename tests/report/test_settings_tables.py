@@ -142,10 +142,18 @@ def test_classic_algorithms_at_one_untuned_rate_are_not_ranked(tmp_path):
 @pytest.mark.parametrize(("gap", "is_clear"), [(0.02, False), (0.2, True)])
 def test_a_difference_within_the_noise_of_the_seeds_is_said_to_be_none(gap, is_clear):
     first = runs("A", [0.5], [0.52])
-    second = runs("B", [0.5 + gap], [0.52 + gap])
+    second = runs("B", [0.53 + gap], [0.49 + gap])
     sentence, _ = study(first, second).summary
     assert ("not significant" not in sentence) == is_clear
     assert "highest with B" in sentence
+
+
+def test_settings_that_each_seed_tells_apart_are_so_however_far_the_seeds_are():
+    first, second = runs("A", [0.1], [0.5], [0.9]), runs("B", [0.12], [0.521], [0.919])
+    assert "not significant" not in study(first, second).summary[0]
+    assert "ends equal with A (0.500) and B (0.500)." in study(
+        runs("A", [0.5]), runs("B", [0.5])
+    ).summary[0].replace("\xa0", " ")
 
 
 def test_one_run_each_claims_no_difference_and_has_no_errors():

@@ -6,7 +6,7 @@ import openai
 import pytest
 
 from firm.serving.endpoint import Endpoint
-from firm.serving.local import is_local
+from firm.serving.local import foreign, is_local
 from firm.serving.requests import MAX_BODY, models, translate
 from tests.serving.served import HEAD, MESSAGES, Echo, ask, chunk, serving
 
@@ -169,6 +169,7 @@ def test_other_machines_need_a_key(served, host):
 @pytest.mark.parametrize("host", ["localhost", "127.0.0.1", "127.8.0.1", "::1"])
 def test_a_server_for_this_machine_needs_none(host):
     assert is_local(host)
+    assert foreign(f"[{host}]:8080" if ":" in host else f"{host}:8080", None) is None
 
 
 def test_a_server_for_others_takes_any_host_with_the_key(served):

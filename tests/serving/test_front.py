@@ -4,12 +4,15 @@ import json
 from dataclasses import replace
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from firm.fronts.confidence import half_width
 from firm.serving import ServedFront
 from firm.serving.chat_templates import HH_TEMPLATE, check_exported, plain_template
+from firm.serving.front import _preference
+from firm.serving.peft_scales import _slot
 
 
 @pytest.mark.parametrize(
@@ -94,6 +97,18 @@ def test_templates_of_exports_are_accepted(text):
     check_exported(HH_TEMPLATE)
     for template in ("{prompt}", f"{text}{{prompt}}{text}", f"{{prompt}}{text}{{prompt}}"):
         check_exported(plain_template(template))
+    assert "Réponds à" in plain_template("Réponds à {prompt}")
+
+
+def test_shares_with_six_digits_are_a_preference_of_any_number_of_objectives():
+    for count in (3, 6, 7, 9):
+        names = [f"o{j}" for j in range(count)]
+        shares = _preference([round(1 / count, 6)] * count, names)
+        assert shares == pytest.approx([1 / count] * count)
+
+
+def test_adapters_of_all_objectives_have_names_that_torch_takes():
+    torch.nn.ModuleDict({_slot(name): torch.nn.Identity() for name in ("qwen2.5", "keys", "a")})
 
 
 @pytest.mark.parametrize(
