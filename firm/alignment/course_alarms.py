@@ -69,16 +69,13 @@ def course_alarms(rows: Rows, *, max_approx_kl: float | None) -> list[str]:
     clients = [row for row in rows if row.get("kind") == "client"]
     if not clients:
         return []
-    first, last = clients[0]["round"], clients[-1]["round"]
-    near = [r for r in clients if r["round"] == first or r["round"] >= last - ALARM_ROUNDS]
-    recent = [r for r in clients if r["round"] >= last - ALARM_ROUNDS - SACRIFICE_ROUNDS]
     return [
-        *_length_alarms(near),
-        *_signal_alarms(near),
-        *_sacrifice_alarms(recent),
-        *_entropy_alarms(near),
+        *_length_alarms(clients),
+        *_signal_alarms(clients),
+        *_sacrifice_alarms(clients),
+        *_entropy_alarms(clients),
         *_validation_alarms(rows),
-        *_client_alarms(clients, last, max_approx_kl),
+        *_client_alarms(clients, clients[-1]["round"], max_approx_kl),
     ]
 
 
@@ -128,7 +125,7 @@ def _signal_alarms(rows: Rows) -> Iterator[str]:
         if _has_lasted(signs):
             yield (
                 f"the correlation of {name} with the length of replies has risen from {own[0]:.2f} "
-                f"in the first round to {own[-1]:.2f}: the policy may be padding. {REMEDY}, or add "
+                f"at first to {own[-1]:.2f}: the policy may be padding. {REMEDY}, or add "
                 "an objective for brevity."
             )
 
@@ -140,7 +137,7 @@ def _sacrifice_alarms(rows: Rows) -> Iterator[str]:
     for j, name in enumerate(_names(rows, key)):
         if all(own[j] == 0 for own in weights):  # of all clients
             continue
-        own = _medians(rows, key, name)
+        own = _medians(rows, key, name)[-ALARM_ROUNDS - SACRIFICE_ROUNDS :]
         windows = [
             own[end - SACRIFICE_ROUNDS : end] for end in range(SACRIFICE_ROUNDS, len(own) + 1)
         ]
@@ -203,7 +200,8 @@ def _names(clients: Rows, key: str) -> list[str]:
 def _medians(clients: Rows, key: str, name: str = "") -> list[float]:
     """Returns the clients' medians of a metric by round; rounds without it are left out.
 
-    With a name, the metric is by objective.
+    If the newest round lacks it there is nothing new, and nothing is returned. With a name, the
+    metric is by objective.
     """
     found: dict[int, list[float]] = {}
     for row in clients:
@@ -212,6 +210,8 @@ def _medians(clients: Rows, key: str, name: str = "") -> list[float]:
             value = value.get(name)
         if value is not None:
             found.setdefault(row["round"], []).append(value)
+    if clients[-1]["round"] not in found:
+        return []
     return [median(found[number]) for number in sorted(found)]
 
 

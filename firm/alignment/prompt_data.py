@@ -128,8 +128,8 @@ def _without_duplicates(
         distinct.setdefault(json.dumps(content, sort_keys=True, default=repr), prompt)
     if on_note and (num_repeats := len(prompts) - len(distinct)):
         on_note(
-            f"{num_repeats} of {len(prompts)} rows repeat the prompt and all fields of another, and "
-            "are dropped."
+            f"{num_repeats} of {len(prompts)} rows repeat the prompt and all fields of another, "
+            "and are dropped."
         )
     return list(distinct.values())
 

@@ -47,6 +47,8 @@ def test_objectives_that_are_sacrificed_or_teach_nothing_are_an_alarm_once():
     flat = by_name("zero_variance_share", brief=0.95)
     alarms = run([{}, flat, flat, flat, flat])
     assert [len(own) for own in alarms] == [0, 0, 0, 1, 0]
+    seldom = by_name("zero_variance_share")  # its client is not drawn
+    assert [len(own) for own in run([flat, seldom] * 4)] == [0, 0, 0, 0, 1, 0, 0, 0]
     assert alarms[3][0].startswith("95% of the groups of replies have equal rewards of brief")
     full = by_name("saturated_share", kind=0.97)
     (alarm,) = run([full] * 3)[2]
