@@ -222,7 +222,8 @@ class FirmConfig(StrategyConfig):
     torchjd/cagrad; ``firm.solvers.torchjd`` lists them."""
     constraints: Annotated[tuple[str, ...], NOT_IN_PAPER] = ()
     """Linear constraints on the weights, in terms of the objectives' names, such as 'harmless >=
-    0.3' or 'helpful <= 2 * harmless'; require solver cvxpy."""
+    0.3' or 'helpful <= 2 * harmless'; require solver cvxpy. Where an objective is not trained or
+    has no preference, those that name it do not apply."""
     solve_per: Annotated[Literal["minibatch", "batch"], NOT_IN_PAPER, NOT_IN_PAPER] = "minibatch"
     """Scope of a solve for weights: each minibatch, or once per batch; the latter needs only one
     backward pass per minibatch instead of one per objective."""
