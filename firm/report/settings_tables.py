@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from statistics import fmean
+from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -305,11 +306,11 @@ def _untuned_text(settings: Sequence[Setting]) -> str:
 def _ranking(subject: str, finals: Mapping[str, pd.Series], criterion: Criterion) -> str:
     """Returns the best and the second setting, and whether the seeds tell them apart."""
     known = {name: v for name, v in finals.items() if np.isfinite(v).all()}
-    ends = {name: end for name, values in known.items() if (end := measure_of(values))}
+    ends = {name: end for name, v in known.items() if (end := measure_of(v.to_numpy()))}
     if not ends:
         return f"{subject} is not known: every setting diverged."
     ranked = sorted(ends, key=lambda name: -criterion.sign * ends[name].mean)
-    quotes = [f"{name} ({spread(known[name])})" for name in ranked[:2]]
+    quotes = [f"{name} ({spread(known[name].to_numpy())})" for name in ranked[:2]]
     if len({ends[name].mean for name in ranked[:2]}) < len(quotes):
         return f"{subject} ends equal with {' and '.join(quotes)}."
     best = "highest" if criterion.sign > 0 else "lowest"
@@ -329,4 +330,5 @@ def _are_apart(first: pd.Series, second: pd.Series) -> bool:
         return mean_difference(changes.to_numpy(), level=LEVEL).is_clear
     if min(len(first), len(second)) < 2:
         return True
-    return bool(stats.ttest_ind(first, second, equal_var=False).pvalue < 1 - LEVEL)
+    welch: Any = stats.ttest_ind(first, second, equal_var=False)
+    return bool(welch.pvalue < 1 - LEVEL)

@@ -111,8 +111,8 @@ def served_weights(
             return weights
     if constraints:
         is_served = np.isin(np.arange(len(gram)), rows)
-        constraints = _applicable(np.array(constraints, dtype=np.float64), is_served)
-        constraints = constraints[:, [*rows, -1]].tolist()
+        bounds = _applicable(np.array(constraints, dtype=np.float64), is_served)
+        constraints = bounds[:, [*rows, -1]].tolist()
     own = gram[rows][:, rows]
     weights[rows] = firm_weights(own, preference=preference, constraints=constraints, **options)
     return weights
