@@ -256,11 +256,12 @@ def _train_on_solves(client: Client, request: LocalTraining) -> Update:
         **shared,
     }
     if request.is_uniform_at_large_beta(client.name) and not client.is_conditioned:
-        metrics["beta_effect"] = [
+        effects = [
             served_beta_effect(solve.mean, solve.gram, solve.served)
             for solve in solves
             if len(solve.served) > 1
         ]
+        metrics |= {"beta_effect": effects} if effects else {}
     return Update(client.name, client.adapter(), client.num_examples, metrics)
 
 

@@ -187,7 +187,9 @@ def test_with_noisy_gradients_stationarity_is_no_bound_on_the_expected_ones_even
 
 def test_solves_in_which_beta_cannot_act_do_not_make_it_inert():
     rows = [_client_row(number, 0.01, -0.4) for number in (1, 2, 3)]
-    alone = {"beta_effect": [], "gradient_norms": [[1.0, 0.0]], "cosines": [[None]]}
+    alone = [{**row, "gradient_norms": [[1.0, 0.0]], "cosines": [[None]]} for row in rows]
+    for row in alone:
+        del row["beta_effect"]
     wider = [
         {
             **row,
@@ -196,8 +198,8 @@ def test_solves_in_which_beta_cannot_act_do_not_make_it_inert():
         }
         for row in rows
     ]
-    assert beta_alarm([*wider, *({**row, **alone} for row in rows)], 0.01) == beta_alarm(rows, 0.01)
-    assert beta_alarm([{**row, **alone} for row in rows], 0.01) is None
+    assert beta_alarm([*wider, *alone], 0.01) == beta_alarm(rows, 0.01)
+    assert beta_alarm(alone, 0.01) is None
 
 
 def test_norm_ratio_by_hand():
