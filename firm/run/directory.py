@@ -65,7 +65,8 @@ class CheckpointConfig:
     keep_last: Annotated[PositiveInt, Hint("a run resumes from the last")] = 3
     """Number of latest checkpoints to keep, in case one is damaged."""
     keep_best: bool = True
-    """Also keep the checkpoint with the highest mean reward on the validation prompts."""
+    """Also keep the checkpoint that is best on the validation prompts: by the mean reward, or a
+    conditioned policy's by expected utility, where its front is measured."""
 
 
 def check_free(path: str | Path, config: Mapping[str, Any]) -> None:
