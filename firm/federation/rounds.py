@@ -89,7 +89,7 @@ class Round:
         clients: Sequence[str],
         *,
         check: Check | None = None,
-        common: Callable[[Any], int] | None = None,
+        common: Callable[[Any], Any] | None = None,
         may_fail: bool = False,
     ) -> list[Reply]:
         """Returns the valid replies of these clients, in order; the others become failures.

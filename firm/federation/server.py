@@ -104,7 +104,7 @@ def accept(
     *,
     cfg: RoundConfig,
     check: Check | None = None,
-    common: Callable[[Any], int] | None = None,
+    common: Callable[[Any], Any] | None = None,
     may_fail: bool = False,
 ) -> tuple[list[Reply], list[Failure]]:
     """Returns the replies that are valid in this round, and all failures.
@@ -155,7 +155,7 @@ def accept(
 
 
 def _with_disagreements(
-    replies: Sequence[Reply], problems: Sequence[str | None], common: Callable[[Any], int]
+    replies: Sequence[Reply], problems: Sequence[str | None], common: Callable[[Any], Any]
 ) -> list[str | None]:
     """Adds a problem for each answer that differs from the most frequent value."""
     values = [

@@ -14,7 +14,7 @@ from firm.base.json_text import json_text
 from firm.jobs.alignment_config import GIVEN
 from firm.report.record import Record, read_record
 from firm.run.command_line import parse, read_arguments, switches_of
-from firm.run.config import lay_out, to_dict
+from firm.run.config import lay_out, read_config, to_dict
 from firm.run.directory import Run
 from firm.run.errors import UserError
 from firm.run.files import refuse_links
@@ -50,7 +50,9 @@ def parse_over_run(
     run, given = None, []
     with suppress(UserError):  # `parse` explains malformed command lines
         words = [word for word in arguments if word not in ("-h", "--help")]
-        given = read_arguments(words, switches_of(config_class))[1]
+        files, given = read_arguments(words, switches_of(config_class))
+        contents = [own for own in map(read_config, files) if isinstance(own, Mapping)]
+        given = [*(pair for own in contents for pair in own.items()), *given]
         named = [pair for pair in given if pair[0] == key][-1:]
         run = lay_out(config_class, (), named, has_plugins=False).values[key]
         run = next(iter(run), None) if isinstance(run, list) else run

@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, fields, is_dataclass, replace
 from math import inf
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import firm.federation.strategies  # noqa: F401 - registers every task
 from firm.base.inside import open_inside
@@ -183,10 +183,21 @@ class Ledger:
     def _write(self, **row: Any) -> None:
         if self._path is None:
             return
-        with open(self._path, "a", encoding="utf-8", opener=open_inside) as file:
-            file.write(json_text({"time": round(time.time()), **row}) + "\n")
+        line = json_text({"time": round(time.time()), **row}) + "\n"
+        with open(self._path, "a+b", opener=open_inside) as file:
+            _drop_fragment(file)
+            file.write(line.encode())
             file.flush()
             os.fsync(file.fileno())  # a site that loses power must not forget ε that it spent
+
+
+def _drop_fragment(file: IO[bytes]) -> None:
+    """Removes an incomplete last line, as a full disk leaves it: the next would continue it."""
+    size = file.seek(0, os.SEEK_END)
+    file.seek(max(0, size - 1))
+    if file.read(1) not in (b"", b"\n"):
+        file.seek(0)
+        file.truncate(file.read().rfind(b"\n") + 1)
 
 
 def _tells_of_data(task: str) -> bool:

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -117,11 +118,12 @@ class Daemons:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        for daemon in self._daemons.values():
-            _end(daemon.process)
-        if self._file:
-            self._file.close()
-        os.close(self._lock)
+        try:
+            _end([daemon.process for daemon in self._daemons.values()])
+        finally:
+            if self._file:
+                self._file.close()
+            os.close(self._lock)
 
     def process_id(self, name: str) -> int:
         """Returns the ID of the current process with this name."""
@@ -164,11 +166,24 @@ class Daemons:
         )
 
 
-def _end(process: subprocess.Popen[bytes], patience: float = 5.0) -> None:
-    """Terminates a process and its children, first by SIGTERM and then by SIGKILL."""
-    for number in (signal.SIGTERM, signal.SIGKILL):
-        try:
+def _end(processes: Sequence[subprocess.Popen[bytes]], patience: float = 5.0) -> None:
+    """Terminates processes and their children, all by SIGTERM and, what is left, by SIGKILL.
+
+    Interrupted while it waits, as by a second Ctrl-C, it kills them at once.
+    """
+    try:
+        _signal(processes, signal.SIGTERM)
+        end = time.monotonic() + patience
+        for process in processes:
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(max(0.0, end - time.monotonic()))
+    finally:
+        _signal(processes, signal.SIGKILL)
+        for process in processes:
+            process.wait()
+
+
+def _signal(processes: Sequence[subprocess.Popen[bytes]], number: signal.Signals) -> None:
+    for process in processes:
+        with suppress(ProcessLookupError):
             os.killpg(process.pid, number)
-            process.wait(patience)
-        except (ProcessLookupError, subprocess.TimeoutExpired):
-            continue

@@ -88,6 +88,9 @@ def test_what_it_writes_runs_and_keeps_splits_apart(data, tmp_path, monkeypatch,
     assert (again.prompts, again.held_out, again.held_out_seed) == (cfg.data.train, 0.2, 0)
     other = COMMANDS["evaluate"].parse(["--runs", "[run]", "--prompts.source", "more.jsonl"])
     assert other.held_out == 0
+    (tmp_path / "more.yaml").write_text("prompts: { source: more.jsonl }\n")
+    other = COMMANDS["evaluate"].parse(["--runs", "[run]", "--config", "more.yaml"])
+    assert (str(other.prompts.source), other.held_out) == ("more.jsonl", 0)
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -19,6 +20,12 @@ WAITS = [sys.executable, "-c", "import time; time.sleep(100)"]
 WITH_CHILD = """
 import subprocess, sys, time
 print(subprocess.Popen([sys.executable, "-c", "import time; time.sleep(100)"]).pid, flush=True)
+time.sleep(100)
+"""
+STUBBORN = """
+import signal, time
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+print(1, flush=True)
 time.sleep(100)
 """
 WATCHER = """
@@ -84,6 +91,23 @@ def test_the_end_is_that_of_all_that_was_started(tmp_path):
         processes = [daemons.process_id("process"), int(output.read_text())]
         assert all(map(_lives, processes))
     _until(lambda: not any(map(_lives, processes)))
+
+
+def test_processes_that_ignore_the_end_are_killed_by_a_second_interruption(tmp_path):
+    output, command = tmp_path / "output.txt", (sys.executable, "-c", STUBBORN)
+    interrupt = threading.Timer(0.5, os.kill, [os.getpid(), signal.SIGINT])
+    processes = []
+
+    def run():
+        with Daemons({"a": command, "b": command}, output=output, environment={}) as daemons:
+            processes.extend(daemons.process_id(name) for name in ("a", "b"))
+            _until(lambda: output.read_text().count("1\n") == 2)
+            interrupt.start()
+
+    with pytest.raises(KeyboardInterrupt):
+        run()
+    assert len(processes) == 2
+    assert not any(map(_lives, processes))
 
 
 def test_a_folder_whose_processes_run_gets_no_second_ones(tmp_path):

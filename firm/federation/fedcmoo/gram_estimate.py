@@ -123,6 +123,8 @@ def estimate_two_sample_gram(
             round_number=this_round.number,
             count=count,
             always=cfg.always,
+            attempt=len(state.attempts),
+            absent={name for attempt in state.attempts for name in attempt.failed},
         )
         fields = {**cfg.jacobians(), "seed": this_round.seed("jacobians"), "skipped_batches": index}
         samples.append(sample)
@@ -231,7 +233,7 @@ def _jacobians(
     state: ServerState,
     cfg: GramConfig,
 ) -> list[Reply]:
-    """Returns the clients' valid Jacobians, with the same number of columns each."""
+    """Returns the clients' valid Jacobians, each of the same size."""
     request = this_round.request(JacobianRequest, fields)
     is_two_sample = cfg.communication == "two_sample"
 
@@ -247,10 +249,14 @@ def _jacobians(
             return "its Jacobian is compressed with another round's seed"
         return losses_problem(content.start_losses, state.objectives) if cfg.reads_losses else None
 
-    return this_round.ask(request, clients, check=check, common=_num_columns)
+    return this_round.ask(request, clients, check=check, common=_columns)
 
 
-def _num_columns(content: JacobianShare) -> int:
+def _columns(content: JacobianShare) -> str:
+    """Returns the number of columns of a Jacobian, and of its sketch if it has one."""
     if content.jacobian is not None:
-        return content.jacobian.size(1)
-    return message_from_dict(content.message or {}).shape[1]
+        return f"{content.jacobian.size(1)} columns"
+    message = message_from_dict(content.message or {})
+    sketch = getattr(message, "sketch", None)
+    sketched = "" if sketch is None else f" in a sketch of {sketch.size(1)}"
+    return f"{message.shape[1]} columns{sketched}"

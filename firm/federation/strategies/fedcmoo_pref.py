@@ -27,13 +27,20 @@ def fedcmoo_pref(
 
     Like ``fedcmoo``, but the weights also depend on the losses at θ_t, which clients send with
     their Jacobians. The row's "start_losses" are each objective's mean over the clients serving it.
+    If the round has no objective with a preference above zero, the preference is the weights.
     """
     this_round = Round(state, clients, engine, cfg)
     estimate = estimate_gram(this_round, state, cfg)
     losses = [
         fmean(row[j] for row, served in estimate.losses if j in served) for j in estimate.active
     ]
-    multiples = np.array(cfg.multiples(len(state.objectives)))[estimate.active]
+    names = [state.objectives[j] for j in estimate.active]
+    entries: dict[str, Any] = {"start_losses": dict(zip(names, losses, strict=True))}
+    whole = np.array(cfg.multiples(len(state.objectives)))
+    multiples = whole[estimate.active]
+    if not multiples.any():
+        weights = (whole / whole.sum()).tolist()
+        return train_on_sum(this_round, state, cfg, estimate, weights, entries=entries)
     weights = fedcmoo_pref_weights(
         estimate.gram.numpy(),
         np.array(losses),
@@ -42,9 +49,5 @@ def fedcmoo_pref(
         min_weight=cfg.least(len(multiples)),
         variant=cfg.variant,
     ).tolist()
-    names = [state.objectives[j] for j in estimate.active]
-    entries = {
-        "start_losses": dict(zip(names, losses, strict=True)),
-        "stationarity": stationarity([estimate.gram.tolist()]),
-    }
+    entries["stationarity"] = stationarity([estimate.gram.tolist()])
     return train_on_sum(this_round, state, cfg, estimate, estimate.spread(weights), entries=entries)

@@ -222,7 +222,10 @@ def test_a_damaged_record_is_named_and_a_torn_last_line_is_not(tmp_path):
     path = tmp_path / "ledger.jsonl"
     path.write_text('{"kind": "answer", "client": "a", "task": "local_training"}\n{"kind": "an')
     agreement = _agreement(FirmConfig(privacy=PRIVACY))
-    assert Ledger(agreement, Budget(), path).answers["a", "local_training"] == 1
+    ledger = Ledger(agreement, Budget(), path)
+    assert ledger.answers["a", "local_training"] == 1
+    ledger.answered(2, "a", "local_training")  # the torn line is not continued
+    assert Ledger(agreement, Budget(), path).answers["a", "local_training"] == 2
     for line in ("[]", "{}", "oops", '{"kind": "answer"}', "\x00"):
         path.write_text(f'{{"kind": "refusal", "reason": "no"}}\n{line}\n')
         with pytest.raises(ValueError, match=r"ledger\.jsonl, line 2 is damaged"):

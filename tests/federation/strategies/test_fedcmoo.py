@@ -7,6 +7,8 @@ import pytest
 import torch
 
 from firm.federation import LocalEngine, RoundFailed
+from firm.federation.client import Failure
+from firm.federation.server import FailedAttempt
 from firm.federation.strategies import STRATEGIES
 from firm.federation.strategies.fedavg import fedavg
 from firm.federation.strategies.fedcmoo import fedcmoo
@@ -303,6 +305,25 @@ def test_named_clients_are_in_every_sample_of_the_theory(new_client, start):
     assert len(set(map(tuple, asked))) > 1
 
 
+def test_a_second_attempt_of_the_theory_asks_others(new_client, start):
+    asked = []
+
+    class Lost(LocalEngine):
+        def map(self, request, clients):
+            asked.append(clients)
+            return [], [Failure(name, "lost", 0, 0) for name in clients]
+
+    cfg = replace(THEORY, clients_per_round=2, gram_clients=2)
+    state = start
+    for _ in range(2):
+        with pytest.raises(RoundFailed) as failed:
+            fedcmoo(state, ["a", "b", "c", "d"], Lost(_clients(new_client)), cfg)
+        attempt = FailedAttempt(asked=tuple(failed.value.asked), failed=tuple(failed.value.failed))
+        state = replace(state, attempts=(*state.attempts, attempt))
+    assert len(asked) == 2
+    assert not set(asked[0]) & set(asked[1])
+
+
 def test_the_theory_is_for_clients_that_serve_everything(new_plain_client, origin, run_rounds):
     client = new_plain_client("a", [LEFT, RIGHT], served=(1,))
     with pytest.raises(RoundFailed, match="two_sample requires clients that serve all objectives"):
@@ -327,6 +348,18 @@ def test_preferred_weights_come_of_the_gram_matrix_and_the_mean_losses(
     )
     assert list(row["weights"].values()) == pytest.approx(expected.tolist())
     assert json.dumps(rows)
+
+
+@pytest.mark.parametrize("options", [{"served": (1,)}, {"scored": ()}])
+def test_without_an_objective_that_is_preferred_the_preference_is_the_weights(
+    new_plain_client, origin, run_rounds, point, options
+):
+    client = new_plain_client("a", [LEFT, RIGHT], **options)
+    cfg = replace(EXACT_PREF, preference=(3.0, 0.0))
+    state, rows = run_rounds(fedcmoo_pref, [client], origin, cfg)
+    assert rows[0]["round"]["weights"] == {"left": 1.0, "right": 0.0}
+    assert "stationarity" not in rows[0]["round"]
+    assert point(state).tolist() == [0.0, 0.0, 0.0]
 
 
 def test_the_released_variant_mixes_the_printed_ones_weights(new_plain_client, origin, run_rounds):
@@ -414,6 +447,11 @@ def _other_kind(content):
     return {**content, "message": message}
 
 
+def _narrower_sketch(content):
+    message = content["message"]
+    return {**content, "message": {**message, "sketch": message["sketch"][:, :1].clone()}}
+
+
 BROKEN = {
     "no dictionary": (EXACT, lambda content: 3, "the message must be of type JacobianShare, got 3"),
     "served": (
@@ -446,6 +484,11 @@ BROKEN = {
         _other_kind,
         "message cannot be read",
     ),
+    "sketch": (
+        replace(EXACT, compressor="count_sketch", upload_budget=BUDGET),
+        _narrower_sketch,
+        "columns in a sketch of 1, the others' ",
+    ),
     "seed": (
         replace(EXACT, compressor="count_sketch", upload_budget=BUDGET),
         lambda content: {**content, "message": {**content["message"], "shared_seed": 1}},
@@ -458,12 +501,12 @@ BROKEN = {
 def test_a_broken_message_is_a_failure_with_its_reason(new_client, start, meddled_engine, case):
     cfg, change, reason = BROKEN[case]
 
-    engine = meddled_engine(_clients(new_client, "ab"), "share_jacobian", "b", change)
-    state, rows = fedcmoo(start, ["a", "b"], engine, cfg)
+    engine = meddled_engine(_clients(new_client, "abc"), "share_jacobian", "b", change)
+    state, rows = fedcmoo(start, ["a", "b", "c"], engine, cfg)
     (failure,) = rows["round"]["failures"]
     assert failure["client"] == "b"
     assert reason in failure["reason"]
-    assert state.accepted == {"a": 1}
+    assert state.accepted == {"a": 1, "c": 1}
 
 
 @pytest.mark.parametrize("change", [{"correction": torch.zeros(3, 3)}, {"own_gram": None}])
