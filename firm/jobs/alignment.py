@@ -446,10 +446,9 @@ class _LanguageTask(Task):
         loaded, cfg = self._loaded, self._cfg
         state = ServerState(loaded.fresh, objectives=cfg.objectives, seed=cfg.seed)
         self.book.log(_run_row(cfg, loaded, self._calibrations))
-        for split in ("test", "validation"):
-            if getattr(loaded.data, split):
-                self._base[split] = self._evaluate(state.adapter, split)
-                self.book.log(self._base[split].row(round=0, split=split))
+        self._base = self._evaluate_base()
+        for split, evaluation in self._base.items():
+            self.book.log(evaluation.row(round=0, split=split))
         self._log_samples(self._base["test"], state)
         quality = None
         if "validation" in self._base and not cfg.start:
@@ -458,10 +457,14 @@ class _LanguageTask(Task):
             quality = self._note_utility(0, {preference: own for preference in asked})  # noqa: C420
         return replace(state, adapter=loaded.start), quality
 
+    def _evaluate_base(self) -> dict[str, Any]:
+        splits = [split for split in ("test", "validation") if getattr(self._loaded.data, split)]
+        return {split: self._evaluate(self._loaded.fresh, split) for split in splits}
+
     def restore(self, content: State) -> None:
-        self._base = {
-            split: self.evaluation(**figures) for split, figures in content["base"].items()
-        }
+        stored = content["base"].items()
+        self._base = {split: self.evaluation(**figures) for split, figures in stored}
+        self._base = self._base or self._evaluate_base()
         was = next((row.get("rounds") for row in self.book.rows if row.get("kind") == "run"), None)
         if was not in (None, self._cfg.rounds):
             note = f"rounds changed from {was} to {self._cfg.rounds}; the run continues."
@@ -485,7 +488,10 @@ class _LanguageTask(Task):
             "is_out": self._is_out,
             "limits": asdict(self._cfg.guard),
             "calibrations": as_figures(self._calibrations),
-            "base": {split: asdict(evaluation) for split, evaluation in self._base.items()},
+            # its replies are texts, which a run may not keep
+            "base": {split: asdict(own) for split, own in self._base.items()}
+            if self._cfg.evaluation.num_shown_samples
+            else {},
         }
 
     def is_done(self, state: ServerState) -> bool:

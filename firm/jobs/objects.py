@@ -9,6 +9,7 @@ import datasets
 import transformers
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from firm.alignment.adapters.lora import adapted_modules
 from firm.alignment.held_out import HELD_OUT, hold_out
 from firm.alignment.policy import borrowed, is_stored_at, read_tokenizer
 from firm.alignment.prompt_data import read_prompts
@@ -53,6 +54,11 @@ def align_objects(
     if not is_object:
         fetch_policy(path)
     path = with_shipped_paths(path)
+    if is_object and (adapted_modules(model) or hasattr(model, "peft_config")):
+        raise UserError(
+            "model must have no adapter of its own, which the run would replace: merge or unload "
+            "it first. To go on from it, pass settings={'start': {FOLDER: 1}}."
+        )
     if is_object and not path and tokenizer is None:
         raise UserError(
             "tokenizer must be given, since the model does not know the path it was loaded from; "
@@ -66,7 +72,6 @@ def align_objects(
         **_objectives(rewards, pairs),
         **(settings or {}),
         **({f"data.{split}.source": GIVEN for split in DEFAULT_SPLITS} if pairs is None else {}),
-        **({"data.hold_out": 0.0} if pairs is None else {}),  # `_splits` holds out
         **{
             f"data.{split}.source": str(own)
             for split, own in (("validation", validation_prompts), ("test", test_prompts))
@@ -79,6 +84,9 @@ def align_objects(
     cfg = compose(AlignmentConfig, files, list(overrides.items()), source="settings")
     out = run_folder(cfg)
     cfg = replace(cfg, out=out)
+    share = cfg.data.hold_out or 1 / HELD_OUT
+    if pairs is None:  # `_splits` holds out
+        cfg = replace(cfg, data=replace(cfg.data, hold_out=0.0))
     if not is_stored:
         cfg = replace(cfg, policy=replace(cfg.policy, path=str(out.resolve() / "base")))
     tokenizer = tokenizer or read_tokenizer(path)
@@ -88,7 +96,7 @@ def align_objects(
         reward_fns={n: as_reward(n, r) for n, r in (rewards or {}).items() if callable(r)},
         rows=_pair_rows(pairs, cfg)
         if prompts is None
-        else _splits(prompts, validation_prompts, test_prompts, cfg),
+        else _splits(prompts, validation_prompts, test_prompts, cfg, share=share),
     )
     with borrowed(given.model):
         result = run_alignment(cfg, given)
@@ -156,13 +164,18 @@ def _reward_settings(name: str, reward: Reward) -> dict[str, Any]:
 
 
 def _splits(
-    train: Prompts, validation: Prompts | None, test: Prompts | None, cfg: AlignmentConfig
+    train: Prompts,
+    validation: Prompts | None,
+    test: Prompts | None,
+    cfg: AlignmentConfig,
+    *,
+    share: float,
 ) -> dict[str, list[Prompt]]:
-    """Returns the prompts by split; missing splits are held out from the training prompts."""
+    """Returns the prompts by split; missing ones are a share of the training prompts each."""
     given = {"validation": validation, "test": test}
     missing = [use for use, own in given.items() if own is None]
     rows = _rows(train, "train", "prompts", cfg)
-    held_out = hold_out(rows, missing, 1 / HELD_OUT, seed=cfg.seed, key="prompts")
+    held_out = hold_out(rows, missing, share, seed=cfg.seed, key="prompts")
     own = {
         use: _rows(each, use, f"{use}_prompts", cfg)
         for use, each in given.items()

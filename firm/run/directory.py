@@ -354,7 +354,9 @@ class Run:
         numbers = [number for number, _ in self._checkpoints() if number <= round]
         kept = set(numbers[-keep_last:])
         if self._qualities:
-            kept.add(self._best_round())
+            kept.add(self._best_round(self._qualities))
+        if others := self._qualities.keys() - {round}:  # the newest round may yet be undone
+            kept.add(self._best_round(others))
         for number, path in self._checkpoints():
             if number <= round and number not in kept:
                 _remove(path)
@@ -363,9 +365,9 @@ class Run:
             for remains in (self.path / "checkpoints").glob(f".round_*.{suffix}"):
                 _remove(remains)
 
-    def _best_round(self) -> int:
-        """Returns the round with the highest quality, the earliest among equals."""
-        return max(self._qualities, key=lambda number: (self._qualities[number], -number))
+    def _best_round(self, rounds: Iterable[int]) -> int:
+        """Returns the one of the rounds with the highest quality, the earliest among equals."""
+        return max(rounds, key=lambda number: (self._qualities[number], -number))
 
     def forget_quality(self, round: int) -> None:
         """Takes back the quality of a round, which is then no candidate for the best."""
@@ -379,7 +381,8 @@ class Run:
         if not self._qualities:
             return None
         try:
-            envelope = load_state(self.path / "checkpoints" / f"round_{self._best_round():04d}")
+            best = self._best_round(self._qualities)
+            envelope = load_state(self.path / "checkpoints" / f"round_{best:04d}")
         except ValueError as error:
             logger.warning("skipped: %s", printable(error))
             return None

@@ -1,5 +1,6 @@
 """The interface for Python: objects and paths give the same runs, and objects come back whole."""
 
+import copy
 import csv
 import html
 import json
@@ -10,7 +11,7 @@ import datasets
 import pytest
 import torch
 import yaml
-from peft import AutoPeftModelForCausalLM
+from peft import AutoPeftModelForCausalLM, LoraConfig
 from transformers import AutoModelForCausalLM, AutoTokenizer, RwkvConfig
 
 import firm
@@ -117,6 +118,15 @@ def test_a_model_comes_back_from_a_run_that_fails(model):
     assert all(module.training for module in model.modules())
 
 
+def test_a_model_with_an_adapter_of_its_own_is_refused_and_keeps_it(model):
+    own = copy.deepcopy(model)
+    own.add_adapter(LoraConfig(r=2, target_modules=["q_proj"]))
+    names = list(own.state_dict())
+    with pytest.raises(UserError, match="model must have no adapter of its own"):
+        firm.align(own, REWARDS, PROMPTS, settings=SETTINGS)
+    assert list(own.state_dict()) == names
+
+
 def test_objects_and_paths_give_the_same_adapter(result, model, tokenizer, tmp_path):
     rows = datasets.Dataset.from_list([{"prompt": prompt} for prompt in PROMPTS])
     file = tmp_path / "prompts.jsonl"
@@ -175,6 +185,15 @@ def test_a_run_that_keeps_no_texts_keeps_no_prompts_and_says_so(model, tmp_path,
     assert "the run's test prompts were passed to firm.align as objects and were not saved" in line
     line = refusal(align_cli, ["--config", run.path / "config.yaml", "--out", tmp_path / "other"])
     assert "data.train.source: the prompts were passed to firm.align as objects; call it" in line
+    files = [path for path in run.path.rglob("*") if path.is_file()]
+    assert any("checkpoints" in path.parts for path in files)
+    assert not [path for path in files if b"Tell me about" in path.read_bytes()]
+
+    longer = {**settings, "rounds": 2}
+    given = {"model": model, "rewards": {"short": "brevity"}, "prompts": PROMPTS}
+    resumed = firm.align(**given, settings=longer, out=run.path, resume=True)
+    whole = firm.align(**given, settings=longer, out=tmp_path / "whole")
+    assert resumed.rewards.equals(whole.rewards)  # the base model's replies are sampled again
 
 
 def test_prompts_that_are_given_by_name_are_named(model, tmp_path):
@@ -258,10 +277,11 @@ def test_prompts_that_are_held_out_are_not_trained_on(model, tmp_path):
         return [float(len(text)) for text in completions]
 
     out, tests = tmp_path / "run", ["Is this a test?", "Is that a test?", "Is it over?"]
-    given = {"settings": {**SETTINGS, "evaluation.num_validation_prompts": 6}, "out": out}
+    settings = {**SETTINGS, "evaluation.num_validation_prompts": 6, "data.hold_out": 0.25}
+    given = {"settings": settings, "out": out}
     firm.align(model, {"long": noting}, PROMPTS[:24], test_prompts=tests, **given)
     sizes = [len(prompts) for prompts in seen]
-    assert sizes == [16, 3, 2, 4, 4, 2, 3]  # calibration, base twice, clients, the model twice
+    assert sizes == [16, 3, 6, 4, 4, 6, 3]  # calibration, base twice, clients, the model twice
     validation = set(seen[2])
     trained = set(chain(*seen[3:5], seen[0]))
     assert not trained & (validation | set(seen[1]))

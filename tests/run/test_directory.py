@@ -204,7 +204,13 @@ def test_the_best_checkpoint_stays_beside_the_last_ones(tmp_path: Path) -> None:
     assert rounds_of(run) == [1, 3, 4]  # of equal qualities the earlier
     assert run.latest_checkpoint() == (4, {"a": 4})
     run.save_checkpoint(5, {"a": 5}, keep_last=2, quality=0.6)
-    assert rounds_of(run) == [4, 5]
+    assert rounds_of(run) == [1, 4, 5]  # the newest round may be undone
+    run.save_checkpoint(6, {"a": 6}, keep_last=2, quality=0.2)
+    assert rounds_of(run) == [5, 6]
+    run.save_checkpoint(7, {"a": 7}, keep_last=1, quality=0.9)
+    run.forget_quality(7)
+    run.save_checkpoint(8, {"a": 8}, keep_last=1, quality=0.1)
+    assert run.best_checkpoint() == (5, {"a": 5})
 
 
 def test_the_best_checkpoint_survives_a_resume(tmp_path: Path) -> None:

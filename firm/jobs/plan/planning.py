@@ -232,7 +232,8 @@ def _work(
     # base and final model on both splits; after each round, the validation split
     num_fronts = sum(is_front_due(cfg, number) for number in range(1, cfg.rounds + 1))
     num_measured = len(measured_preferences(cfg))
-    validation = (counts.validation, cfg.rounds + 1 + num_measured * num_fronts)
+    again = evaluation.num_refined + (cfg.rounds == 0)
+    validation = (counts.validation, cfg.rounds + 1 + num_measured * num_fronts + again)
     test = (counts.test, 2 + num_measured + evaluation.num_refined)
     prompts = math.prod(validation) + math.prod(test)
     samples = cfg.estimator.learns_from == "prompts"  # otherwise passes over given replies
