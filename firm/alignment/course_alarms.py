@@ -6,12 +6,16 @@ Each compares the newest rounds with the first, and is raised once a sign has la
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import groupby
+from operator import itemgetter
 from statistics import fmean, median, stdev
 from typing import Any
 
 from firm.federation.diagnostics import ALARM_ROUNDS
 
 Rows = Sequence[Mapping[str, Any]]
+Rounds = Sequence[Rows]
+"""Rows of the clients, by round."""
 
 LENGTH_FACTOR = 4.0
 """Factor between the lengths of replies in the first and in later rounds that raises an alarm."""
@@ -51,6 +55,8 @@ LENGTH_CORRELATION, LENGTH_RISE = 0.5, 0.4
 """Correlation of scores with length, and its rise since the first round, that raise an alarm."""
 SACRIFICE_ROUNDS = 6
 """Number of rounds over which covariances with the combined advantage are averaged."""
+NUM_RECENT = ALARM_ROUNDS + SACRIFICE_ROUNDS
+"""Number of newest rounds that the alarms compare with the first."""
 T_QUANTILE = 3.365
 """Student's t with `SACRIFICE_ROUNDS` - 1 degrees of freedom, one-sided 99 %: covariances of few
 replies are noisy."""
@@ -69,18 +75,19 @@ def course_alarms(rows: Rows, *, max_approx_kl: float | None) -> list[str]:
     clients = [row for row in rows if row.get("kind") == "client"]
     if not clients:
         return []
+    rounds = [list(own) for _, own in groupby(clients, key=itemgetter("round"))]
     return [
-        *_length_alarms(clients),
-        *_signal_alarms(clients),
-        *_sacrifice_alarms(clients),
-        *_entropy_alarms(clients),
+        *_length_alarms(rounds),
+        *_signal_alarms(rounds),
+        *_sacrifice_alarms(rounds),
+        *_entropy_alarms(rounds),
         *_validation_alarms(rows),
         *_client_alarms(clients, clients[-1]["round"], max_approx_kl),
     ]
 
 
-def _length_alarms(rows: Rows) -> Iterator[str]:
-    lengths, ends = _medians(rows, "response_length"), _medians(rows, "end_share")
+def _length_alarms(rounds: Rounds) -> Iterator[str]:
+    lengths, ends = _medians(rounds, "response_length"), _medians(rounds, "end_share")
     if not lengths:
         return
     first, last = lengths[0], lengths[-1]
@@ -102,8 +109,8 @@ def _length_alarms(rows: Rows) -> Iterator[str]:
         )
 
 
-def _entropy_alarms(rows: Rows) -> Iterator[str]:
-    entropies = _medians(rows, "entropy")
+def _entropy_alarms(rounds: Rounds) -> Iterator[str]:
+    entropies = _medians(rounds, "entropy")
     if entropies and _has_lasted([each < ENTROPY_SHARE * entropies[0] for each in entropies]):
         yield (
             f"the policy's entropy has fallen from {entropies[0]:.3g} nats per token in the first "
@@ -112,15 +119,15 @@ def _entropy_alarms(rows: Rows) -> Iterator[str]:
         )
 
 
-def _signal_alarms(rows: Rows) -> Iterator[str]:
+def _signal_alarms(rounds: Rounds) -> Iterator[str]:
     """Yields alarms about objectives that are hardly trained, exploited, or reward length."""
     for key, (bound, text) in SHARE_ALARMS.items():
-        for name in _names(rows, key):
-            shares = _medians(rows, key, name)
+        for name in _names(rounds, key):
+            shares = _medians(rounds, key, name)
             if _has_lasted([share > bound for share in shares]):
                 yield text.format(share=shares[-1], name=name)
-    for name in _names(rows, "score_length_correlation"):
-        own = _medians(rows, "score_length_correlation", name)
+    for name in _names(rounds, "score_length_correlation"):
+        own = _medians(rounds, "score_length_correlation", name)
         signs = [each > max(LENGTH_CORRELATION, own[0] + LENGTH_RISE) for each in own]
         if _has_lasted(signs):
             yield (
@@ -130,14 +137,14 @@ def _signal_alarms(rows: Rows) -> Iterator[str]:
             )
 
 
-def _sacrifice_alarms(rows: Rows) -> Iterator[str]:
+def _sacrifice_alarms(rounds: Rounds) -> Iterator[str]:
     """Yields an alarm on each weighted objective that the steps of the latest rounds lower."""
-    key, newest = "advantage_covariance", rows[-1]["round"]
-    weights = [own for row in rows if row["round"] == newest for own in row.get("weights") or ()]
-    for j, name in enumerate(_names(rows, key)):
+    key = "advantage_covariance"
+    weights = [own for row in rounds[-1] for own in row.get("weights") or ()]
+    for j, name in enumerate(_names(rounds, key)):
         if all(own[j] == 0 for own in weights):  # of all clients
             continue
-        own = _medians(rows, key, name)[-ALARM_ROUNDS - SACRIFICE_ROUNDS :]
+        own = _medians(rounds, key, name)[-NUM_RECENT:]
         windows = [
             own[end - SACRIFICE_ROUNDS : end] for end in range(SACRIFICE_ROUNDS, len(own) + 1)
         ]
@@ -192,27 +199,35 @@ def _client_alarms(clients: Rows, last: int, most: float | None) -> Iterator[str
         )
 
 
-def _names(clients: Rows, key: str) -> list[str]:
-    """Returns the objectives of a metric."""
-    return list(dict.fromkeys(name for row in clients for name in row.get(key) or ()))
+def _names(rounds: Rounds, key: str) -> list[str]:
+    """Returns the objectives of a metric in the newest round."""
+    return list(dict.fromkeys(name for row in rounds[-1] for name in row.get(key) or ()))
 
 
-def _medians(clients: Rows, key: str, name: str = "") -> list[float]:
-    """Returns the clients' medians of a metric by round; rounds without it are left out.
+def _medians(rounds: Rounds, key: str, name: str = "") -> list[float]:
+    """Returns the clients' medians of a metric, by objective if there is a name.
 
-    If the newest round lacks it there is nothing new, and nothing is returned. With a name, the
-    metric is by objective.
+    They are those of the first round with the metric and, in order, of the newest `NUM_RECENT`;
+    none if the newest round lacks it, so that there is nothing new.
     """
-    found: dict[int, list[float]] = {}
-    for row in clients:
-        value = row.get(key)
-        if name and value is not None:
-            value = value.get(name)
-        if value is not None:
-            found.setdefault(row["round"], []).append(value)
-    if clients[-1]["round"] not in found:
-        return []
-    return [median(found[number]) for number in sorted(found)]
+    recent: list[float] = []
+    for rows in reversed(rounds):
+        if values := _values(rows, key, name):
+            recent.insert(0, median(values))
+        if not recent or len(recent) == NUM_RECENT:
+            break
+    if len(recent) < NUM_RECENT:
+        return recent
+    first = next(own for rows in rounds if (own := _values(rows, key, name)))
+    return [median(first), *recent]
+
+
+def _values(rows: Rows, key: str, name: str) -> list[float]:
+    """Returns a metric of the clients that have it."""
+    found = [row.get(key) for row in rows]
+    if name:
+        found = [None if own is None else own.get(name) for own in found]
+    return [own for own in found if own is not None]
 
 
 def _has_lasted(signs: Sequence[bool]) -> bool:

@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, fields, is_dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -448,9 +449,11 @@ def with_recorded(cfg: AlignmentConfig) -> AlignmentConfig:
     if not cfg.resume or not cfg.out or not (cfg.out / "config.yaml").exists():
         return cfg
     settings = Run(cfg.out).settings()
-    if cfg.num_threads == AUTO:
-        cfg = replace(cfg, num_threads=_value_at(settings, "num_threads"))
-    return _with_dtypes(cfg, lambda keys, _: _value_at(settings, *keys, "dtype") or AUTO)
+    with suppress(ValueError):  # a value that no run records, and that `Run.check` names
+        own = _with_dtypes(cfg, lambda keys, _: _value_at(settings, *keys, "dtype") or AUTO)
+        threads = _value_at(settings, "num_threads") if cfg.num_threads == AUTO else cfg.num_threads
+        return replace(own, num_threads=threads)
+    return cfg
 
 
 def _value_at(settings: Any, *keys: str) -> Any:

@@ -52,7 +52,8 @@ def parse_over_run(
         words = [word for word in arguments if word not in ("-h", "--help")]
         files, given = read_arguments(words, switches_of(config_class))
         contents = [own for own in map(read_config, files) if isinstance(own, Mapping)]
-        given = [*(pair for own in contents for pair in own.items()), *given]
+        pairs = (pair for own in contents for pair in own.items() if isinstance(pair[0], str))
+        given = [*pairs, *given]
         named = [pair for pair in given if pair[0] == key][-1:]
         run = lay_out(config_class, (), named, has_plugins=False).values[key]
         run = next(iter(run), None) if isinstance(run, list) else run

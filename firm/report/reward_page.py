@@ -213,16 +213,14 @@ def reward_page(report: RewardReport, *, title: str) -> Page:
         f"{own.accuracy.value:.3f}",
         [f"95 % interval {own.accuracy.low:.3f} to {own.accuracy.high:.3f}"],
     )
-    longer = report.longer_is_better.value
-    place = "inside"
-    if not own.accuracy.low <= longer <= own.accuracy.high:
-        place = "below" if longer < own.accuracy.low else "above"
-    summary = prose(
-        f"summary-reward-{place}",
-        count=own.accuracy.num,
-        accuracy=f"{own.accuracy.value:.0%}",
-        longer=f"{longer:.0%}",
-    )[1]
+    share = report.longer_is_better.value
+    longer = f"in {share:.0%}"
+    if share > own.accuracy.high:
+        longer = f"more often, {longer}"
+    elif share >= own.accuracy.low:
+        longer = f"{longer}, which is within the model's interval"
+    accuracy = f"{own.accuracy.value:.0%}"
+    summary = prose("summary-reward", count=own.accuracy.num, accuracy=accuracy, longer=longer)[1]
     name, rule = "calibration", LegendEntry("calibrated", INK, "dash", is_thin=True)
     panel = Panel(name, "Probability and share that is right", calibration)
     return Page(

@@ -103,7 +103,10 @@ def spread(values: Sequence[float | None] | np.ndarray) -> str:
 def summary_table(
     settings: Sequence[Setting], criterion: Criterion, texts: Texts, *, has_spread: bool
 ) -> tuple[list[str], list[list[str]]]:
-    """Returns header and rows of the final values as plain numbers, for a terminal or CSV."""
+    """Returns header and rows of the final values, for a terminal or CSV.
+
+    They are plain numbers, or say in how many runs the value diverged.
+    """
     columns = final_columns(settings, criterion)
     rows = []
     for setting in settings:

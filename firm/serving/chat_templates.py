@@ -21,10 +21,12 @@ def plain_template(template: str) -> str:
     Args:
         template: Text with {prompt}, as in `firm.alignment.prompts.PromptFormat`.
     """
-    # llama.cpp's Jinja knows no \u escapes
-    texts = [json.dumps(part, ensure_ascii=False) for part in template.split("{prompt}")]
-    parts = [f"{{{{- {text} -}}}}" for text in texts]
-    return _LAST.join(parts)
+    return _plain_template(template, is_ascii=False)  # llama.cpp's Jinja knows no \u escapes
+
+
+def _plain_template(template: str, *, is_ascii: bool) -> str:
+    texts = [json.dumps(part, ensure_ascii=is_ascii) for part in template.split("{prompt}")]
+    return _LAST.join(f"{{{{- {text} -}}}}" for text in texts)
 
 
 def check_exported(template: str) -> None:
@@ -40,8 +42,9 @@ def check_exported(template: str) -> None:
         return
     try:
         texts = [json.loads(part[len("{{- ") : -len(" -}}")]) for part in template.split(_LAST)]
-        if template == plain_template("{prompt}".join(texts)):
-            return
+        whole = "{prompt}".join(texts)
+        if template in (plain_template(whole), _plain_template(whole, is_ascii=True)):
+            return  # the second is that of older exports
     except (ValueError, TypeError):  # no texts
         pass
     shown = template if len(template) <= 60 else f"{template[:60]}[...]"

@@ -476,9 +476,13 @@ def test_in_bfloat16_the_base_model_has_no_kl_and_the_page_tells_the_rounding(
     page = (out / "report.html").read_text()
     assert re.search(r"Log-probability mismatch</dt><dd>0.0\d+ nats per token, 0.\d", page)
 
-    replace_text(out / "config.yaml", "policy: 5\n")
-    with pytest.raises(UserError, match="another configuration: policy was 5, "):
-        run(*keys, "--rounds", 3, "--resume", "auto")
+    for text, named in (
+        ("policy: 5", "policy was 5, "),
+        ("policy: {dtype: 5}", "policy.dtype was 5, "),
+    ):
+        replace_text(out / "config.yaml", f"{text}\n")
+        with pytest.raises(UserError, match=f"another configuration: {named}"):
+            run(*keys, "--rounds", 3, "--resume", "auto")
 
 
 def test_a_client_that_fails_in_every_round_is_an_alarm_on_the_page_and_at_the_end(

@@ -98,6 +98,9 @@ def test_templates_of_exports_are_accepted(text):
     for template in ("{prompt}", f"{text}{{prompt}}{text}", f"{{prompt}}{text}{{prompt}}"):
         check_exported(plain_template(template))
     assert "Réponds à" in plain_template("Réponds à {prompt}")
+    check_exported(
+        plain_template("Réponds à {prompt}").replace("é", "\\u00e9").replace("à", "\\u00e0")
+    )
 
 
 def test_shares_with_six_digits_are_a_preference_of_any_number_of_objectives():
