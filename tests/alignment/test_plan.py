@@ -550,7 +550,7 @@ def test_the_front_of_a_conditioned_run_is_counted_with_its_uploads():
     assert preferences_of_minibatch(config(*solved, "--policy.conditioning.draw_per", "step")) == 1
     assert preferences_of_minibatch(config(*options)) == 1
     refined = plan_without_memory(config(*options, "--evaluation.num_refined", 3))
-    assert refined.work.evaluation_replies == plan.work.evaluation_replies + 3 * 8
+    assert refined.work.evaluation_replies == plan.work.evaluation_replies + 3 * (8 + 8)
     assert plan.policy.num_trainable == plain.policy.num_trainable * 3 / 2  # A, B and B_1, square
 
 
