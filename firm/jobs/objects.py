@@ -50,15 +50,20 @@ def align_objects(
 ) -> Result | None:
     """Returns the result of `firm.align`, whose arguments are the same."""
     is_object = isinstance(model, PreTrainedModel)
-    path = str(model.name_or_path or "") if is_object else str(model)
-    if not is_object:
-        fetch_policy(path)
-    path = with_shipped_paths(path)
-    if is_object and (adapted_modules(model) or hasattr(model, "peft_config")):
+    if hasattr(model, "peft_config") or (is_object and adapted_modules(model)):
         raise UserError(
             "model must have no adapter of its own, which the run would replace: merge or unload "
             "it first. To go on from it, pass settings={'start': {FOLDER: 1}}."
         )
+    if not isinstance(model, str | Path | PreTrainedModel):
+        raise UserError(
+            "model must be a folder, a name on the hub or a loaded transformers model, got "
+            f"{type(model).__name__}."
+        )
+    path = str(model.name_or_path or "") if is_object else str(model)
+    if not is_object:
+        fetch_policy(path)
+    path = with_shipped_paths(path)
     if is_object and not path and tokenizer is None:
         raise UserError(
             "tokenizer must be given, since the model does not know the path it was loaded from; "

@@ -202,10 +202,9 @@ class Sweep:
                     with file_errors(f"the logs in {log.parent}"):
                         make_folder(log.parent)
                     place = str(self.run_path(name))
-                    worker = idle.pop() if idle else _new_worker()
-                    point = _Running(name, worker, log, _last_round(log))
-                    future = worker.submit(_run_point, run, name, place, settings[name], str(log))
-                    running[future] = point
+                    shown = _last_round(log)
+                    worker, future = _submit(idle, run, name, place, settings[name], str(log))
+                    running[future] = _Running(name, worker, log, shown)
                 done, _ = wait(running, PROGRESS_SECONDS, return_when=FIRST_COMPLETED)
                 for point in running.values() if not done else ():
                     if (line := _last_round(point.log)) != point.shown:
@@ -268,9 +267,17 @@ class _Running:
         return Outcome(self.name, time.perf_counter() - self.start, problem)
 
 
-def _new_worker() -> ProcessPoolExecutor:
+def _submit(
+    idle: list[ProcessPoolExecutor], *arguments: Any
+) -> tuple[ProcessPoolExecutor, Future[Outcome | None]]:
+    """Calls `_run_point` in an idle worker that still lives, or in a new one."""
+    while idle:
+        worker = idle.pop()
+        with suppress(BrokenProcessPool):  # killed while it was idle
+            return worker, worker.submit(_run_point, *arguments)
     context = multiprocessing.get_context(START_METHOD)
-    return ProcessPoolExecutor(1, context, initializer=_end_with_parent)
+    worker = ProcessPoolExecutor(1, context, initializer=_end_with_parent)
+    return worker, worker.submit(_run_point, *arguments)
 
 
 def _run_point(

@@ -11,7 +11,7 @@ import datasets
 import pytest
 import torch
 import yaml
-from peft import AutoPeftModelForCausalLM, LoraConfig
+from peft import AutoPeftModelForCausalLM, LoraConfig, PeftModel
 from transformers import AutoModelForCausalLM, AutoTokenizer, RwkvConfig
 
 import firm
@@ -118,12 +118,18 @@ def test_a_model_comes_back_from_a_run_that_fails(model):
     assert all(module.training for module in model.modules())
 
 
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")  # PEFT's
 def test_a_model_with_an_adapter_of_its_own_is_refused_and_keeps_it(model):
     own = copy.deepcopy(model)
     own.add_adapter(LoraConfig(r=2, target_modules=["q_proj"]))
     names = list(own.state_dict())
     with pytest.raises(UserError, match="model must have no adapter of its own"):
         firm.align(own, REWARDS, PROMPTS, settings=SETTINGS)
+    wrapped = PeftModel(copy.deepcopy(model), LoraConfig(r=2, target_modules=["q_proj"]))
+    with pytest.raises(UserError, match="model must have no adapter of its own"):
+        firm.align(wrapped, REWARDS, PROMPTS)
+    with pytest.raises(UserError, match=r"model must be a folder, .* got Linear"):
+        firm.align(torch.nn.Linear(1, 1), REWARDS, PROMPTS)
     assert list(own.state_dict()) == names
 
 

@@ -1,6 +1,7 @@
 """A sweep is a folder of runs that survives whatever happens to those who work on it."""
 
 import json
+import multiprocessing
 import os
 import signal
 import subprocess
@@ -104,14 +105,20 @@ def test_the_rounds_of_a_running_point_are_told(tmp_path, work, monkeypatch):
 
 @pytest.fixture(scope="module")
 def eventful(tmp_path_factory) -> tuple[Sweep, list[Outcome]]:
-    """A sweep and what it yielded while one point failed and others did two of its points."""
+    """A sweep of which one point failed, its idle process was killed, and others did two points."""
     points = {"bad": {"n": -1}, "held": {"n": 1}, "done": {"n": 2}, "killed": {"n": 9}}
     points["good"] = {"n": 3}
     folder = tmp_path_factory.mktemp("sweeps")
     sweep = Sweep.open(folder / "sweep", {}, points, resume=False)
     with imported_work(folder) as work, Run.create(sweep.run_path("held"), {}):
+        threads, others = threading.active_count(), multiprocessing.active_children()
         outcomes = sweep.work(work, points)
         first = next(outcomes)
+        (idle,) = set(multiprocessing.active_children()) - set(others)
+        idle.kill()
+        deadline = time.monotonic() + 60
+        while threading.active_count() > threads and time.monotonic() < deadline:
+            time.sleep(0.02)  # until its pool knows
         with Run.create(sweep.run_path("done"), {}):
             pass
         return sweep, [first, *outcomes]
