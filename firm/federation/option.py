@@ -5,7 +5,7 @@ of a client's training, its decoding of received updates, its steps on the serve
 conflicts. An option that is off adds no code to the path of a round.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any, ClassVar, Self, TypeVar
@@ -145,8 +145,15 @@ class Option:
 
     # Outside of rounds
 
-    def spent_epsilon(self, num_messages: int) -> float | None:
-        """Returns the ε spent by ``num_messages`` of one client; None without accounting."""
+    def message_noise(self) -> Sequence[float] | None:
+        """Returns the noise of each part of a client's message; None without accounting.
+
+        It is in multiples of the part's sensitivity; 0 for a part without noise.
+        """
+        return None
+
+    def spent_epsilon(self, noise: Mapping[float, int]) -> float | None:
+        """Returns the ε of numbers of parts of messages by their noise; None without accounting."""
         return None
 
     def notes(self) -> list[str]:

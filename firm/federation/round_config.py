@@ -3,6 +3,7 @@
 Configurations are read without torch, so that methods import what computes with it.
 """
 
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from math import inf
@@ -207,9 +208,22 @@ class RoundConfig:
         needs = [(self.quorum, ""), *(option.quorum(num_refused) for option in self.options)]
         return max(needs, key=lambda need: need[0])
 
-    def spent_epsilon(self, num_messages: int) -> float:
-        """Returns the ε spent by ``num_messages`` of one client; infinite without privacy."""
-        spent = (option.spent_epsilon(num_messages) for option in self.options)
+    def message_noise(self) -> Sequence[float]:
+        """Returns the noise of each part of a client's message, in multiples of its sensitivity."""
+        noise = (option.message_noise() for option in self.options)
+        return next((own for own in noise if own is not None), (0.0,))
+
+    def spent_epsilon(self, num_messages: int, earlier: Mapping[float, int] | None = None) -> float:
+        """Returns the ε spent by messages of one client; infinite without privacy.
+
+        Args:
+            num_messages: Number of messages under these settings.
+            earlier: Numbers of parts of earlier messages, by their noise.
+        """
+        noise = Counter(earlier)
+        for part in self.message_noise():
+            noise[part] += num_messages
+        spent = (option.spent_epsilon(noise) for option in self.options)
         return next((epsilon for epsilon in spent if epsilon is not None), inf)
 
     def check_federation(self, num_clients: int) -> None:

@@ -367,13 +367,13 @@ def claim_folder(cfg: AlignmentConfig, processes: Processes) -> Path:
     out = run_folder(cfg)
     if processes.is_server:  # fail before loading, which takes minutes
         check_installed(cfg.tracking)
-        Run.check(out, to_dict(cfg), resume=cfg.resume, ignore=(*FREE_KEYS, *RENEWED_KEYS))
-        _check_rounds(out, cfg)
+        check_continues(out, cfg)
     return Path(processes.broadcast(str(out)))  # a folder named after the time differs
 
 
-def _check_rounds(out: Path, cfg: AlignmentConfig) -> None:
-    """Raises `UserError` if the run in `out` cannot continue with a changed number of rounds."""
+def check_continues(out: Path, cfg: AlignmentConfig) -> None:
+    """Raises `UserError` if `out` holds another run, or one that cannot continue with `cfg`."""
+    Run.check(out, to_dict(cfg), resume=cfg.resume, ignore=(*FREE_KEYS, *RENEWED_KEYS))
     run = Run(out)
     if not (cfg.resume and (out / "config.yaml").exists()):
         return

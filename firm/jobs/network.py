@@ -23,7 +23,13 @@ from firm.federation.engines.local import LocalEngine
 from firm.federation.engines.processes import ProcessesEngine
 from firm.federation.options.secure.engine import SecureEngine
 from firm.federation.processes import Processes
-from firm.jobs.alignment import FREE_KEYS, notes_at_start, progress_of, run_rounds
+from firm.jobs.alignment import (
+    RENEWED_KEYS,
+    check_continues,
+    notes_at_start,
+    progress_of,
+    run_rounds,
+)
 from firm.jobs.alignment_config import (
     SERVER_KEYS,
     AlignmentConfig,
@@ -62,7 +68,6 @@ from firm.network.site import Site
 from firm.network.sites import SitesEngine
 from firm.run.config import compose, to_dict
 from firm.run.differences import leaves
-from firm.run.directory import Run
 from firm.run.errors import UserError
 from firm.run.files import make_private_folder
 from firm.run.lock import check_not_held
@@ -77,7 +82,7 @@ THREADS = "num_threads.txt"
 OWN_KEYS = (
     *("checkpoints", "client_timeout", "data", "engine", "evaluation", "guard", "hub", "max_rows"),
     *("name", "num_threads", "out", "paper", "plan", "plugins", "policy.device", "policy.path"),
-    *("processes_per_client", "resume", "tracking", *SERVER_KEYS),
+    *("processes_per_client", "resume", "strategy.privacy.noise_seed", "tracking", *SERVER_KEYS),
 )
 """Keys of a run that each party sets for itself; all other keys must be equal everywhere."""
 OWN_REWARD_KEYS = ("batch_size", "device", "dtype", "path", "url")
@@ -102,7 +107,7 @@ class AlignmentController(SitesController):
         cfg = replace(kit_config(kit, own.overrides), out=out, resume="auto")
         cfg = with_fast_dtypes(with_recorded(cfg))
         _wait_until_free(out)
-        Run.check(out, to_dict(cfg), resume="auto", ignore=FREE_KEYS)
+        check_continues(out, cfg)
         shown = Console(file=channel.transcript, highlight=False)
         progress = progress_of(cfg, console=shown)
         loaded = load(cfg, Processes())
@@ -143,7 +148,7 @@ def site_process(kit: Path) -> None:
     processes = Processes.join(per_client=own.processes_per_client)
     loaded = load(cfg, processes, measures=False)
     shared = fingerprint(cfg, loaded, certificates_digest(kit) if cfg.strategy.secure else None)
-    run = _digest(sorted(shared.items()))
+    run = digest_of_run(shared)
     states = kit / "states" / run / f"process_{processes.rank}"
     set_site_threads(cfg, loaded, states.parent / THREADS)
     shards = None
@@ -237,6 +242,15 @@ def fingerprint(
         "tokenizer": _digest(sorted(tokenizer.get_vocab().items())),
         **{f"key {key}": value for key, value in leaves(to_dict(cfg)) if not _is_own(key)},
     }
+
+
+def digest_of_run(shared: Mapping[str, Any]) -> str:
+    """Returns a digest of what a run keeps when it is resumed, from its fingerprint.
+
+    The states of a site's clients are found by it.
+    """
+    renewed = ("version", "sites' certificates", *(f"key {key}" for key in RENEWED_KEYS))
+    return _digest(sorted((name, own) for name, own in shared.items() if name not in renewed))
 
 
 def _is_own(key: str) -> bool:

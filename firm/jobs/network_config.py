@@ -1,13 +1,15 @@
 """Configurations of a federation over a network, and of its parties."""
 
 import hashlib
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
+
+from annotated_types import Interval
 
 from firm.base.fields import (
-    BoundedInt,
     NonNegativeInt,
     NumWorkers,
     Port,
@@ -32,6 +34,7 @@ OUTPUT = "output.txt"
 HOME_VARIABLE = "FIRM_FOLDER"
 """Environment variable with the folder that relative paths of a run start from, since FLARE runs
 jobs in other folders."""
+_HOST = r"([A-Za-z0-9]([A-Za-z0-9-]*[A-Za-z0-9])?\.)*[A-Za-z0-9]([A-Za-z0-9-]*[A-Za-z0-9])?"
 
 
 @configuration
@@ -48,8 +51,8 @@ class FederationConfig:
     """Name or address at which sites reach the server, as in its certificate."""
     port: Port | None = None
     """The server's only port; default: 8002, and a free one in a demo."""
-    valid_days: BoundedInt = 360
-    """Validity of the certificates in days."""
+    valid_days: Annotated[int, Interval(ge=1, le=360)] = 360
+    """Validity of the certificates in days; FLARE's last at most 360."""
     run: Path = CONFIGS / "miniature.yaml"
     """Configuration of the run."""
     overrides: dict[str, Any] = field(default_factory=dict)
@@ -71,12 +74,17 @@ class FederationConfig:
                 f"client to each site, got {self.sites}."
             )
         check_name(self.name, "a federation's name")
-        for site in self.sites:
-            check_name(site, "a site's name")
-        if strange := [name for name in self.sites if name in ("server", "admin", "authority")]:
+        if not re.fullmatch(_HOST, self.host):
             raise ValueError(
-                f"the name {strange[0]!r} is reserved; choose another name of the site."
+                f"host must be a host name or an IPv4 address, got {self.host!r}; sites can reach "
+                "an IPv6 address by a name."
             )
+        for site in self.sites:
+            if "." in check_name(site, "a site's name"):
+                raise ValueError(f"a site's name must not contain '.', got {site!r}.")
+            if site in ("server", "admin", "authority", self.host):
+                owner = "the host's" if site == self.host else "reserved"
+                raise ValueError(f"the name {site!r} is {owner}; choose another name of the site.")
         if self.heartbeat_timeout <= self.heartbeat_interval:
             raise ValueError(
                 "heartbeat_timeout must be longer than heartbeat_interval, got "

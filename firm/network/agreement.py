@@ -8,7 +8,7 @@ refused, and an accepted request is executed with the site's own values.
 import json
 import os
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, fields, is_dataclass, replace
 from math import inf
@@ -44,8 +44,9 @@ class Agreement:
         num_rounds: int,
         clients: Sequence[str],
     ) -> None:
-        self.spent_epsilon, self.num_rounds = strategy.spent_epsilon, num_rounds
-        self.counts_epsilon = any(each.spent_epsilon(0) is not None for each in strategy.options)
+        self.num_rounds = num_rounds
+        self.message_noise, self.spent_epsilon = strategy.message_noise(), strategy.spent_epsilon
+        self.counts_epsilon = any(each.message_noise() is not None for each in strategy.options)
         self._objectives, self._clients = tuple(objectives), tuple(clients)
         self._strategy = strategy
 
@@ -123,12 +124,14 @@ def _plain(value: Any) -> Any:
 class Ledger:
     """A site's own record of its answers and refusals, and of the ε that its answers have spent.
 
-    An answer is recorded before it is sent. If `path` is given, the record persists across restarts
-    in a JSON Lines file. Implements ``SumLedger`` of secure aggregation.
+    An answer is recorded before it is sent, with its noise, so that ε counts answers under earlier
+    settings as well. If `path` is given, the record persists across restarts in a JSON Lines file.
+    Implements ``SumLedger`` of secure aggregation.
     """
 
     def __init__(self, agreement: Agreement, budget: Budget, path: Path | None = None) -> None:
-        self._spends, self._budget, self._path = agreement.spent_epsilon, budget, path
+        self._agreement, self._budget, self._path = agreement, budget, path
+        self._noise: defaultdict[str, Counter[float]] = defaultdict(Counter)
         self.answers: Counter[tuple[str, str]] = Counter()
         """Answers by client and task."""
         self.num_refusals = 0
@@ -141,17 +144,15 @@ class Ledger:
             elif row["kind"] == "sum":
                 self.sums.append(row)
             else:
-                self.answers[row["client"], row["task"]] += 1
+                self._count(row["client"], row["task"], row.get("noise", agreement.message_noise))
         limit = budget.max_epsilon
         if limit is None or not agreement.counts_epsilon:
-            limit = self._spends(2 * agreement.num_rounds)
+            limit = agreement.spent_epsilon(2 * agreement.num_rounds)
         self._max_epsilon = limit
 
     def epsilon(self, client: str, *, more: int = 0) -> float:
         """Returns the ε that a client's answers so far, and `more` further ones, spend."""
-        answers = self.answers.items()
-        count = sum(n for (name, task), n in answers if name == client and _tells_of_data(task))
-        return self._spends(count + more)
+        return self._agreement.spent_epsilon(more, self._noise[client])
 
     def check(self, clients: Sequence[str], task: str) -> None:
         """Raises ``Refused`` if one more answer from each client would exceed the budget."""
@@ -164,10 +165,15 @@ class Ledger:
 
     def answered(self, round: int, client: str, task: str) -> None:
         """Records an answer before it is sent."""
-        self.answers[client, task] += 1
+        noise = [*self._agreement.message_noise] if _tells_of_data(task) else []
+        self._count(client, task, noise)
         epsilon = self.epsilon(client)
         spent = {} if epsilon == inf else {"epsilon": epsilon}
-        self._write(kind="answer", round=round, client=client, task=task, **spent)
+        self._write(kind="answer", round=round, client=client, task=task, noise=noise, **spent)
+
+    def _count(self, client: str, task: str, noise: Sequence[float]) -> None:
+        self.answers[client, task] += 1
+        self._noise[client].update(noise if _tells_of_data(task) else ())
 
     def refused(self, reason: str) -> None:
         """Records a refusal; writes at most ``MAX_REFUSALS`` lines, to protect the disk."""

@@ -83,6 +83,11 @@ def _federation(tmp_path, **changes):
         ({"sites": {"a": [0], "b": [0]}}, "sites must assign each client"),
         ({"sites": {"a": [0], "b": [2]}}, "sites must assign each client"),
         ({"sites": {"server": [0]}}, "the name 'server' is reserved"),
+        ({"sites": {"st.mary": [0]}}, "a site's name must not contain '.', got 'st.mary'"),
+        ({"sites": {"h": [0]}, "host": "h"}, "the name 'h' is the host's"),
+        ({"sites": {"a": [0]}, "host": "my_host"}, "host must be a host name or an IPv4 address"),
+        ({"sites": {"a": [0]}, "host": "::1"}, "got '::1'"),
+        ({"sites": {"a": [0]}, "valid_days": 361}, "valid_days must be"),
         ({"sites": {"a b/c": [0]}}, "a site's name must be at most 64 letters"),
         ({"sites": {"../bank": [0]}}, "a site's name must be at most 64 letters"),
         ({"sites": {"bank\n": [0]}}, "a site's name must be at most 64 letters"),
@@ -362,6 +367,8 @@ def test_what_shapes_the_training_must_be_the_same_and_the_rest_is_each_partys_o
         assert key not in shared
     assert not any(key.endswith(".path") for key in shared)
     assert jobs_network._is_own("plugins.0")
+    assert jobs_network._is_own("strategy.privacy.noise_seed")  # who knows it subtracts the noise
+    assert not jobs_network._is_own("strategy.privacy.noise_multiplier")
     assert jobs_network._is_own("pairs.helpful.source")
     assert not jobs_network._is_own("pairs.helpful.test")  # without it, names could differ
 
@@ -382,6 +389,13 @@ def test_another_base_model_is_noticed_and_another_adapter_is_not():
     secure = jobs_network.fingerprint(cfg, loaded, "0123")
     added = {key: secure[key] for key in secure if key not in after}
     assert added == {"sites' certificates": "0123"}
+    # the states of clients are found again with more rounds, new certificates and a new version
+    resumed = {**secure, "version": "99", "sites' certificates": "4567", "key rounds": 99}
+    assert jobs_network.digest_of_run(resumed) == jobs_network.digest_of_run(secure)
+    assert len({jobs_network.digest_of_run(each) for each in (before, after, {})}) == 3
+    for key in ("seed", "estimator.batch_size"):
+        other = {**secure, f"key {key}": 99}
+        assert jobs_network.digest_of_run(other) != jobs_network.digest_of_run(secure)
 
 
 class _Wire:

@@ -70,12 +70,12 @@ def gaussian_epsilon(
     >>> round(gaussian_epsilon({4.0: 16}, 1e-5), 2)
     4.73
     """
-    require_accountant()
     rounds = {multiplier: count for multiplier, count in rounds.items() if count > 0}
     if not rounds:
         return 0.0
     if min(rounds) == 0:
         return inf
+    require_accountant()
     key = tuple(sorted(rounds.items()))
     whole = _epsilon(key, delta, None)
     if sample is None or sample[0] >= sample[1]:
@@ -144,20 +144,6 @@ def spend(
         {"rounds": dict(counts), "sizes": sizes},
         {**entry, "delta": cfg.delta, **share_clipped(updates)},
     )
-
-
-def message_epsilon(cfg: "PrivacyConfig", num_messages: int) -> float:
-    """Returns the ε at ``cfg.delta`` spent by ``num_messages`` messages of one client.
-
-    If the client adds the noise, ε applies to every reader of the messages, or of their sum where
-    it adds a share; if an honest server adds it, to everyone except the server. ε is infinite
-    without noise, and with exact statistics, which it does not cover.
-    """
-    if cfg.statistics == "exact":
-        return inf if num_messages else 0.0
-    message = {cfg.noise_multiplier / 2: num_messages}
-    statistics = message if cfg.statistics == "noisy" else {}
-    return _compose(message, statistics, cfg.delta)
 
 
 def share_clipped(updates: Sequence["Update"]) -> State:

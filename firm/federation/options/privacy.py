@@ -6,7 +6,7 @@ norm before it leaves the client. Gaussian noise is added on the client, or by a
 ``firm.federation.options.accounting`` computes the resulting ε.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self
 
@@ -23,7 +23,7 @@ from firm.base.fields import (
 from firm.base.quantities import Quantity, register
 from firm.base.schema import NonNegative
 from firm.federation.option import Need, Option, Train, option
-from firm.federation.options.accounting import message_epsilon, require_accountant
+from firm.federation.options.accounting import gaussian_epsilon, require_accountant
 from firm.federation.round_config import RoundConfig
 
 if TYPE_CHECKING:
@@ -121,9 +121,19 @@ class PrivacyConfig(Option):
 
         return [*steps, ServerNoise(self, has_regulars=bool(cfg.always))]
 
-    def spent_epsilon(self, num_messages: int) -> float:
-        """Returns the ε spent by ``num_messages`` of one client; see ``message_epsilon``."""
-        return message_epsilon(self, num_messages)
+    def message_noise(self) -> Sequence[float]:
+        """Returns the noise of a delta, and of the statistics that a client sends with it.
+
+        If the client adds the noise, ε applies to every reader of the messages, or of their sum
+        where it adds a share; if an honest server adds it, to everyone except the server.
+        """
+        delta = self.noise_multiplier / 2
+        parts = {"none": (delta,), "noisy": (delta, delta), "exact": (delta, 0.0)}
+        return parts[self.statistics]
+
+    def spent_epsilon(self, noise: Mapping[float, int]) -> float:
+        """Returns the ε at ``delta`` of numbers of deltas and statistics, by their noise."""
+        return gaussian_epsilon(noise, self.delta)
 
     def notes(self) -> list[str]:
         """Returns warnings about these settings that ε does not express; none by default."""

@@ -8,7 +8,7 @@ import torch
 
 from firm.base.inside import LinkFound
 from firm.federation import LocalEngine
-from firm.federation.options.accounting import message_epsilon
+from firm.federation.options.accounting import gaussian_epsilon
 from firm.federation.options.privacy import PrivacyConfig
 from firm.federation.schedule import ScheduleConfig
 from firm.federation.schema import Invalid
@@ -170,20 +170,41 @@ def test_repeating_a_round_spends_and_ends_at_the_sites_own_budget(new_client, s
     assert answers[-1]["problem"].endswith("of a is spent")
     rows = [json.loads(line) for line in path.read_text().splitlines()]
     assert [row["kind"] for row in rows] == ["answer"] * 4 + ["refusal"] * 2
-    assert rows[3]["epsilon"] == message_epsilon(PRIVACY, 4)
+    assert rows[3]["epsilon"] == cfg.spent_epsilon(4)
     sent = [answer["replies"][0]["content"]["adapter"]["first"] for answer in answers[:2]]
     assert not torch.equal(*sent)  # each has noise of its own
 
 
 def test_the_record_outlives_the_sites_process(new_client, start, tmp_path):
     cfg, path = FirmConfig(privacy=PRIVACY), tmp_path / "ledger.jsonl"
-    policy = SitePolicy(budget=Budget(max_epsilon=message_epsilon(PRIVACY, 1) * 1.001))
+    policy = SitePolicy(budget=Budget(max_epsilon=cfg.spent_epsilon(1) * 1.001))
     assert "replies" in _ask(_site(new_client, cfg, policy, path), start, cfg)
     with path.open("a") as file:
         file.write('{"kind": "ans')  # killed while it wrote
     again = _site(new_client, cfg, policy, path)
     assert "of a is spent" in _ask(again, start, cfg)["problem"]
     assert "replies" in _ask(again, start, cfg, clients=["b"])  # each client has its own
+
+
+def test_answers_keep_the_noise_that_they_were_given_with(tmp_path):
+    path = tmp_path / "ledger.jsonl"
+
+    def ledger(noise):
+        privacy = noise and PrivacyConfig(clip_norm=0.5, noise_multiplier=noise, at="client")
+        return Ledger(_agreement(FirmConfig(privacy=privacy)), Budget(max_epsilon=30.0), path)
+
+    ledger(2.0).answered(1, "a", "local_training")
+    little = ledger(2.0).epsilon("a")
+    assert ledger(8.0).epsilon("a") == little
+    assert ledger(8.0).epsilon("a", more=1) > little > ledger(8.0).epsilon("b", more=1)
+    ledger(8.0).answered(2, "a", "local_training")
+    assert (
+        ledger(2.0).epsilon("a") == ledger(8.0).epsilon("a") == gaussian_epsilon({1: 1, 4: 1}, 1e-5)
+    )
+    ledger(None).answered(3, "a", "local_training")
+    with pytest.raises(Refused, match="budget of ε 30 of a is spent"):
+        ledger(8.0).check(["a"], "local_training")
+    ledger(8.0).check(["b"], "local_training")
 
 
 def test_a_number_of_answers_can_be_the_budget_without_privacy(new_client, start):
