@@ -220,11 +220,16 @@ class CompiledDecoder:
             0 if preferences is None or is_base else preferences.size(1),
             is_base,
         )
+        if self.failure is not None:
+            return None
         arguments = key, first, parts, mask, preferences, on_token
         if is_base or self._base is self._model:
             return self._sample(*arguments)
         forward, count = forward_of(self._model), len(adapters)
         if not folds(self._model, forward.kind):
+            if any(adapter is not None for adapter in adapters):  # layers compute the slot's
+                self._fail("its layers' weights cannot be combined with each client's adapter")
+                return None
             return self._sample(*arguments)
         if count in self._folded:
             self._folded[count].write_(adapters)
@@ -261,6 +266,8 @@ class CompiledDecoder:
         for own, layer in zip(step.layers, first.cache.layers, strict=True):
             own.keys[:, :, :width] = layer.keys[source]
             own.values[:, :, :width] = layer.values[source]
+            own.keys[:, :, width:].zero_()  # a masked NaN of an earlier rollout is still one
+            own.values[:, :, width:].zero_()
         first.cache.reset()  # its memory is not needed any more
         step.mask.zero_()
         step.mask[:, :width] = mask[places]
@@ -316,7 +323,7 @@ class CompiledDecoder:
             num_open = max(sum(is_open[span]) for span in spans)
             if done == most or not num_open:
                 break
-            if bucket_of_rows(num_open) < rows:
+            if bucket_of_rows(num_open) < rows and self.failure is None:
                 step, places, is_open = self._shrink(step, places, is_open)
                 rows = step.key.rows
         return results_of(parts, tokens, logprobs, lengths)
@@ -338,7 +345,8 @@ class CompiledDecoder:
         kept = torch.tensor(chosen, device=places.device)
         layers = [(layer.keys[kept], layer.values[kept]) for layer in step.layers]
         smaller = self._step(replace(step.key, rows=rows), step.cache)
-        assert smaller is not None  # as the larger one was
+        if smaller is None:
+            return step, places, is_open
         for layer, (keys, values) in zip(smaller.layers, layers, strict=True):
             layer.keys.copy_(keys)  # both buckets share their memory
             layer.values.copy_(values)
@@ -368,8 +376,6 @@ class CompiledDecoder:
 
     def _step(self, key: Key, like: Any) -> Step | None:
         """Returns the step of a bucket, compiled where it is new; None if that fails."""
-        if self.failure is not None:
-            return None
         num_rows = key.num_parts * key.rows
         layers = self._layers(num_rows, key.length, like)
         if key in self._steps:
@@ -393,7 +399,7 @@ class CompiledDecoder:
             raise
         except Exception as error:  # of any backend; the model runs as it is
             # torch wraps a backend's error into one of its own
-            self.failure = first_line(getattr(error, "inner_exception", None) or error)
+            self._fail(first_line(getattr(error, "inner_exception", None) or error))
             return None
         seconds = time.perf_counter() - start
         self.seconds += seconds
@@ -402,6 +408,13 @@ class CompiledDecoder:
             logger.warning("compiled the sampling of %s in %.0f seconds", size, seconds)
         self._steps[key] = step
         return step
+
+    def _fail(self, reason: str) -> None:
+        """Records why steps cannot be used, and releases their memory."""
+        self.failure = reason
+        self._steps.clear()
+        self._folded.clear()
+        self._storage = []
 
     def _capture(self, step: Step) -> Callable[[], Any]:
         """Records a step as a CUDA graph, whose replay is one call."""

@@ -12,6 +12,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from benchmarks.decode import per_token, steps_as_one_call
 from firm.alignment import LoraSettings, PolicyConfig, compiled
 from firm.alignment.adapters.conditioned import ConditioningConfig
+from firm.alignment.adapters.folded import FoldedAdapters
 from firm.alignment.compiled import (
     BLOCK,
     CompiledDecoder,
@@ -242,16 +243,57 @@ def test_a_whole_run_ends_with_the_same_adapter(tmp_path, monkeypatch, engine):
     assert all(map(torch.equal, adapters[0].values(), adapters[1].values()))
 
 
-def test_a_model_that_does_not_compile_is_named_and_samples_as_before(caplog):
+def test_a_rollout_without_finite_logits_does_not_reach_the_next_one():
+    policy = policy_of("lora")
+    policy.compiled_decoder = CompiledDecoder(policy, backend=None)
+    rows = asked()
+    expected = slot(policy, rows, compiles=True)
+    weight = next(own for name, own in policy.named_parameters() if "lora_B" in name)
+    kept = weight.detach().clone()
+    weight.data.fill_(torch.nan)
+    with pytest.raises(RuntimeError, match="logits are not finite"):
+        slot(policy, rows, compiles=True)
+    weight.data.copy_(kept)
+    assert all(map(torch.equal, slot(policy, rows, compiles=True), expected))
+
+
+def test_clients_whose_adapters_do_not_fold_sample_with_their_own(monkeypatch, caplog):
+    policy = policy_of("lora")
+    policy.compiled_decoder = CompiledDecoder(policy, backend=None)
+    stack, rows = StackedModel(policy), asked()
+    adapters = [stack.new_adapter() for _ in range(3)]
+    change_(policy)  # the slot's adapter is no client's
+    monkeypatch.setattr(compiled, "folds", lambda *_: False)  # as with 4-bit weights
+    own, expected = (stacked(stack, adapters, rows, compiles=each) for each in (True, False))
+    assert all(map(torch.equal, own, expected))
+    assert "cannot be combined with each client's adapter" in caplog.text
+
+
+def test_a_model_that_does_not_compile_is_named_and_samples_as_before(caplog, monkeypatch):
     def broken(graph, examples):
         raise RuntimeError("no such instruction")
 
-    policy = policy_of("lora")
-    policy.compiled_decoder = CompiledDecoder(policy, backend=broken)
-    rows = asked()
+    policy = policy_of("lora", vocabulary=9000)
+    for name, parameter in policy.named_parameters():
+        if "lora_" not in name:
+            parameter.data = parameter.data.bfloat16()
+    policy.compiled_decoder = decoder = CompiledDecoder(policy, backend=broken)
+    rows, calls, output = asked(), [], FoldedAdapters.output
+
+    def counted(self, *args):
+        calls[-1] += 1
+        return output(self, *args)
+
+    monkeypatch.setattr(FoldedAdapters, "output", counted)
+    results = []
     with caplog.at_level(logging.WARNING):
-        own, expected = (slot(policy, rows, compiles=each) for each in (True, False))
-    assert all(map(torch.equal, own, expected))
+        for compiles in (True, True, False):
+            calls.append(0)
+            results.append(slot(policy, rows, compiles=compiles))
+    for own in results[:2]:
+        assert all(map(torch.equal, own, results[2]))
+    assert calls[0] == calls[1] == calls[2] > 0  # adapters cast once for all tokens
+    assert not decoder._storage
     (line,) = (each.message for each in caplog.records if "rollout.compile" in each.message)
     assert "no such instruction" in line
 

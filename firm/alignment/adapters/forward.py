@@ -71,11 +71,11 @@ class AdapterForward:
         layers = [m for m in adapted_modules(policy).values() if "forward" not in vars(m)]
         for layer in layers:  # PEFT computes them otherwise
             layer.forward = self._methods.setdefault(layer, partial(self, layer))
-        self._folded = folded
+        outer, self._folded = self._folded, folded  # contexts may be nested
         try:
             yield
         finally:
-            self._folded = None
+            self._folded = outer
             for layer in layers:
                 del layer.forward
 
