@@ -8,7 +8,8 @@ where the bootstrap says that their distribution is skewed.
 import math
 
 import numpy as np
-from scipy.stats import beta, t
+from scipy.optimize import brentq
+from scipy.stats import beta, norm, t
 
 _NUM_BETS = 50
 """Sizes of bets over which the test by betting is averaged."""
@@ -74,12 +75,13 @@ def share_interval(share: float, num: int, confidence: float = 0.95) -> tuple[fl
 
 
 def paired_interval(change: float, error: float, num: int) -> tuple[float, float]:
-    """Returns the 95 % interval of the change of a share, by the exact sign test.
+    """Returns a 95 % interval of the change of a share.
 
     Every case changes by -1, 0 or 1, so that mean and standard error tell how many rose and fell.
-    Given the number of changes, rises are a share of them (McNemar, 1947): the interval excludes 0
-    if the two-sided test rejects it at 5 %. Without changes it covers the rises or falls that so
-    few cases may have missed.
+    The interval is Tango's (1998), which inverts the score test of a change, widened to that of the
+    exact sign test: given the number of changes, rises are a share of them (McNemar, 1947). It
+    excludes 0 only if the two-sided sign test rejects it at 5 %. Without changes it covers the
+    rises or falls that so few cases may have missed.
 
     Args:
         change: Mean change.
@@ -91,8 +93,10 @@ def paired_interval(change: float, error: float, num: int) -> tuple[float, float
         missed = share_interval(0.0, num)[1]
         return -missed, missed
     ends = share_interval((1 + change * num / num_changed) / 2, num_changed)
-    low, high = ((2 * end - 1) * num_changed / num for end in ends)
-    return low, high
+    by_sign = [(2 * end - 1) * num_changed / num for end in ends]
+    rises, falls = (num_changed + num * change) / 2, (num_changed - num * change) / 2
+    high = _largest_change(rises, falls, num)
+    return min(by_sign[0], -_largest_change(falls, rises, num)), max(by_sign[1], high)
 
 
 def half_width(error: float, num: int, confidence: float) -> float:
@@ -114,6 +118,22 @@ def half_width(error: float, num: int, confidence: float) -> float:
 def _of_proportion(successes: float, num: int, delta: float) -> float:
     """Returns the bound of Clopper and Pearson (1934), at which so many successes have odds δ."""
     return float(beta.ppf(delta, successes, num - successes + 1)) if successes else 0.0
+
+
+def _largest_change(rises: float, falls: float, num: int) -> float:
+    """Returns the largest change of a share that Tango's score test does not reject at 2.5 %."""
+    critical = norm.ppf(0.975)
+
+    def excess(change: float) -> float:
+        # the most likely share of falls under this change (Tango, 1998, equation 7)
+        b = (2 * num - rises + falls) * change - rises - falls
+        c = -falls * change * (1 - change)
+        share = (math.sqrt(max(b * b - 8 * num * c, 0.0)) - b) / (4 * num)
+        variance = num * (2 * share + change * (1 - change))
+        return num * change - (rises - falls) - critical * math.sqrt(max(variance, 0.0))
+
+    observed = (rises - falls) / num
+    return 1.0 if excess(1.0) <= 0 else float(brentq(excess, observed, 1.0))
 
 
 def _by_betting(values: np.ndarray, delta: float) -> float:

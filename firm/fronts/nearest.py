@@ -1,6 +1,6 @@
 """Selects models for a target preference: the nearest one, or a mixture of several."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -17,19 +17,18 @@ _SAME = 1e-9
 """Preferences and shares closer than this count as equal, because of rounding."""
 
 
-def nearest(front: Front, target: Sequence[float], *, any_point: bool = False) -> Point:
+def nearest(front: Front, target: Sequence[float]) -> Point:
     """Returns the model whose preference is nearest to the target preference [M].
 
     The distance is Euclidean, after scaling both to sum 1. Ties, such as the seeds of a preference,
-    are broken by the best mean reward under `target`. `any_point` includes dominated and collapsed
-    models.
+    are broken by the best mean reward under `target`. Excludes dominated and collapsed models.
 
     Raises:
         ValueError: When the target preference is invalid, or no eligible model has a preference.
     """
     shares = _target_shares(front, target)
-    candidates = _with_preference(front) if any_point else sound(front)
-    check_eligible(candidates, front, any_point=any_point)
+    candidates = sound(front)
+    check_eligible(candidates, front)
     distances = np.linalg.norm(candidates.preferences() - shares, axis=1)
     values = candidates.selection_rewards() @ shares
     values = np.where(distances <= distances.min() + _SAME, values, -np.inf)
@@ -98,27 +97,30 @@ def _target_shares(front: Front, target: Sequence[float]) -> np.ndarray:
     return as_shares(target, len(front.objectives), name="the target preference")
 
 
-def check_eligible(candidates: Front, front: Front, *, any_point: bool = False) -> None:
+def check_eligible(candidates: Front, front: Front) -> None:
     """Raises ``ValueError`` if no model of a front is eligible; see `sound`."""
     if not candidates.points:
         raise ValueError(
-            f"none of the {len(front.points)} models has a preference"
-            f"{'' if any_point else ' and is neither dominated nor collapsed'}: train more models."
+            f"none of the {len(front.points)} models has a preference and is neither dominated nor "
+            "collapsed: train more models."
         )
 
 
-def _with_preference(front: Front) -> Front:
-    return replace(front, points=tuple(p for p in front.points if p.preference is not None))
+def sound(front: Front, gains: Callable[[Point], Sequence[float]] = lambda _: ()) -> Front:
+    """Returns the models with a preference that are neither collapsed nor dominated.
 
-
-def sound(front: Front) -> Front:
-    """Returns the models with a preference that are neither collapsed nor dominated."""
+    Args:
+        front: The measured models.
+        gains: What counts besides the rewards, where more is better.
+    """
     uncollapsed = replace(front, points=tuple(p for p in front.points if p.collapse is None))
     if not uncollapsed.points:
         return uncollapsed
-    kept = non_dominated(uncollapsed.selection_rewards())
-    points = tuple(p for p, is_kept in zip(uncollapsed.points, kept, strict=True) if is_kept)
-    return _with_preference(replace(uncollapsed, points=points))
+    others = [list(gains(point)) for point in uncollapsed.points]
+    kept = non_dominated(np.hstack([uncollapsed.selection_rewards(), others]))
+    pairs = zip(uncollapsed.points, kept, strict=True)
+    points = tuple(p for p, is_kept in pairs if is_kept and p.preference is not None)
+    return replace(uncollapsed, points=points)
 
 
 def _closest_mixture(preferences: np.ndarray, values: np.ndarray, target: np.ndarray) -> np.ndarray:

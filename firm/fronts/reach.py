@@ -1,7 +1,7 @@
 """Finds the preference that reaches a target point on the front of a conditioned model."""
 
 from collections.abc import Sequence
-from itertools import pairwise
+from itertools import pairwise, product
 from math import factorial
 
 import numpy as np
@@ -107,6 +107,11 @@ def neighbourhoods(preferences: np.ndarray) -> list[list[int]]:
     if num_objectives == 2:
         order = np.argsort(preferences[:, 0], kind="stable").tolist()
         return [list(pair) for pair in pairwise(order)]
+    places, place = np.unique(preferences.round(9), axis=0, return_inverse=True)
+    if len(places) < count:  # several models at one preference, each in the cells of its place
+        at = [np.flatnonzero(place.reshape(-1) == i).tolist() for i in range(len(places))]
+        cells = [product(*(at[i] for i in cell)) for cell in neighbourhoods(places)]
+        return [list(cell) for own in cells for cell in own]
     if count * factorial(num_objectives - 1) > MAX_CELLS:
         raise ValueError(
             f"{count} models of {num_objectives} objectives have too many neighbourhoods: measure "

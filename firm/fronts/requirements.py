@@ -107,7 +107,8 @@ def parse_requirements(text: str, front: Front) -> list[Requirement]:
     """
     scores = [set(point.scores) for point in front.points]
     shared = sorted(set.intersection(*scores)) if scores else []
-    known, found = [*front.objectives, KL, *shared], []
+    has_kl = any(np.isfinite(point.kl) for point in front.points)  # pairs measure none
+    known, found = [*front.objectives, *([KL] if has_kl else []), *shared], []
     for part in text.split(","):
         match = re.fullmatch(r"\s*(.+?)\s*([<>])=\s*(\S+)\s*", part)
         try:
@@ -161,7 +162,8 @@ def best_meeting(
     Rewards and their bounds are linear between neighbouring preferences, as in `reaching` and
     `expected_rewards`, so each simplex of neighbours is a linear program: maximise the weighted
     rewards over the shares, with every requirement's bound inside. Excludes models that have
-    collapsed or are dominated, or of which nothing is known about a requirement. On validation
+    collapsed, that are dominated in the rewards and in whatever else is required, or of which
+    nothing is known about a requirement. On validation
     prompts, models whose bounds meet the requirements at twice their distance from the mean are
     preferred, so that the chosen one passes on the test prompts as well.
 
@@ -184,7 +186,13 @@ def best_meeting(
     shares = as_shares(weights, len(front.objectives), name="the weights of the objectives")
     evidence = _evidence_of_choice(front, requirements, confidence)
     found, num_unknown = [], 0
-    eligible = sound(front)
+    others = [r for r in requirements if not (r.is_minimum and r.name in front.objectives)]
+
+    def gains(point: Point) -> list[float]:
+        means = [r.margin(evidence.bound([(point, 1.0)], r)[1]) for r in others]
+        return np.nan_to_num(means, nan=-np.finfo(float).max).tolist()  # unknown is worst
+
+    eligible = sound(front, gains)
     for seed in sorted({point.seed for point in eligible.points}):
         own = eligible.of_seed(seed)
         every_value = own.selection_rewards() if evidence.is_validation else own.rewards()

@@ -30,7 +30,7 @@ class Measure:
     is_partial: bool = False
     """True if other prompts of the evaluation have no score."""
     interval: tuple[float, float] | None = None
-    """Exact 95 % interval of a share or of its change, counted by prompts; None: of other means."""
+    """95 % interval of a share or of its change, counted by prompts; None: of other means."""
 
     @property
     def ends(self) -> tuple[float, float]:

@@ -116,7 +116,11 @@ def is_feasible(rows: np.ndarray, bounds: np.ndarray) -> bool:
 def _polytope_gap(
     matrix: np.ndarray, weights: np.ndarray, rows: np.ndarray, bounds: np.ndarray
 ) -> float:
-    """Returns the first-order decrease of a step to the best vertex, relative as in ``kkt_gap``."""
+    """Returns the first-order decrease of a step to the best vertex, relative as in ``kkt_gap``.
+
+    A decrease of the squared length by 1e-12 of the longest gradient's does not count: where the
+    minimum is 0, any would be large beside it.
+    """
     slope = matrix @ weights
     solution = _minimum(slope / (np.abs(slope).max() or 1.0), rows, bounds)
     if solution is None:
@@ -124,7 +128,7 @@ def _polytope_gap(
     vertex = solution.x
     bound = np.sqrt(weights @ np.abs(matrix) @ weights)
     there = np.sqrt(vertex @ np.abs(matrix) @ vertex)
-    decrease = float(slope @ weights - slope @ vertex)
+    decrease = float(slope @ weights - slope @ vertex - QP_TOLERANCE**2 * matrix.diagonal().max())
     return float(max(decrease / (bound * max(bound, there)), 0.0)) if bound > 0 else 0.0
 
 

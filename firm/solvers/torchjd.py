@@ -129,6 +129,9 @@ def torchjd_weights(
     if not matrix.any():
         weights[rows] = 1 / len(rows)
         return weights
+    if len(rows) == 1 and method == "nash_mtl":  # cvxpy multiplies no scalars
+        weights[rows] = 1.0
+        return weights
     if not METHODS[_method_of(method, options)].reads_lengths:
         matrix = matrix / matrix.diagonal().mean()
     own = None if preference is None else tuple(float(preference[j]) for j in rows)

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from scipy.stats import binomtest, t
+from scipy.stats import binomtest, multinomial, t
 
 from benchmarks.certificates import SETTINGS, wrong_choices, wrong_passes
 from firm.fronts.confidence import (
@@ -45,14 +45,29 @@ def test_a_proportion_has_the_exact_bound():
 
 @pytest.mark.slow
 @given(st.lists(st.sampled_from([-1, 0, 1]), min_size=2, max_size=40).map(np.array))
-def test_a_paired_interval_excludes_no_change_where_the_sign_test_does(changes):
+def test_a_paired_interval_excludes_no_change_only_where_the_sign_test_does(changes):
     num, mean, error = len(changes), changes.mean(), changes.std(ddof=1) / len(changes) ** 0.5
     low, high = paired_interval(mean, error, num)
     rises, num_changed = int((changes > 0).sum()), int((changes != 0).sum())
     p = binomtest(rises, num_changed).pvalue if num_changed else 1.0
-    assert (low > 0 or high < 0) == (p < 0.05)
-    assert low - 1e-9 <= mean <= high + 1e-9
+    assert p < 0.05 or not (low > 0 or high < 0)
+    assert paired_interval(-mean, error, num) == pytest.approx((-high, -low))
+    assert -1 <= low <= mean + 1e-9
+    assert mean - 1e-9 <= high <= 1
     assert low < high
+
+
+def test_a_paired_interval_covers_the_change_in_95_percent_of_samples():
+    num = 30
+    counts = np.array([(up, down) for up in range(num + 1) for down in range(num + 1 - up)])
+    means = (counts[:, 0] - counts[:, 1]) / num
+    errors = np.sqrt((counts.sum(1) / num - means**2) / (num - 1))
+    pairs = zip(means, errors, strict=True)
+    low, high = np.array([paired_interval(mean, error, num) for mean, error in pairs]).T
+    every = np.column_stack([counts, num - counts.sum(1)])
+    for up, down in [(0, 0.02), (0, 0.3), (0.2, 0), (0.1, 0.1), (0.7, 0.1), (0.9, 0.02), (0, 0.98)]:
+        odds = multinomial.pmf(every, num, [up, down, 1 - up - down])
+        assert odds[(low <= up - down) & (up - down <= high)].sum() >= 0.95, (up, down)
 
 
 @given(shares)

@@ -49,14 +49,12 @@ def test_of_the_seeds_the_one_with_the_best_mean_under_the_preference_is_taken(
     assert nearest(build_front(points), (0.3, 0.7)) is points[0]
 
 
-def test_dominated_and_collapsed_models_are_taken_on_demand_only(build_point, build_front):
+def test_dominated_and_collapsed_models_are_not_taken(build_point, build_front):
     dominated = build_point((0.4, 0.4), preference=(1, 1))
     collapsed = build_point((0.9, 0.9), preference=(3, 2), collapse="one reply")
     sound = build_point((0.5, 0.5), preference=(0, 1))
     front = build_front([dominated, collapsed, sound])
     assert nearest(front, (0.5, 0.5)) is sound  # and the collapsed one dominates nobody
-    assert nearest(front, (0.5, 0.5), any_point=True) is dominated
-    assert nearest(front, (0.6, 0.4), any_point=True) is collapsed
 
 
 def test_a_front_without_sound_models_is_refused(build_point, build_front):
@@ -64,8 +62,6 @@ def test_a_front_without_sound_models_is_refused(build_point, build_front):
     for find in (nearest, neighbours):
         with pytest.raises(ValueError, match=r"none of the 1 models .* nor collapsed"):
             find(front, (1, 1))
-    with pytest.raises(ValueError, match="none of the 1 models has a preference: train"):
-        nearest(build_front([build_point((0.5, 0.5))]), (1, 1), any_point=True)
 
 
 @pytest.mark.parametrize("want", [(-1, 2), (0, 0), (1,), (1, 1, 1), (np.nan, 1)])

@@ -153,6 +153,16 @@ def test_no_model_of_another_seed_is_better_in_every_reward_than_the_answer(name
             assert not any((r >= own).all() and (r > own).any() for r in rewards.values())
 
 
+def test_several_models_at_one_preference_are_neighbours_of_the_others_each():
+    ends = np.eye(3)
+    assert sorted(map(sorted, neighbourhoods(np.vstack([ends, ends[:1]])))) == [
+        [0, 1, 2],
+        [1, 2, 3],
+    ]
+    assert neighbourhoods(np.full((4, 3), 1 / 3)) == [[0], [1], [2], [3]]
+    assert neighbourhoods(np.ones((2, 1))) == [[0], [1]]
+
+
 def test_too_many_models_of_many_objectives_are_refused():
     rows = np.random.default_rng(0).dirichlet(np.ones(6), 500)
     assert neighbourhoods(rows[:20])

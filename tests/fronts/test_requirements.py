@@ -245,6 +245,26 @@ def test_requirements_are_read_as_they_are_written():
             parse_requirements(wrong, front)
 
 
+@pytest.mark.parametrize("is_mixed", [False, True])
+def test_a_model_of_low_kl_is_found_behind_one_of_larger_rewards(is_mixed):
+    front = make_front(0, count=3)
+    rewards = [{"a": 0.9, "b": 0.1}, {"a": 0.6, "b": 0.6}, {"a": 0.55, "b": 0.58}]
+    points = [
+        replace(point, rewards=own, errors={"a": 0.01, "b": 0.01, "kl": 0.1}, kl=kl)
+        for point, own, kl in zip(front.points, rewards, (18.0, 20.0, 2.0), strict=True)
+    ]
+    front = replace(front, points=tuple(points))
+    kept = {"confidence": 0.9, "is_mixed": is_mixed}
+    parts = meeting(front, parse_requirements("kl<=5", front), (1, 0), **kept)
+    assert points[2] in [point for point, _ in parts]
+    assert sum(share * point.kl for point, share in parts) <= 5
+    ((chosen, _),) = meeting(front, parse_requirements("b>=0.3", front), (0, 1), **kept)
+    assert chosen == points[1]  # without a limit the dominated one is out
+    without = replace(front, points=tuple(replace(p, kl=float("nan")) for p in points))
+    with pytest.raises(ValueError, match="unknown 'kl'; choose from a, b, parse"):
+        parse_requirements("kl<=5", without)
+
+
 def test_weights_default_to_the_objectives_without_a_requirement():
     front = make_front(3)
     requirements = parse_requirements("a>=0.2", front)

@@ -85,6 +85,14 @@ def test_weights_by_hand():
         np.testing.assert_allclose(weights, expected, atol=1e-8)
 
 
+def test_a_zero_gradient_has_all_the_weight_that_a_constraint_leaves_it():
+    gradients = np.array([[1.0, 0.3], [0.0, 0.0]])
+    constraints = linear_constraints(["a <= 0.9"], ["a", "b"])
+    gram = gradients @ gradients.T
+    weights = firm_weights(gram, beta=0.0, solver="cvxpy", constraints=constraints)
+    assert weights == pytest.approx([0, 1], abs=1e-5)
+
+
 def test_without_constraints_cvxpy_finds_the_exact_weights(family, random_gram):
     is_unique = family in ("well conditioned", "nearly parallel", "tiny")
     generator = np.random.default_rng(0)

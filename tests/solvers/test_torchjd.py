@@ -46,6 +46,14 @@ def seed_as_for_weights(method, gram):
     torch.manual_seed(seed_of(matrix / matrix.diagonal().mean() if is_scaled else matrix))
 
 
+def test_a_client_that_serves_one_objective_weights_it_alone():
+    gram = torch.tensor([[1.0, 0.2], [0.2, 3.0]])
+    for method in INSTALLED:
+        if method != "krum":  # needs three
+            weights = torchjd_weights(gram, method, served=[1])
+            assert weights[0] == 0 < weights[1], method
+
+
 @pytest.mark.filterwarnings("ignore:You are solving a parameterized problem")  # NashMTL's
 def test_directions_are_those_of_torchjds_aggregators():
     for method in INSTALLED:
