@@ -50,8 +50,9 @@ def hold_out(
 
 
 def held_out_pairs(pairs: Sequence[Pair], *, seed: int, limit: int) -> list[Pair]:
-    """Returns the pairs of one in `HELD_OUT` prompts, at least 2, until there are `limit` pairs.
+    """Returns the pairs of one in `HELD_OUT` prompts, until there are `limit` pairs.
 
+    They are of at least 2 prompts, which an error needs, unless the limit is 0.
     Prompts are ordered by a hash, so that most objectives of a data set hold out the same ones.
     """
     groups: dict[str, list[Pair]] = {}
@@ -63,7 +64,8 @@ def held_out_pairs(pairs: Sequence[Pair], *, seed: int, limit: int) -> list[Pair
 
     taken: list[Pair] = []
     for number, text in enumerate(sorted(groups, key=position)):
-        if number >= max(2, len(groups) // HELD_OUT) or len(taken) >= limit:
+        is_enough = len(taken) >= limit and number >= min(2, limit)
+        if is_enough or number >= max(2, len(groups) // HELD_OUT):
             break
         taken += groups[text]
     return taken

@@ -5,7 +5,15 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Annotated, Any
 
 from firm.alignment.prompt_data import PromptsConfig, load_prompts
-from firm.alignment.prompts import AUTO, ChatMessage, Prompt, PromptFormat, is_hh, plain_message
+from firm.alignment.prompts import (
+    AUTO,
+    HUMAN,
+    ChatMessage,
+    Prompt,
+    PromptFormat,
+    is_hh,
+    plain_message,
+)
 from firm.base.fields import NOT_IN_PAPER, configuration
 
 if TYPE_CHECKING:
@@ -182,6 +190,8 @@ def pair_of(prompt: Prompt, ranked_by: str = "", *, objective: str = "") -> Pair
         if not all(text.lstrip().startswith(opening) for text in texts):
             return None
         texts = [text.lstrip()[len(opening) :] for text in texts]
+        if any(HUMAN in text for text in texts if is_hh(opening + text)):  # a further turn
+            return None
         if not all(text.strip() or own for text, own in zip(texts, fields, strict=True)):
             return None
     return Pair(prompt, texts[0], texts[1], objective, (fields[0], fields[1]))

@@ -848,17 +848,23 @@ def _card(
         "seed": cfg.seed,
         **_judges(cfg),
         "held-out prompts": prompts_text(aligned.num_prompts, aligned.num_rows),
-        "replies per prompt": aligned.num_samples,
+        **({} if cfg.pairs else {"replies per prompt": aligned.num_samples}),
         "commit": run.record()["commit"],
     }
     rows = [row.cells() for row in aligned.comparison(base)]  # type: ignore[arg-type]
     estimator, strategy = map(markdown_text, (cfg.estimator.name, cfg.strategy.name))
+    spread = "Mean ± standard error over prompts; the change is paired by row. Scores are raw."
+    if cfg.pairs:
+        spread = (
+            "Accuracies with their exact 95 % intervals, counted by prompts, and margins "
+            "β log(π / π_ref) of the pairs ± standard error."
+        )
     text = f"""A LoRA adapter trained with the toolkit FIRM, by clients that keep their data, with
 the estimator {estimator} and the strategy {strategy}.
 
-## Figures on held-out prompts
+## Figures on held-out {"pairs" if cfg.pairs else "prompts"}
 
-Mean ± standard error over prompts; the change is paired by row. Scores are raw.
+{spread}
 
 {markdown_table(["", "base", "aligned", "change", "z"], rows)}
 

@@ -106,7 +106,7 @@ Base model: {base.in_words}.
 
 {text}
 
-Learned rewards measure the preferences of reward models, not truth or safety.
+Rewards measure preferences, of people or of models that learned them, not truth or safety.
 
 ## Use
 

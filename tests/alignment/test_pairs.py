@@ -73,9 +73,11 @@ def test_equal_replies_and_different_prompts_are_dropped_with_a_note(tmp_path: P
     good = {"chosen": f"{HH} Yes.", "rejected": f"{HH} No."}
     equal = {"chosen": f"{HH} Yes.", "rejected": f"{HH} Yes. "}
     other = {"chosen": f"{HH} Yes.", "rejected": "\n\nHuman: Why?\n\nAssistant: No."}
-    pair, note = read(tmp_path, good, equal, other)
+    longer = {"chosen": f"{HH} Yes.", "rejected": f"{HH} No.\n\nHuman: Why?\n\nAssistant: So."}
+    shorter = {"chosen": longer["rejected"], "rejected": longer["chosen"]}
+    pair, note = read(tmp_path, good, equal, other, longer, shorter)
     assert pair.chosen == " Yes."
-    assert note.startswith("2 of 3 pairs are dropped")
+    assert note.startswith("4 of 5 pairs are dropped")
     with pytest.raises(ValueError, match="no pair is left of 2"):
         read(tmp_path, equal, other)
 

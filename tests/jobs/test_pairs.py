@@ -9,11 +9,14 @@ import pytest
 from firm.alignment.tensor_cache import _warn
 from firm.alignment.trainer import MultiObjectiveTrainer
 from firm.cli.main import COMMANDS
+from firm.federation import Processes
 from firm.fronts import Front
-from firm.jobs.alignment import align, main
-from firm.jobs.alignment_config import AlignmentConfig
+from firm.jobs.alignment import align, main, print_result
+from firm.jobs.alignment_config import AlignmentConfig, client_names
+from firm.jobs.alignment_data import data_of
 from firm.jobs.configs import SweepConfig
 from firm.jobs.interface import align as firm_align
+from firm.jobs.plan.planning import make_plan
 from firm.jobs.sweep import main as sweep_main
 from firm.run.config import compose
 from firm.run.directory import Run
@@ -74,18 +77,6 @@ def configured(folder, out, **changes):
     return compose(AlignmentConfig, [], [*given.items(), ("out", str(out))], source="test")
 
 
-def test_passes_under_the_reference_are_told(pairs, tmp_path, capsys):
-    align(configured(pairs, tmp_path / "run", rounds=1))
-    told = capsys.readouterr().err
-    for line in (
-        "client_0's pairs under the reference: ",
-        "client_2's pairs under the reference: ",
-        "test pairs under the reference: 12 replies of up to 16 tokens",
-        "test pairs: 12 replies of up to 16 tokens",
-    ):
-        assert told.count(line) == 1, told
-
-
 def test_a_cache_that_cannot_be_used_ends_no_run(pairs, tmp_path, caplog):
     _warn.cache_clear()
     (tmp_path / "cache").touch()
@@ -94,8 +85,8 @@ def test_a_cache_that_cannot_be_used_ends_no_run(pairs, tmp_path, caplog):
     assert "references cannot be used (Not a directory), which only costs time" in caplog.text
 
 
-def test_the_base_model_takes_no_passes_besides_those_of_the_reference(
-    pairs, tmp_path, monkeypatch
+def test_the_base_model_takes_no_passes_besides_those_of_the_reference_which_are_told(
+    pairs, tmp_path, monkeypatch, capsys
 ):
     passed = []
     original = MultiObjectiveTrainer.reply_logprobs
@@ -107,6 +98,14 @@ def test_the_base_model_takes_no_passes_besides_those_of_the_reference(
     monkeypatch.setattr(MultiObjectiveTrainer, "reply_logprobs", noted)
     align(configured(pairs, tmp_path / "run", rounds=1))
     assert passed.count(False) == 2  # the aligned model on validation and test pairs
+    told = capsys.readouterr().err
+    for line in (
+        "client_0's pairs under the reference: ",
+        "client_2's pairs under the reference: ",
+        "test pairs under the reference: 12 replies of up to 16 tokens",
+        "test pairs: 12 replies of up to 16 tokens",
+    ):
+        assert told.count(line) == 1, told
 
 
 def test_a_run_learns_to_rank_held_out_pairs(pairs, tmp_path):
@@ -159,9 +158,15 @@ def test_a_resumed_run_equals_one_that_was_not_stopped(pairs, tmp_path):
     ],
     ids=lambda changes: next(iter(changes)),
 )
-def test_the_rest_of_the_house_trains_on_pairs(pairs, tmp_path, changes):
-    result = align(configured(pairs, tmp_path / "run", **changes))
+def test_the_rest_of_the_house_trains_on_pairs(pairs, tmp_path, capsys, changes):
+    cfg = configured(pairs, tmp_path / "run", **changes)
+    result = align(cfg)
     assert (result.rewards.loc["aligned"] > 0.6).all()
+    if cfg.policy.conditioning.kind == "preference":
+        print_result(cfg, result)
+        printed = capsys.readouterr().out
+        assert "the same pairs at each measured preference" in printed
+        assert "helpful, accuracy" in printed
     assert Run(tmp_path / "run").record()["status"] == "finished"
 
 
@@ -180,22 +185,6 @@ def test_pairs_train_under_masks_as_without_and_with_noise_from_a_budget(pairs, 
     for row in read_rows(runs["noise"], "client"):  # averages of a shard's pairs would tell of it
         assert not row.keys() & {"pair_accuracy", "pair_margin"}
     assert all(row["privacy"]["epsilon"] > 0 for row in read_rows(runs["noise"], "round"))
-
-
-def test_the_front_of_a_conditioned_run_is_printed(pairs, tmp_path, capsys):
-    cfg = configured(
-        pairs,
-        tmp_path / "run",
-        rounds=1,
-        groups={},
-        policy__conditioning__kind="preference",
-        policy__conditioning__draw_per="step",
-        evaluation__preferences=[[1, 0], [0, 1]],
-    )
-    main(cfg)
-    printed = capsys.readouterr().out
-    assert "the same pairs at each measured preference" in printed
-    assert "helpful, accuracy" in printed
 
 
 @pytest.mark.slow
@@ -270,6 +259,24 @@ def test_a_plan_counts_pairs_and_no_replies(pairs, tmp_path, capsys):
     assert "passes over pairs without gradients" in text
     assert "update without gradient checkpointing" in text
     assert "rollout, with" not in text
+    plan = make_plan(configured(pairs, tmp_path / "run"), client_names(cfg), Processes())
+    more = configured(pairs, tmp_path / "run", evaluation__num_test_prompts=3000)
+    most = make_plan(more, client_names(cfg), Processes())
+    assert most.work.test == plan.work.test == (3, 2)  # a tenth of the prompts that validation leaves
+
+
+def test_several_pairs_of_a_prompt_are_held_out_with_another_prompt(pairs, tmp_path):
+    for name in CHOSEN:
+        file = pairs / f"{name}.jsonl"
+        rows = [json.loads(line) for line in file.read_text().splitlines()]
+        several = [{**row, "rejected": f" No {n}."} for row in rows for n in range(4)]
+        file.write_text("".join(json.dumps(row) + "\n" for row in several))
+    cfg = configured(pairs, tmp_path / "run")
+    splits = data_of(cfg).load(cfg, None, {}, measures=True, on_note=lambda _: None)
+    for held_out in (splits.validation, splits.test):
+        for name in CHOSEN:
+            own = [pair.prompt.text for pair in held_out if pair.objective == name]
+            assert len(set(own)) == 2 <= len(own)
 
 
 def test_python_passes_lists_of_pairs(pairs, tmp_path):

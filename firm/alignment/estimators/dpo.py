@@ -88,11 +88,11 @@ class DPO:
             with policy.timed("forward"):
                 scores = policy.token_scores(policy.forward(sequences, expand=expand), sequences)
                 replies = scores.logprobs.masked_fill(~sequences.mask, 0).sum(1)  # [2 b]
+            own = replies.detach().view(-1, 2)
             reference = 0 * part.reference if config.reference_free else part.reference
-            losses, slopes, margins = pair_losses(
-                replies.detach().view(-1, 2), reference, part.num_tokens, config
-            )
-            preferred = (replies.detach().view(-1, 2) - part.reference)[:, 0]
+            losses, slopes = pair_losses(own, reference, part.num_tokens, config)
+            ratios = own - part.reference
+            margins = config.beta * _difference(ratios)
             at_own = wanted = shares = (part.ranked / counts).to(losses)  # [M, b]
             if (asked := part.preferences) is not None:
                 at_own = weighted_by_preference(shares, asked)
@@ -113,7 +113,7 @@ class DPO:
                 "pair_accuracy": shares
                 @ ((margins.sign() + 1) / 2).to(shares),  # a tie counts half
                 "pair_margin": shares @ margins,
-                "preferred_log_ratio": preferred.sum() / minibatch.num_rows,
+                "preferred_log_ratio": ratios[:, 0].sum() / minibatch.num_rows,
             },
         )
 
@@ -140,25 +140,21 @@ class DPO:
 
 def pair_losses(
     logprobs: torch.Tensor, reference: torch.Tensor, num_tokens: torch.Tensor, config: DPOConfig
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Returns the losses of pairs, their derivatives, and the margins of the implicit rewards.
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Returns the losses of pairs, [B], and their derivatives in `logprobs`, [B, 2].
 
     Args:
         logprobs: Log-probabilities of the preferred and the other reply, shape [B, 2].
         reference: The same under the reference, shape [B, 2].
         num_tokens: Tokens of the replies, shape [B, 2].
         config: Form of the loss.
-
-    Returns:
-        Losses [B]; their derivatives in `logprobs`, [B, 2]; and margins β Δ, [B].
     """
     with torch.enable_grad():
         leaf = logprobs.detach().requires_grad_()
         ratios = leaf - reference
         losses = _LOSSES[config.loss_type](ratios, num_tokens.clamp(min=1), config)
         (slopes,) = torch.autograd.grad(losses.sum(), leaf)
-    ratios = ratios.detach()
-    return losses.detach(), slopes, config.beta * (ratios[:, 0] - ratios[:, 1])
+    return losses.detach(), slopes
 
 
 def _difference(ratios: torch.Tensor) -> torch.Tensor:

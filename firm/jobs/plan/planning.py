@@ -12,9 +12,11 @@ import torch
 from transformers import AutoModelForSequenceClassification, PretrainedConfig
 
 from firm.alignment.inspection import inspect_policy
+from firm.alignment.pairs import Pair
 from firm.alignment.placement import bytes_by_device, devices_by_module
 from firm.alignment.policy import adapter_parameters, read_architecture, read_tokenizer
 from firm.alignment.prompt_data import PromptsConfig
+from firm.alignment.prompts import Prompt
 from firm.alignment.sharding import gathered_bytes, part_bytes
 from firm.base.sanitize import first_line
 from firm.federation.processes import Processes
@@ -157,14 +159,20 @@ def _count_prompts(cfg: AlignmentConfig, *, has_tokenizer: bool) -> _Counts:
     own, every = training_sources(cfg).values(), every_source(cfg).values()
     if not _can_read(own, has_tokenizer=has_tokenizer):
         return _Counts(None, *most)
-    are_prompts = cfg.estimator.learns_from == "prompts"
-    measures = are_prompts and _can_read(every, has_tokenizer=has_tokenizer)
+    measures = _can_read(every, has_tokenizer=has_tokenizer)
     is_limited = _are_limited(every if measures else own)
     tokenizer = read_tokenizer(cfg.policy.path) if is_limited else None
     splits = data.load(cfg, tokenizer, {}, measures=measures, on_note=lambda _: None)
     sizes = [len(shard) for shard in data.shards(splits.train, cfg).values()]
-    held_out = (len(splits.validation), len(splits.test)) if measures else most
-    return _Counts((min(sizes), max(sizes)), *held_out)
+    if not measures:
+        return _Counts((min(sizes), max(sizes)), *most)
+    return _Counts((min(sizes), max(sizes)), _size(splits.validation), _size(splits.test))
+
+
+def _size(held_out: Sequence[Prompt] | Sequence[Pair]) -> int:
+    """Returns the number of prompts, or the most pairs of an objective."""
+    counts = Counter(getattr(each, "objective", "") for each in held_out)
+    return max(counts.values(), default=0)
 
 
 def _can_read(configs: Collection[PromptsConfig], *, has_tokenizer: bool) -> bool:

@@ -244,7 +244,9 @@ def test_without_a_reference_the_loss_depends_on_the_policy_alone(make_pairs_tra
     pairs = encoded(trainer)
     reference = torch.tensor([pair.reference for pair in pairs])
     expected = -torch.nn.functional.logsigmoid(0.3 * (reference[:, 0] - reference[:, 1])).mean()
-    assert gradients(trainer).losses.item() == pytest.approx(expected.item(), rel=1e-5)
+    found = gradients(trainer)
+    assert found.losses.item() == pytest.approx(expected.item(), rel=1e-5)
+    assert found.aux.metrics["pair_margin"].abs().max() < 1e-5  # as of held-out pairs
 
 
 def test_the_reference_is_read_from_disk_until_the_model_or_the_pairs_change(
