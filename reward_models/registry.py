@@ -314,7 +314,7 @@ def load_reward_model(config: RewardModelConfig, objective: str, *, like: Any = 
     """
     try:
         if config.file:
-            _import_file(config.file)
+            _import_file(config.file, config.name)
         if config.name not in REWARD_MODELS:
             _import_installed(config.name)
         if hasattr(like, "of"):
@@ -354,13 +354,23 @@ def with_condition(reward: Any, config: RewardModelConfig) -> Any:
     return Conditional(reward, config) if config.only_if else reward
 
 
-def _import_file(file: str) -> None:
-    """Runs a Python file once in this process."""
+def _import_file(file: str, name: str) -> None:
+    """Runs a Python file once in this process, and registers its function of a name.
+
+    It is registered unless the file does so, with the decorator.
+    """
     path = Path(file).expanduser().resolve()
     if not path.is_file() or path.suffix != ".py":
         raise ValueError(f"no Python file of reward functions at {file}: correct `file`.")
     with _importing(f"the file of reward functions {file}", "repair it"):
-        import_file(path)
+        module = import_file(path)
+    own, entry = vars(module).get(name), REWARD_MODELS.get(name)
+    is_registered = isinstance(entry, partial) and entry.args[0] is own
+    if callable(own) and own.__module__ == module.__name__ and not is_registered:
+        reward_model(name)(own)
+    if name not in REWARD_MODELS:
+        known = [key for key, value in vars(module).items() if inspect.isfunction(value)]
+        raise ValueError(f"{file} has no function {name!r}{did_you_mean(name, known)}")
 
 
 def check_name(name: str) -> None:
@@ -374,8 +384,7 @@ def check_name(name: str) -> None:
         hint = did_you_mean(name, known).removeprefix("; ")
         hint = f"known: {', '.join(known)};" if hint == "." else hint
         raise ValueError(
-            f"there is no reward model {name!r}: {hint} "
-            "a function of your own needs `file` and the decorator."
+            f"there is no reward model {name!r}: {hint} a function of your own needs `file`."
         )
 
 

@@ -227,7 +227,8 @@ def as_prompt(row: Any, *, place: str, kind: str = "", reader: Reader = "text") 
     except ValueError as error:
         raise ValueError(f"{place}: {error}") from None
     if not (messages if text is None else text.strip()):
-        got = "an empty text" if value is not None else f"fields {', '.join(map(str, row))}"
+        names = (f"{name}{' (null)' * (own is None)}" for name, own in row.items())
+        got = "an empty text" if value is not None else f"fields {', '.join(names)}"
         raise ValueError(f"{place}: no prompt in {got}: {expected}")
     is_implicit = source == "chosen"
     return Prompt(

@@ -7,13 +7,17 @@ class RoundFailed(RuntimeError):
     """Raised when too few clients finish a round; the last checkpoint is still valid.
 
     Args:
-        message: Why.
+        reason: Why.
+        number: The round's number.
         asked: Names of the clients that received a request.
         failed: Names of those that did not answer, or whose answers were refused.
     """
 
-    def __init__(self, message: str, *, asked: Sequence[str] = (), failed: Sequence[str] = ()):
-        super().__init__(message)
+    def __init__(
+        self, reason: str, *, number: int, asked: Sequence[str] = (), failed: Sequence[str] = ()
+    ) -> None:
+        super().__init__(f"{reason}; repair the cause, then resume from round {number - 1}.")
+        self.reason = reason
         self.asked, self.failed = tuple(asked), tuple(failed)
 
 

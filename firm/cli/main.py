@@ -87,11 +87,9 @@ class Command:
             cfg = self.parse(argv, description=description)
             if self.check:
                 load(self.check, "sources")(cfg)
-        if self.begins:
-            print(self.begins, flush=True)
-        job = load(self.job)
-        with exit_on_user_error():
-            job(cfg)
+            if self.begins:
+                print(self.begins, flush=True)
+            load(self.job)(cfg)
 
     def _arguments(self, argv: Sequence[str] | None, config: type) -> list[str]:
         """Returns the arguments, all as `--key VALUE`."""

@@ -217,7 +217,7 @@ def with_retries(
         except RoundFailed as error:
             if len(state.attempts) >= cfg.round_retries:
                 raise
-            logger.warning("%s Trying the round again.", error)
+            logger.warning("%s. Trying the round again.", error.reason)
             attempt = FailedAttempt(error.asked, error.failed)
             state = replace(state, attempts=(*state.attempts, attempt))
 

@@ -146,8 +146,8 @@ def accept(
         causes = [failure.cause for failure in all_failures if failure.cause]
         raise RoundFailed(
             f"{len(accepted) or 'no'} client{'s' * (len(accepted) != 1)} finished round "
-            f"{request.round}, quorum {quorum}{why} ({reasons or 'no failures'}); repair the "
-            f"cause, then resume from round {request.round - 1}.",
+            f"{request.round}, quorum {quorum}{why} ({reasons or 'no failures'})",
+            number=request.round,
             asked=sorted({each.client for each in (*replies, *all_failures)}),
             failed=sorted({each.client for each in all_failures}),
         ) from (causes[0] if causes else None)

@@ -146,8 +146,10 @@ class PromptData(Data):
         if share := cfg.data.hold_out:
             parts = hold_out(prompts, USES, share, seed=cfg.seed, key="data.train")
             prompts = parts["train"]
+            if not (num_validation := cfg.evaluation.num_validation_prompts):
+                prompts = prompts + parts.pop("validation")
             if measures:
-                validation = parts["validation"][: cfg.evaluation.num_validation_prompts]
+                validation = parts.get("validation", [])[:num_validation]
                 test = parts["test"][: cfg.evaluation.num_test_prompts]
                 self._note_held_out(parts, cfg, on_note)
         elif measures:
@@ -168,11 +170,11 @@ class PromptData(Data):
         default = PromptsConfig(split=None)
         if (cfg.data.validation, cfg.data.test) != (default, default):
             on_note("data.hold_out takes the place of data.validation and data.test.")
-        for use in USES:
-            if len(parts[use]) < FEW_PROMPTS:
+        for use, own in parts.items():
+            if use in USES and len(own) < FEW_PROMPTS:
                 on_note(
-                    f"data.hold_out: {len(parts[use])} prompts are held out for {use}, too few "
-                    "to measure most changes: add prompts, or hold out a larger share."
+                    f"data.hold_out: {len(own)} prompts are held out for {use}, too few to measure "
+                    "most changes: add prompts, or hold out a larger share."
                 )
 
     def _divide(

@@ -42,8 +42,8 @@ class InitConfig:
     prompts: str = ""
     """Training prompts: a .json or .jsonl file, or a data set."""
     test_prompts: str = ""
-    """Held-out prompts; default: a fifth of a file, drawn at random, or the split "test" of a data
-    set."""
+    """Held-out prompts; default: a tenth of a file for each use, a fifth of fewer than 200 prompts,
+    drawn at random, or the split "test" of a data set."""
     pairs: dict[str, str] = field(default_factory=dict)
     """Ranked pairs by objective, in place of rewards and prompts, such as {helpful: helpful.jsonl,
     brief: brief.jsonl}: files, or data sets, whose rows have `prompt`, `chosen` and `rejected`."""

@@ -22,6 +22,7 @@ from firm.alignment.prompt_data import loose_text, read_prompts
 from firm.alignment.prompts import Prompt, token_ids
 from firm.base.fields import field_docstrings
 from firm.base.inside import replace_text
+from firm.base.registry import did_you_mean
 from firm.base.sanitize import legible, printable
 from firm.federation import Processes
 from firm.jobs.alignment_config import AlignmentConfig, client_names
@@ -128,8 +129,9 @@ def init(cfg: InitConfig, ask: Callable[[str], str] | None = None) -> Written:
         source = _pairs(cfg.pairs, cfg.full)
     else:
         for name, reward in answers["rewards"].items():
-            check_reward(f"rewards.{name}", **reward_settings(reward))
-        source = _prompts(answers["prompts"], cfg.test_prompts)
+            check_reward(f"rewards.{name}", **(settings := reward_settings(reward)))
+            _check_function(f"rewards.{name}", **settings)
+        source = _prompts(answers["prompts"], cfg.test_prompts, is_full=cfg.full)
         source.sections["rewards"] = _rewards(answers["rewards"])
     check_policy("policy", answers["policy"])
     errors: list[ValueError] = []
@@ -159,6 +161,17 @@ def init(cfg: InitConfig, ask: Callable[[str], str] | None = None) -> Written:
         cfg.out.unlink()
         raise UserError(str(error)) from error
     return Written(cfg.out, config, inspection, list(map(str, errors)), source, seconds)
+
+
+def _check_function(key: str, *, name: str = "", file: str = "", path: str = "") -> None:
+    """Raises `UserError` if a Python file, which is not run, does not mention a function."""
+    if not file:
+        return
+    text = Path(file).expanduser().read_text(encoding="utf-8", errors="replace")
+    is_elsewhere = re.search(r"import \*|reward_model\((?!\s*[\"'])", text)
+    if not is_elsewhere and not re.search(rf"\b{re.escape(name)}\b", text):
+        known = re.findall(r"^(?:async )?(?:def|class) (\w+)", text, re.M)
+        raise UserError(f"{key}: {file} has no function {name!r}{did_you_mean(name, known)}")
 
 
 def _may_be_on_hub(path: str, error: ValueError) -> bool:
@@ -333,8 +346,10 @@ def _likely_format(path: str) -> str:
         return "chat_template"
 
 
-def _prompts(prompts: str, test_prompts: str) -> NewData:
+def _prompts(prompts: str, test_prompts: str, *, is_full: bool) -> NewData:
     """Returns prompts, and the section `data` that divides them among training and tests.
+
+    A short run measures no validation prompts.
 
     Raises:
         UserError: A source does not exist, is malformed or has too few rows.
@@ -352,9 +367,9 @@ def _prompts(prompts: str, test_prompts: str) -> NewData:
             ) from error
         lines = [
             f"  train: {_data(prompts, '[:]')}",
-            f"  hold_out: {share} # of the prompts for validation, and for testing",
+            f"  hold_out: {share} # of the prompts for testing{', and for validation' * is_full}",
         ]
-        train = parts["train"]
+        train = parts["train"] + ([] if is_full else parts["validation"])
         return NewData({"data": lines}, train, len(train), num_test=len(parts["test"]))
     name = "" if is_file(test_prompts) else "test"
     train = _rows("prompts", prompts, split := "[:]" if is_file(prompts) else "train")

@@ -181,6 +181,8 @@ def _splits(
     missing = [use for use, own in given.items() if own is None]
     rows = _rows(train, "train", "prompts", cfg)
     held_out = hold_out(rows, missing, share, seed=cfg.seed, key="prompts")
+    if not cfg.evaluation.num_validation_prompts:  # they are not measured
+        held_out["train"] = held_out["train"] + held_out.pop("validation", [])
     own = {
         use: _rows(each, use, f"{use}_prompts", cfg)
         for use, each in given.items()

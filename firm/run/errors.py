@@ -71,6 +71,8 @@ def exit_on_user_error() -> Iterator[None]:
             raise
         rank = os.environ.get("RANK", "0")  # of a launcher's process; the first needs no label
         words = " ".join(str(error).split()) or type(error).__name__
+        if notes := getattr(error, "__notes__", ()):
+            words = "; ".join([words.removesuffix("."), *notes])
         line = printable(words, max_length=_MAX_LINE)
         hint = "" if isinstance(error, UserError) else " (FIRM_TRACEBACK=1 shows where)"
         sys.stderr.write(f"{'' if rank == '0' else f'[process {rank}] '}error: {line}{hint}\n")

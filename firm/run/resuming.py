@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal
 
+from firm.base.errors import RoundFailed
 from firm.run.errors import UserError
 from firm.run.files import read_text, refuse_links
 from firm.run.plugins import code_in
@@ -96,7 +97,9 @@ def study_to_resume(path: Path) -> Any:
 
 @contextmanager
 def continued_later(path: Path) -> Iterator[None]:
-    """Adds to a `KeyboardInterrupt` a note with the command that resumes a run or study.
+    """Adds a note with the command that resumes a run or study to what ends it early.
+
+    That is a `KeyboardInterrupt` or a `RoundFailed`.
 
     No note is added if the folder contains neither.
 
@@ -105,10 +108,10 @@ def continued_later(path: Path) -> Iterator[None]:
     """
     try:
         yield
-    except KeyboardInterrupt as interrupt:
+    except (KeyboardInterrupt, RoundFailed) as end:
         files = [path / name for name in (CONFIG_NAME, STUDY_NAME)]
         if file := next((file for file in files if file.exists()), None):
             allowed = ["--allow_code"] if code_in({"base": str(file)}) else []
             line = shlex.join(["firm", "resume", str(path), *allowed])
-            interrupt.add_note(f"continue with: {line}")
+            end.add_note(f"continue with: {line}")
         raise

@@ -64,7 +64,7 @@ def test_what_it_writes_runs_and_keeps_splits_apart(data, tmp_path, monkeypatch,
     main(InitConfig(POLICY, REWARDS, str(data), out=tmp_path / "own.yaml"))
     said = capsys.readouterr().out
     assert "firm align --config" in said
-    assert "data     30 prompts for 3 clients, 10 held out for testing, too few to measure" in said
+    assert "data     40 prompts for 4 clients, 10 held out for testing, too few to measure" in said
     rounds, length = re.search(
         r"run      (\d+) rounds, replies of up to (\d+) tokens, ab", said
     ).groups()
@@ -168,6 +168,10 @@ def test_pairs_take_the_place_of_prompts_and_rewards(tmp_path, monkeypatch, caps
     main(InitConfig(POLICY, pairs=pairs, full=True, out=Path("full.yaml")))
     cfg = parse(AlignmentConfig, ["--config", "full.yaml"])
     assert [own.split for own in cfg.pairs.values()] == ["[:]", "[:]"]
+    Path("mine.py").write_text("def right(completions):\n    return []\n")
+    typo = ["--policy", POLICY, "--prompts", "b.jsonl", "--rewards", "{x: 'mine.py:rihgt'}"]
+    told = refusal(cli, [*typo, "--out", "x.yaml"])
+    assert "rewards.x: mine.py has no function 'rihgt'; did you mean 'right'?" in told
     both = ["--policy", POLICY, "--pairs", "{x: a.jsonl}", "--prompts", "b.jsonl"]
     both += ["--out", "x.yaml"]
     assert "pairs take the place of prompts and rewards" in refusal(cli, both)

@@ -262,7 +262,9 @@ def test_a_plan_counts_pairs_and_no_replies(pairs, tmp_path, capsys):
     plan = make_plan(configured(pairs, tmp_path / "run"), client_names(cfg), Processes())
     more = configured(pairs, tmp_path / "run", evaluation__num_test_prompts=3000)
     most = make_plan(more, client_names(cfg), Processes())
-    assert most.work.test == plan.work.test == (3, 2)  # a tenth of the prompts that validation leaves
+    assert (
+        most.work.test == plan.work.test == (3, 2)
+    )  # a tenth of the prompts that validation leaves
 
 
 def test_several_pairs_of_a_prompt_are_held_out_with_another_prompt(pairs, tmp_path):

@@ -177,6 +177,23 @@ def test_a_users_file_joins_the_registry_once(tmp_path):
     assert asyncio.run(waiting(["p"], ["abb"])) == [1.0]
 
 
+def test_a_plain_function_of_a_file_needs_no_decorator(tmp_path):
+    files = [tmp_path / "plain.py", tmp_path / "other.py"]
+    for number, file in enumerate(files):
+        file.write_text(
+            f"def row(completions, **kwargs):\n    return [{number}.0] * len(completions)\n"
+            "def brevity(completions, **kwargs):\n    return [0.5]\n"
+        )
+    config = RewardModelConfig(name="row", file=str(files[0]))
+    for _ in range(2):
+        assert load_reward_model(config, "r")(["p"], ["a"]) == [0.0]
+    for name, file in (("row", files[1]), ("brevity", files[0])):  # no other one takes its place
+        with pytest.raises(ValueError, match=f"'{name}' is already registered"):
+            load_reward_model(RewardModelConfig(name=name, file=str(file)), "r")
+    with pytest.raises(ValueError, match=r"plain.py has no function 'rows'; did you mean 'row'"):
+        load_reward_model(RewardModelConfig(name="rows", file=str(files[0])), "r")
+
+
 def test_files_that_cannot_be_imported_are_named(tmp_path):
     broken = tmp_path / "broken.py"
     broken.write_text("import no_such_module_here")

@@ -2,6 +2,7 @@
 
 import pytest
 
+from firm.base.errors import RoundFailed
 from firm.run import Run, Sweep, UserError, continued_later, exit_on_user_error
 from firm.run.resuming import is_resumed
 
@@ -46,6 +47,15 @@ def test_an_interrupt_tells_how_a_run_continues(is_begun, tmp_path, capsys):
     assert end.value.code == 130
     line = f"; continue with: firm resume '{folder}'" if is_begun else ""
     assert capsys.readouterr().err == f"interrupted{line}\n"
+
+
+def test_a_failed_round_tells_how_the_run_continues(tmp_path, capsys):
+    Run.create(tmp_path / "run", CONFIG).close()
+    with pytest.raises(SystemExit), exit_on_user_error(), continued_later(tmp_path / "run"):
+        raise RoundFailed("no client finished round 3", number=3)
+    told = capsys.readouterr().err
+    assert told.startswith("error: no client finished round 3; repair the cause, then resume from ")
+    assert f"round 2; continue with: firm resume {tmp_path / 'run'}" in told
 
 
 def test_the_line_of_an_interrupt_allows_the_code_that_the_run_had(tmp_path, capsys):

@@ -216,8 +216,8 @@ def _round_failure(this_round: Round, problem: str) -> RoundFailed:
     number = this_round.number
     reasons = "; ".join(by_reason((each.client, each.reason) for each in this_round.failures))
     return RoundFailed(
-        f"the sum of round {number} could not be opened: {problem} ({reasons or 'no failures'}); "
-        f"repair the cause, then resume from round {number - 1}.",
+        f"the sum of round {number} could not be opened: {problem} ({reasons or 'no failures'})",
+        number=number,
         asked=this_round.sampled,
         failed=sorted({failure.client for failure in this_round.failures}),
     )
