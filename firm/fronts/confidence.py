@@ -8,7 +8,7 @@ where the bootstrap says that their distribution is skewed.
 import math
 
 import numpy as np
-from scipy.optimize import brentq
+from scipy.optimize import root_scalar
 from scipy.stats import beta, norm, t
 
 _NUM_BETS = 50
@@ -122,7 +122,7 @@ def _of_proportion(successes: float, num: int, delta: float) -> float:
 
 def _largest_change(rises: float, falls: float, num: int) -> float:
     """Returns the largest change of a share that Tango's score test does not reject at 2.5 %."""
-    critical = norm.ppf(0.975)
+    critical = float(norm.ppf(0.975))
 
     def excess(change: float) -> float:
         # the most likely share of falls under this change (Tango, 1998, equation 7)
@@ -133,7 +133,7 @@ def _largest_change(rises: float, falls: float, num: int) -> float:
         return num * change - (rises - falls) - critical * math.sqrt(max(variance, 0.0))
 
     observed = (rises - falls) / num
-    return 1.0 if excess(1.0) <= 0 else float(brentq(excess, observed, 1.0))
+    return 1.0 if excess(1.0) <= 0 else float(root_scalar(excess, bracket=(observed, 1.0)).root)
 
 
 def _by_betting(values: np.ndarray, delta: float) -> float:

@@ -59,7 +59,8 @@ def front_file(path: Path) -> Path:
         return path
     if not path.is_dir():
         raise UserError(
-            f"front: there is no file or folder {path}; pass a finished conditioned run, or a finished sweep."
+            f"front: there is no file or folder {path}; pass a finished conditioned run, or a "
+            "finished sweep."
         )
     files = sorted({*path.glob(FRONT_NAME), *path.glob("*.front.json")})
     if len(files) == 1:
