@@ -171,5 +171,6 @@ def _of_student(values: np.ndarray, delta: float) -> float:
     errors = resampled.std(axis=1, ddof=1) / math.sqrt(num)
     with np.errstate(divide="ignore", invalid="ignore"):
         ratios = (resampled.mean(1) - mean) / errors
-    skewed = np.quantile(np.nan_to_num(ratios), 1 - delta / 2, method="higher")
+    ratios[np.isnan(ratios)] = 0.0  # the mean itself, without spread
+    skewed = np.quantile(ratios, 1 - delta / 2, method="higher")  # inf: equal values are too likely
     return float(mean - max(t.ppf(1 - delta, num - 1), skewed) * error)

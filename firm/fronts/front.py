@@ -9,7 +9,6 @@ from typing import Any, Self
 
 import numpy as np
 
-from firm.fronts.dominance import non_dominated
 from firm.fronts.hypervolume import as_reference, hypervolume
 from firm.fronts.json_record import read_record, write_record
 from firm.solvers.checks import as_shares
@@ -201,12 +200,6 @@ class Front:
     def of_seed(self, seed: int) -> Self:
         """Returns the front of one seed's points."""
         return replace(self, points=tuple(p for p in self.points if p.seed == seed))
-
-    @property
-    def non_dominated(self) -> np.ndarray:
-        """Mask of points that no other point dominates, bool [N]; requires at least two points."""
-        self._check_several()
-        return non_dominated(self.rewards())
 
     @property
     def hypervolume(self) -> float:

@@ -190,10 +190,12 @@ def named_folders(paths: Sequence[Path]) -> dict[str, Path]:
     for index, place in enumerate(places):
         if place in places[:index]:
             raise UserError(f"the adapter in {folders[index]} is given twice; remove one.")
+    pairs = zip(folders, places, strict=True)
+    long = [str(place if str(folder) == BASE else folder) for folder, place in pairs]
     short = [place.parent.name if place.name == "adapter" else place.name for place in places]
     return {
-        name if short.count(name) == 1 and name != BASE else str(folder): folder
-        for name, folder in zip(short, folders, strict=True)
+        name if short.count(name) == 1 and name != BASE else shown: folder
+        for name, folder, shown in zip(short, folders, long, strict=True)
     }
 
 

@@ -25,7 +25,13 @@ from starlette.types import Receive, Scope, Send
 from firm.serving.connection import IDLE_S, SEND_S, Connection, LeftError, TimedProtocol
 from firm.serving.front import ServedFront
 from firm.serving.local import check_host, family_of, foreign, is_local
-from firm.serving.replies import assemble, begin_with_text, refusal, total_usage
+from firm.serving.replies import (
+    assemble,
+    begin_with_text,
+    refusal,
+    total_usage,
+    without_likely,
+)
 from firm.serving.requests import (
     EngineRequest,
     RequestRefused,
@@ -233,6 +239,8 @@ class Endpoint:
                     if len(usages) < request.num_replies:
                         continue
                     chunk["usage"] = total_usage(usages)
+                if not request.has_likely:
+                    chunk = without_likely(chunk)
                 yield {**begin_with_text(chunk, begun), "model": request.model}
         if len(usages) < request.num_replies:
             raise RequestRefused("llama.cpp has ended the reply early.", 500)

@@ -64,6 +64,17 @@ def begin_with_text(chunk: dict[str, Any], begun: set[int]) -> dict[str, Any]:
     return {**chunk, "choices": choices}
 
 
+def without_likely(chunk: dict[str, Any]) -> dict[str, Any]:
+    """Returns a part of a reply with the log-probabilities of its own tokens alone."""
+    choices = []
+    for part in chunk["choices"]:
+        if own := part.get("logprobs"):
+            entries = [{**entry, "top_logprobs": []} for entry in own["content"]]
+            part = {**part, "logprobs": {**own, "content": entries}}
+        choices.append(part)
+    return {**chunk, "choices": choices}
+
+
 def assemble(chunks: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
     """Returns the response whose parts are given, the last one with its usage."""
     reply: dict[str, Any] = {}

@@ -89,6 +89,8 @@ class EngineRequest:
     """Name of the model at the preference that was found, for the response."""
     has_usage: bool = False
     """Whether a stream ends with the number of tokens."""
+    has_likely: bool = True
+    """Whether log-probabilities come with those of the likeliest tokens."""
 
     @property
     def num_replies(self) -> int:
@@ -260,7 +262,7 @@ class ChatRequest(_Form):
     presence_penalty: _Penalty | None = None
     frequency_penalty: _Penalty | None = None
     repeat_penalty: Annotated[float, Interval(ge=0, le=10)] | None = None
-    repeat_last_n: _Limit | None = None
+    repeat_last_n: Annotated[int, Interval(ge=0, le=2**31 - 1)] | None = None
     seed: Annotated[int, Interval(ge=-(2**63), le=2**63 - 1)] | None = None
     stop: _Stops | None = None
     logit_bias: (
@@ -400,9 +402,12 @@ def translate(
     body = _engine_body(check_fields(given), served, num_slots=num_slots, context=context)
     options = body.pop("stream_options", {})
     has_usage = options.get("include_usage", False) is True
+    has_likely = not body.get("logprobs") or bool(body.get("top_logprobs"))
+    if not has_likely:
+        body["top_logprobs"] = 1  # llama.cpp takes 0 for no log-probabilities at all
     if words == BASE:
         scales, label = dict.fromkeys(served.adapters, 0.0), f"{name}@{BASE}"
-        return EngineRequest(body, scales, label, has_usage)
+        return EngineRequest(body, scales, label, has_usage, has_likely)
     if at:
         key, colon, value = words.partition(":")
         is_named = bool(colon) and "=" not in key
@@ -421,7 +426,7 @@ def translate(
         scales = served.scales(confidence=float(confidence), **stated)
     except ValueError as error:
         raise RequestRefused(str(error)) from error
-    return EngineRequest(body, scales, model_at(name, scales), has_usage)
+    return EngineRequest(body, scales, model_at(name, scales), has_usage, has_likely)
 
 
 def defaults(served: ServedFront) -> dict[str, Any]:
@@ -457,6 +462,8 @@ def _engine_body(
                 "limit.",
                 param=key,
             )
+    if body.get("top_logprobs") and not body.get("logprobs"):
+        raise RequestRefused("top_logprobs must come with logprobs: true.", param="top_logprobs")
     if "seed" in body:
         body["seed"] %= 2**32 - 1  # which itself stands for a random seed in llama.cpp
     if isinstance(choice := body.get("tool_choice"), dict):  # llama.cpp knows words only

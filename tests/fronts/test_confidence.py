@@ -93,11 +93,13 @@ def test_values_without_a_bound_have_student_s_at_least():
     assert half_width(error, 200, 0.95) == pytest.approx(t.ppf(0.95, 199) * error)
 
 
-@pytest.mark.parametrize("values", [[], [2.0], [2.0, 2.0, 2.0]])
-def test_equal_values_without_a_bound_say_nothing(values):
+@pytest.mark.parametrize("values", [[], [2.0], [2.0, 2.0, 2.0], [2.0, 3.0]])
+def test_values_that_are_equal_or_may_well_be_say_nothing_without_a_bound(values):
     assert lower_bound(np.array(values), 0.95, is_bounded=False) == -math.inf
     assert upper_bound(np.array(values), 0.95, is_bounded=False) == math.inf
     assert half_width(0.0, 9, 0.95) == half_width(1.0, 1, 0.95) == math.inf
+    rare = np.array([0.5] * 99 + [3.0])  # another sample may well lack it
+    assert upper_bound(rare, 0.95, is_bounded=False) == math.inf
 
 
 @pytest.mark.parametrize("confidence", [0.1, 0.5, 1.0, math.nan])

@@ -29,7 +29,7 @@ def test_rows_and_columns_follow_points_and_objectives(build_point, build_front)
 def test_a_front_judges_its_points(build_point, build_front):
     rewards = [(0.5, 0.25), (0.25, 0.5), (0.25, 0.25)]
     front = build_front([build_point(r) for r in rewards], reference=(0.125, 0.0))
-    assert front.non_dominated.tolist() == [True, True, False]
+    assert non_dominated(front.rewards()).tolist() == [True, True, False]
     assert front.hypervolume == hypervolume(rewards, (0.125, 0.0))
 
 
@@ -37,9 +37,8 @@ def test_a_front_judges_its_points(build_point, build_front):
 def test_fewer_than_two_points_are_no_front(build_point, build_front, num_points):
     front = build_front([build_point((0.5, 0.5))] * num_points)
     words = ["no points", "one point"][num_points]
-    for figure in ("hypervolume", "non_dominated"):
-        with pytest.raises(ValueError, match=f"a front with {words} has no trade-off"):
-            getattr(front, figure)
+    with pytest.raises(ValueError, match=f"a front with {words} has no trade-off"):
+        _ = front.hypervolume
     with pytest.raises(ValueError, match=f"a front with {words}"):
         seed_hypervolumes(front)
 

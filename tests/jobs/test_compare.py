@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 
 from firm.cli.main import COMMANDS
 from firm.jobs import compare as module
-from firm.jobs.compare import main
+from firm.jobs.compare import main, named_folders
 from firm.jobs.configs import CompareConfig
 from firm.jobs.finished_runs import parse_over_run
 from firm.run import parse
@@ -160,6 +160,15 @@ def test_the_base_model_is_evaluated_once(run, copied, tmp_path):
         "--num_samples", 2, "--out", tmp_path / "out",
     )  # fmt: skip
     assert log.read_text().split() == ["16"] * 3  # 8 prompts, 2 replies, 3 models
+
+
+def test_an_adapter_in_a_folder_called_base_is_not_the_base_model(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for name in ("base", "other/base"):
+        (tmp_path / name).mkdir(parents=True)
+        (tmp_path / name / "adapter_config.json").touch()
+    names = list(named_folders([Path("base"), Path("other/base")]))
+    assert names == [str(tmp_path / "base"), "other/base"]
 
 
 def test_no_text_is_shown_or_written_when_none_is_asked_for(run, tmp_path, capsys):

@@ -28,7 +28,9 @@ class Echo:
         parts = [" ", text[:9], text[9:]]
         for index in range(body.get("n", 1)):
             for part in parts:
-                if on_chunk(chunk(index, {"content": part})):
+                likely = [{"token": part}] * body.get("top_logprobs", 0)  # none at all for 0
+                more = {"logprobs": {"content": [{"token": part, "top_logprobs": likely}]}}
+                if on_chunk(chunk(index, {"content": part}, **(more if likely else {}))):
                     return
             on_chunk(chunk(index, {}, "stop"))
             usage = {"prompt_tokens": 5, "completion_tokens": 3, "total_tokens": 8}

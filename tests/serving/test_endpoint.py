@@ -29,6 +29,15 @@ def test_a_reply_names_the_model_at_its_preference(server):
     assert said["scales"] == pytest.approx({"helpful": 0.7, "harmless": 0.3})
 
 
+def test_log_probabilities_come_without_those_of_other_tokens_unless_asked_for(server):
+    for likely, num in (({}, 0), ({"top_logprobs": 0}, 0), ({"top_logprobs": 2}, 2)):
+        _, text = ask(server, body={"messages": MESSAGES, "logprobs": True, **likely})
+        entries = json.loads(text)["choices"][0]["logprobs"]["content"]
+        assert [len(entry["top_logprobs"]) for entry in entries] == [num] * 3
+    status, text = ask(server, body={"messages": MESSAGES, "top_logprobs": 2})
+    assert (status, json.loads(text)["error"]["param"]) == (400, "top_logprobs")
+
+
 @pytest.mark.parametrize("has_usage", [False, True])
 def test_a_stream_is_sent_as_events(server, has_usage):
     body = {"messages": MESSAGES, "stream": True, "preference": [1, 0], "n": 2}
