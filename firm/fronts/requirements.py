@@ -163,9 +163,9 @@ def best_meeting(
     `expected_rewards`, so each simplex of neighbours is a linear program: maximise the weighted
     rewards over the shares, with every requirement's bound inside. Excludes models that have
     collapsed, that are dominated in the rewards and in whatever else is required, or of which
-    nothing is known about a requirement. On validation
-    prompts, models whose bounds meet the requirements at twice their distance from the mean are
-    preferred, so that the chosen one passes on the test prompts as well.
+    nothing is known about a requirement. On validation prompts, models whose bounds meet the
+    requirements at twice their distance from the mean are preferred, so that the chosen one passes
+    on the test prompts as well.
 
     Args:
         front: The measured models.
@@ -225,8 +225,8 @@ def best_meeting(
             found.append((min(wide, 0.0), float(mixture @ values @ shares), margin, parts))
     if not found and num_unknown:
         raise ValueError(
-            f"require: nothing is known about {', '.join(map(str, requirements))}, since the front "
-            "has no values that differ, and no standard error above 0: measure more prompts."
+            f"require: nothing is known about {', '.join(map(str, requirements))}, since too few "
+            "values of the front's models differ: measure more prompts."
         )
     check_eligible(eligible, front)
     _, _, margin, parts = max(found, key=lambda entry: entry[:2])
