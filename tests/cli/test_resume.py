@@ -1,7 +1,10 @@
 """A run that was interrupted continues by the line that it left, and by no other."""
 
+import io
 import json
 import shlex
+import shutil
+from contextlib import redirect_stderr
 
 import pytest
 
@@ -17,27 +20,38 @@ def in_the_project(monkeypatch):
     monkeypatch.chdir(ROOT)
 
 
-@pytest.fixture
-def interrupted(tmp_path, monkeypatch, capsys):
-    """A run of two rounds that Ctrl-C ends in its second, and the words that it leaves."""
-    strategy = STRATEGIES["firm"]
+@pytest.fixture(scope="module")
+def ended(tmp_path_factory):
+    """A run of two rounds that Ctrl-C ends in its second, a copy of it, and the words it leaves.
+
+    No test changes the copy.
+    """
+    strategy, words = STRATEGIES["firm"], io.StringIO()
 
     def stops(state, *arguments):
         if state.round == 1:
             raise KeyboardInterrupt
         return strategy(state, *arguments)
 
-    path = tmp_path / "run"
-    monkeypatch.setitem(STRATEGIES, "firm", stops)
-    with pytest.raises(SystemExit) as end:
-        main(["align", "--config", str(SMOKE), "--seed", "3", "--out", str(path)])
+    path = tmp_path_factory.mktemp("ended") / "run"
+    with pytest.MonkeyPatch.context() as patch, redirect_stderr(words):
+        patch.chdir(ROOT)
+        patch.setitem(STRATEGIES, "firm", stops)
+        with pytest.raises(SystemExit) as end:
+            main(["align", "--config", str(SMOKE), "--seed", "3", "--out", str(path)])
     assert end.value.code == 130
-    monkeypatch.setitem(STRATEGIES, "firm", strategy)
-    return path, capsys.readouterr().err
+    return path, shutil.copytree(path, path.parent / "copy"), words.getvalue()
 
 
-def test_ctrl_c_prints_the_line_that_continues_the_run(interrupted):
-    path, words = interrupted
+@pytest.fixture
+def interrupted(ended, tmp_path):
+    """The interrupted run, for one test alone."""
+    _, copy, _ = ended
+    return shutil.copytree(copy, tmp_path / "run")
+
+
+def test_ctrl_c_prints_the_line_that_continues_the_run(ended):
+    path, _, words = ended
     last = words.splitlines()[-1]  # after those on what takes long
     line = last.removeprefix("interrupted; continue with: ")
     assert line == f"firm resume {path}"
@@ -48,15 +62,14 @@ def test_ctrl_c_prints_the_line_that_continues_the_run(interrupted):
 
 
 def test_keys_are_laid_over_the_runs_own_configuration(interrupted, refusal):
-    path, _ = interrupted
-    line = refusal(main, ["align", "--resume", path, "--seed", "4"])
-    assert f"the run at {path} has another configuration: seed was 3, is 4" in line
-    main(["align", "--resume", str(path), "--rounds", "1"])
-    assert [row["round"] for row in read_rows(path, "round")] == [1]
+    line = refusal(main, ["align", "--resume", interrupted, "--seed", "4"])
+    assert f"the run at {interrupted} has another configuration: seed was 3, is 4" in line
+    main(["align", "--resume", str(interrupted), "--rounds", "1"])
+    assert [row["round"] for row in read_rows(interrupted, "round")] == [1]
 
 
 def test_a_folder_that_is_no_run_is_an_error_and_stays_as_it_is(interrupted, tmp_path, refusal):
-    path, _ = interrupted
+    path = interrupted
     (tmp_path / "rum").mkdir()
     given = ["--config", SMOKE]
     for arguments, message in {

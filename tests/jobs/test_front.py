@@ -1,13 +1,11 @@
 """Runs whose policy is conditioned on the preference: resumed, in every engine, and refused."""
 
 import shlex
-import shutil
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from transformers import AutoTokenizer
 
 from firm.alignment.adapters.conditioned import PreferenceStream, fold
@@ -167,13 +165,10 @@ def _answer(run, *options):
     return _conversation(run, *options).answer("Where is my ladder?", 0)["aligned"]
 
 
-def test_a_conditioned_adapter_answers_at_the_preference_that_is_asked_for(trained, tmp_path):
+def test_a_conditioned_adapter_answers_at_the_preference_that_is_asked_for(trained, strong):
     folded = _answer(trained, "--adapter", str(trained / "front/100_0"))
     assert _answer(trained, "--preference", "[2, 0]") == folded
     assert _answer(trained, "--preference", "positivity=0") == folded
-    strong = Path(shutil.copytree(trained, tmp_path / "strong"))
-    slopes = {name: 200 * value for name, value in _slopes(strong).items()}
-    save_file(slopes, strong / "adapter/conditioned.safetensors")
     answers = {_answer(strong, "--preference", p).text for p in ("[1, 0]", "[0, 1]", "[1, 1]")}
     assert len(answers) == 3
     assert _answer(strong).text in answers  # at equal shares
@@ -303,10 +298,9 @@ def test_shipped_configurations_train_a_front(names):
     assert measured_preferences(cfg) == grid(4, 2)
 
 
-def test_an_ordinary_adapter_is_not_folded(tmp_path, trained):
-    plain = smoke.run("--rounds", 1, "--out", tmp_path / "plain")
+def test_an_ordinary_adapter_is_not_folded(tmp_path, run):
     with pytest.raises(ValueError, match=r"has no conditioned\.safetensors"):
         smoke.run(
-            *("--start", f"{{{plain / 'adapter'}: 1}}", "--start_preference", "[1, 0]"),
+            *("--start", f"{{{run / 'adapter'}: 1}}", "--start_preference", "[1, 0]"),
             *("--rounds", 0, "--out", tmp_path / "folded"),
         )

@@ -1,5 +1,6 @@
 """Clients that differ, and runs that start from adapters."""
 
+import shutil
 from pathlib import Path
 
 import pytest
@@ -77,16 +78,14 @@ def test_groups_that_fit_nobody_are_refused(groups, message):
         smoke.config(*TINY, "--groups", groups)
 
 
-def test_a_run_without_rounds_measures_the_mean_of_adapters(tmp_path):
-    folders = []
-    for seed in (0, 1):
-        folders.append(smoke.run(*TINY, "--out", tmp_path / str(seed), "--seed", 0) / "adapter")
-        if seed:  # the same but for what would follow from more training
-            path = folders[1] / "adapter_model.safetensors"
-            save_file({k: v + 0.1 for k, v in load_file(path).items()}, path)
-    start = f"{{{folders[0]}: 1, {folders[1]}: 3}}"
+def test_a_run_without_rounds_measures_the_mean_of_adapters(run, tmp_path):
+    first = load_file(run / "adapter/adapter_model.safetensors")
+    moved = shutil.copytree(run / "adapter", tmp_path / "moved")
+    save_file(
+        {name: value + 0.1 for name, value in first.items()}, moved / "adapter_model.safetensors"
+    )
+    start = f"{{{run / 'adapter'}: 1, {moved}: 3}}"
     out = smoke.run(*TINY, "--out", tmp_path / "mean", "--rounds", 0, "--start", start)
-    first = load_file(folders[0] / "adapter_model.safetensors")
     for name, parameter in read_adapter(out).items():
         assert torch.allclose(parameter, first[name] + 0.075, atol=1e-6)
     base, final = read_rows(out, "evaluation")

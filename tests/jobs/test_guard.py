@@ -2,6 +2,8 @@
 
 import json
 import math
+from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import ClassVar
 
@@ -25,7 +27,7 @@ KINDS = {
     "conditioned": FRONT,
     "a training per objective": ("--strategy.name", "fsmgda", "--strategy.num_local_steps", 1),
 }
-kinds = pytest.mark.parametrize("options", KINDS.values(), ids=KINDS.keys())
+kinds = pytest.mark.parametrize("kind", KINDS)
 RUNAWAY = ("--estimator.actor_learning_rate", 0.1, "--rounds", 5)
 """Settings of a run that leaves the base model in its first round."""
 
@@ -56,20 +58,45 @@ def equal(first: Path, second: Path) -> bool:
 
 @pytest.mark.slow
 @kinds
-def test_a_run_in_which_nothing_runs_away_is_the_same_with_and_without_a_guard(options, tmp_path):
-    guarded = run(*options, "--out", tmp_path / "guarded")
-    free = run(*options, *OFF, "--out", tmp_path / "free")
-    assert equal(guarded, free)
-    rows = zip(read_rows(guarded), read_rows(free), strict=True)
+def test_a_run_in_which_nothing_runs_away_is_the_same_with_and_without_a_guard(kind, tmp_path):
+    watched = run(*KINDS[kind], "--out", tmp_path / "guarded")
+    free = run(*KINDS[kind], *OFF, "--out", tmp_path / "free")
+    assert equal(watched, free)
+    rows = zip(read_rows(watched), read_rows(free), strict=True)
     assert all(without_seconds(a) == without_seconds(b) for a, b in rows)
 
 
+@pytest.fixture(scope="module")
+def guarded(tmp_path_factory) -> Callable[[str], tuple[Path, list[tuple[int, float]]]]:
+    """A kind's run that runs away under the guard, and the rates of learning of its rounds.
+
+    Every kind is run once; no test changes it.
+    """
+    set_rates = MultiObjectiveTrainer.set_learning_rates
+
+    @cache
+    def of(kind: str) -> tuple[Path, list[tuple[int, float]]]:
+        rates = []
+
+        def noted(trainer, learner, rounds_done, **options):
+            set_rates(trainer, learner, rounds_done, **options)
+            rate = learner.actor_optimizer.param_groups[0]["lr"]
+            rates.append((math.floor(rounds_done) + 1, rate))
+
+        out = tmp_path_factory.mktemp("runaway") / "run"
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(MultiObjectiveTrainer, "set_learning_rates", noted)
+            return run(*KINDS[kind], *RUNAWAY, "--out", out), rates
+
+    return of
+
+
 @kinds
-def test_a_run_that_runs_away_goes_back_and_ends_near_the_base_model(options, tmp_path):
-    free = run(*options, *RUNAWAY, *OFF, "--out", tmp_path / "free")
-    guarded = run(*options, *RUNAWAY, "--out", tmp_path / "guarded")
-    assert final(guarded)["kl"] < 3 < final(free)["kl"]
-    assert any("trust region" in text for text in alarms(guarded))
+def test_a_run_that_runs_away_goes_back_and_ends_near_the_base_model(kind, guarded, tmp_path):
+    free = run(*KINDS[kind], *RUNAWAY, *OFF, "--out", tmp_path / "free")
+    folder, _ = guarded(kind)
+    assert final(folder)["kl"] < 3 < final(free)["kl"]
+    assert any("trust region" in text for text in alarms(folder))
 
 
 def test_clients_whose_policy_leaves_its_batch_end_their_round_early(tmp_path):
@@ -85,9 +112,9 @@ def test_clients_whose_policy_leaves_its_batch_end_their_round_early(tmp_path):
 
 
 @pytest.mark.slow
-def test_a_run_resumes_behind_an_undone_round_to_the_same_adapter(tmp_path):
+def test_a_run_resumes_behind_an_undone_round_to_the_same_adapter(guarded, tmp_path):
     keys = (*KINDS["critic-free, stacked"], *RUNAWAY)
-    whole = run(*keys, "--out", tmp_path / "whole")
+    whole, _ = guarded("critic-free, stacked")
     undone = undone_rounds(whole)
     out, firm_round = tmp_path / "stopped", STRATEGIES["firm"]
 
@@ -106,17 +133,11 @@ def test_a_run_resumes_behind_an_undone_round_to_the_same_adapter(tmp_path):
     assert final(whole)["adapter_reason"] == final(out)["adapter_reason"]
 
 
-def test_after_an_undone_round_clients_learn_at_half_the_rate(tmp_path, monkeypatch):
-    rates, set_rates = [], MultiObjectiveTrainer.set_learning_rates
-
-    def noted(trainer, learner, rounds_done, **options):
-        set_rates(trainer, learner, rounds_done, **options)
-        rates.append((math.floor(rounds_done) + 1, learner.actor_optimizer.param_groups[0]["lr"]))
-
-    monkeypatch.setattr(MultiObjectiveTrainer, "set_learning_rates", noted)
-    folder = run(*KINDS["PPO"], *RUNAWAY, "--out", tmp_path / "run")
+def test_after_an_undone_round_clients_learn_at_half_the_rate(guarded):
+    folder, rates = guarded("PPO")
     undone = undone_rounds(folder)
     assert undone
+    assert rates
     for number, rate in rates:
         earlier = sum(each < number for each in undone)
         assert rate == pytest.approx(0.1 / 2**earlier)
@@ -176,6 +197,8 @@ def test_a_rule_without_its_quantity_is_told_after_the_first_round(tmp_path):
         ["guard.stop_when 'kl_by_preference.brevity > 9': this run has no such quantity."],
         [],
     ]
+    assert final(folder)["adapter_round"] == 2
+    assert final(folder)["adapter_reason"].startswith("the last")
 
 
 def test_a_conditioned_run_that_a_rule_ends_has_its_front(tmp_path):
@@ -234,7 +257,6 @@ def test_a_run_leaves_its_best_adapter_and_says_why(tmp_path, monkeypatch):
     [
         (("--evaluation.num_validation_prompts", 0), "the last; there is no validation data"),
         (("--checkpoints.keep_best", "false"), "the last"),
-        ((), "the last"),
     ],
 )
 def test_a_run_that_leaves_its_last_adapter_says_why(keys, says, tmp_path):

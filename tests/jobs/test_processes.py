@@ -141,22 +141,21 @@ def test_two_processes_with_stacked_clients_give_the_adapter_of_one(fork_two, ru
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("per_client", [1, 2])
-def test_two_processes_that_ask_servers_give_the_adapter_of_one(
-    fork_two, command_line, runs, per_client
-):
+def test_two_processes_that_ask_servers_give_the_adapter_of_one(fork_two, command_line, runs):
     servers = [SmallServer(config().policy.path) for _ in range(2)]
     with served(servers[0]) as first, served(servers[1]) as second:
         options = (
             "--rollout.engine.name", "vllm_server", "--rollout.engine.urls", f"[{first},{second}]",
             "--rollout.engine.shared_folder", f"{runs}/shared", "--rounds", "1",
         )  # fmt: skip
-        alone, two = f"alone{per_client}", f"served{per_client}"
         with plugins_forgotten():
-            main(parse(AlignmentConfig, command_line(alone, *options)))
-        fork_two(two, "--processes_per_client", f"{per_client}", *options)
-    assert distance(read_adapter(runs / alone), read_adapter(runs / two)) <= 1e-5 * (per_client - 1)
-    assert not any(server.names for server in servers)
+            main(parse(AlignmentConfig, command_line("alone", *options)))
+        alone = read_adapter(runs / "alone")
+        for per_client in (1, 2):
+            two = f"served{per_client}"
+            fork_two(two, "--processes_per_client", f"{per_client}", *options)
+            assert distance(alone, read_adapter(runs / two)) <= 1e-5 * (per_client - 1), two
+            assert not any(server.names for server in servers), two
 
 
 GONE = "process 1 of the run's 2, which worked on client_1, is gone"

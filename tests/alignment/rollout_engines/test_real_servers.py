@@ -14,26 +14,22 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
-from importlib.util import find_spec
 from pathlib import Path
 
 import httpx
 import pytest
 import torch
 
-from firm.alignment.adapters.conditioned import ConditioningConfig
-from firm.alignment.policy import adapter_parameters, copy_adapter, load_adapter_, load_policy
+from firm.alignment.policy import adapter_parameters, copy_adapter, load_adapter_
 from firm.alignment.policy_config import PolicyConfig
 from firm.alignment.prompts import Prompt
 from firm.alignment.rewards import score
 from firm.alignment.rollout import encode_prompts
 from firm.alignment.rollout_config import RolloutConfig, VLLMServerConfig
 from firm.alignment.rollout_engines import SampleRequest, TransformersEngine
-from firm.federation import RandomStream
 from reward_models import RewardModelConfig, load_reward_model
 from tests.alignment.rollout_engines.test_vllm import TEXTS, changed
 from tests.alignment.rollout_engines.test_vllm_server import own_logprobs
-from tests.real_model import real_model
 from tests.smoke import ROOT
 
 pytestmark = pytest.mark.filterwarnings("default")
@@ -49,20 +45,6 @@ ENVIRONMENT = {
     "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1",
     "OMP_NUM_THREADS": "1",
 }
-
-
-@pytest.fixture(scope="module")
-def path() -> str:
-    if find_spec("vllm") is None:
-        pytest.skip("vLLM is not installed here: run `make test-vllm`")
-    return real_model()
-
-
-@pytest.fixture(scope="module")
-def policy(path):
-    conditioning = ConditioningConfig("preference")
-    config = PolicyConfig(path, conditioning=conditioning, device="cpu")
-    return load_policy(config, stream=RandomStream(0, "adapter"), num_objectives=2)
 
 
 @pytest.fixture(scope="module")

@@ -6,19 +6,16 @@ The model is SmolLM2-135M-Instruct as fetched by `firm fetch smollm2`, or that o
 import shutil
 from dataclasses import replace
 from glob import glob
-from importlib.util import find_spec
 
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from firm.alignment import rollout_config
-from firm.alignment.adapters.conditioned import ConditioningConfig
 from firm.alignment.policy import (
     adapter_parameters,
     copy_adapter,
     load_adapter_,
-    load_policy,
     load_tokenizer,
 )
 from firm.alignment.policy_config import PolicyConfig
@@ -28,11 +25,9 @@ from firm.alignment.rollout_config import RolloutConfig, VLLMConfig
 from firm.alignment.rollout_engines import SampleRequest, TransformersEngine
 from firm.alignment.rollout_engines.vllm import SHARED_MEMORY
 from firm.alignment.sequences import Sequences, response_logprobs, set_preferences
-from firm.federation import RandomStream
 from firm.jobs.alignment import align
 from firm.jobs.alignment_config import AlignmentConfig
 from firm.run.command_line import parse
-from tests.real_model import real_model
 from tests.runs import read_rows
 
 pytestmark = pytest.mark.filterwarnings("default")  # vLLM's own, and of what it imports
@@ -50,20 +45,6 @@ ROLLOUT = RolloutConfig(
     temperature=0.7,
     engine=VLLMConfig(max_loras=3, cache_gb=0.5),
 )
-
-
-@pytest.fixture(scope="module")
-def path() -> str:
-    if find_spec("vllm") is None:
-        pytest.skip("vLLM is not installed here: run `make test-vllm`")
-    return real_model()
-
-
-@pytest.fixture(scope="module")
-def policy(path):
-    conditioning = ConditioningConfig("preference")
-    config = PolicyConfig(path, conditioning=conditioning, device="cpu")
-    return load_policy(config, stream=RandomStream(0, "adapter"), num_objectives=2)
 
 
 @pytest.fixture(scope="module")
