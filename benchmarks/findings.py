@@ -107,15 +107,15 @@ def above_p(differences: Sequence[float], bound: float) -> float:
     return float(stats.t.sf((values.mean() - bound) / error, len(values) - 1))
 
 
-def holm(p_values: Sequence[float], alpha: float = ALPHA) -> list[bool]:
-    """Returns which hypotheses Holm's method rejects, at a family-wise error of alpha.
+def holm(p_values: Sequence[float]) -> list[bool]:
+    """Returns which hypotheses Holm's method rejects, at a family-wise error of `ALPHA`.
 
     >>> holm([0.04, 0.01, 0.03])
     [False, True, False]
     """
     rejected = [False] * len(p_values)
     for rank, at in enumerate(np.argsort(p_values)):
-        if p_values[at] > alpha / (len(p_values) - rank):
+        if p_values[at] > ALPHA / (len(p_values) - rank):
             break
         rejected[at] = True
     return rejected
@@ -739,11 +739,6 @@ def older_runs() -> str:
         row = [text, quantity, str(len(values)), found.text(), "none", f"exploratory: {word}"]
         rows.append([*row, "`findings.py`", f"`{data}`"])
     return markdown_table(HEADER, rows)
-
-
-def mean_reward(own: Mapping[str, float]) -> float:
-    """Returns the mean of a model's rewards, given its figures on a split."""
-    return fmean(value for key, value in own.items() if key.startswith("reward "))
 
 
 def curve_of(models: Models, method: str) -> list[tuple[float, Mapping[str, float]]]:

@@ -23,11 +23,10 @@ process of its own, 480 samples a client.
 import argparse
 import copy
 import hashlib
-import multiprocessing
 import os
 import time
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing
 from pathlib import Path
 from statistics import median
@@ -438,10 +437,12 @@ def print_seconds(seconds: dict[tuple[str, str], list[tuple[float, float]]]) -> 
 
 
 def print_memory(data: str | None) -> None:
+    # not at the top, since the new process imports this file and would count the language models
+    from benchmarks.measure import in_own_process
+
     rows = []
     for count in CLIENT_COUNTS:
-        with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as process:
-            before, more = process.submit(memory, data, count).result()
+        before, more = in_own_process(memory, data, count)
         rows.append([f"{count:,} clients", f"{before:.0f}", f"{more:.1f}"])
     print_table("Memory in MB", ["", "before", "clients and a round"], rows)
 

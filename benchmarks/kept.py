@@ -240,7 +240,7 @@ def store(run: Path, path: Path) -> None:
     maps = {name: Calibration(**own) for name, own in front.calibrations.items()}
     found: list[Any] = []
     for share in SHARES:
-        speakers.refold(0, [share, 1 - share])
+        speakers.refold([share, 1 - share])
         with speakers.speaking(0) as sample:
             own = evaluate(
                 sample,

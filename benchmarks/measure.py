@@ -1,10 +1,12 @@
 """What the benchmarks share: a quiet start on one thread, calls timed in turns, and rounds."""
 
+import multiprocessing
 import os
 import time
 from collections.abc import Callable, Mapping
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import transformers
@@ -18,6 +20,8 @@ from firm.jobs.alignment_loading import (
     common_calibrations,
     own_engine,
 )
+
+Result = TypeVar("Result")
 
 
 def quiet() -> None:
@@ -55,6 +59,12 @@ def one_round(loaded: LoadedRun, cfg: AlignmentConfig) -> Callable[[], dict[str,
         return row
 
     return take
+
+
+def in_own_process(function: Callable[..., Result], *arguments: object) -> Result:
+    """Returns the result of a function that runs in a new process."""
+    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
+        return pool.submit(function, *arguments).result()
 
 
 def reset_peak_resident() -> None:

@@ -24,12 +24,10 @@ import argparse
 import contextlib
 import io
 import logging
-import multiprocessing
 import tempfile
 import time
 from argparse import Namespace
 from collections.abc import Callable, Sequence
-from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field
 from functools import cache, partial
 from pathlib import Path
@@ -41,7 +39,7 @@ from datasets import Dataset
 from peft import LoraConfig
 from transformers import AutoModelForCausalLM, GenerationConfig, LlamaConfig, TrainerCallback
 
-from benchmarks.measure import peak_resident, quiet
+from benchmarks.measure import in_own_process, peak_resident, quiet
 from benchmarks.random_models import LlamaForCausalLM, save_model
 from firm.alignment import (
     AlignmentClient,
@@ -158,7 +156,7 @@ def compare(options: Namespace) -> None:
     }
     del steps
     if options.memory and device.type == "cpu":
-        peaks = {name: peak(options, name) for name in rows}
+        peaks = {name: in_own_process(peak, options, name) for name in rows}
     where = "CPU seconds on one thread" if device.type == "cpu" else f"seconds on {options.device}"
     print_table(
         f"median of {options.repeats} steps, {where}: {options.replies} replies "
@@ -192,13 +190,7 @@ def compare(options: Namespace) -> None:
 
 
 def peak(options: Namespace, name: str) -> float:
-    """Returns the bytes that a variant has resident at most, in a process of its own."""
-    context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(1, mp_context=context) as pool:
-        return pool.submit(_peak, options, name).result()
-
-
-def _peak(options: Namespace, name: str) -> float:
+    """Returns the most bytes that this process has resident with a variant alone."""
     quiet()
     logging.disable(logging.WARNING)
     variants(options)[name]()()

@@ -10,11 +10,9 @@ round of each is left out. Memory is what a process of its own has resident at m
 """
 
 import argparse
-import multiprocessing
 import os
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from statistics import median
@@ -25,7 +23,7 @@ os.environ.setdefault("TRL_EXPERIMENTAL_SILENCE", "1")
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from benchmarks.measure import interleaved, one_round, peak_resident, quiet
+from benchmarks.measure import in_own_process, interleaved, one_round, peak_resident, quiet
 from firm.alignment import load_tokenizer
 from firm.alignment.policy_config import PolicyConfig
 from firm.federation import Processes
@@ -71,7 +69,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
                 for size in sizes
             ]
             print_table(f"Critic-free, {title}, by clients", ["clients", *heads[1:]], rows)
-        peaks = {count: peak_memory(policy, count) for count in CLIENTS}
+        peaks = {count: in_own_process(peak_memory, policy, count) for count in CLIENTS}
         own = (peaks[CLIENTS[-1]] - peaks[CLIENTS[-2]]) / (CLIENTS[-1] - CLIENTS[-2])
         print_table(
             f"Critic-free, {EACH} replies each, at most {MAX_ROWS} rows in a pass: memory in MB",
@@ -151,13 +149,7 @@ def lasting(policy: str) -> float:
 
 
 def peak_memory(policy: str, count: int) -> float:
-    """Returns the megabytes that a round takes at most, in a process of its own."""
-    context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(1, mp_context=context) as pool:
-        return pool.submit(_peak_memory, policy, count).result()
-
-
-def _peak_memory(policy: str, count: int) -> float:
+    """Returns the megabytes that this process has resident at most with a round alone."""
     quiet()
     options = policy, "stacked", count, EACH
     round_of(configuration(CONFIGS["critic-free"], *options, max_rows=MAX_ROWS))()

@@ -349,13 +349,7 @@ class CriticFreeConfig(EstimatorConfig):
         """Group size, G."""
         return self.num_replies
 
-    def estimator(
-        self,
-        policy: "Policy",
-        *,
-        critic: "torch.nn.Module | None",
-        optimizer: "Callable[..., torch.optim.Optimizer]",
-    ) -> "Estimator":
+    def estimator(self, policy: "Policy", **_: Any) -> "Estimator":
         """Returns a fresh estimator; see `EstimatorConfig`."""
         from firm.alignment.estimators.critic_free import CriticFree
 
@@ -438,13 +432,7 @@ class DPOConfig(EstimatorConfig):
         """True: the two replies of a pair are compared with each other."""
         return True
 
-    def estimator(
-        self,
-        policy: "Policy",
-        *,
-        critic: "torch.nn.Module | None",
-        optimizer: "Callable[..., torch.optim.Optimizer]",
-    ) -> "Estimator":
+    def estimator(self, policy: "Policy", **_: Any) -> "Estimator":
         """Returns a fresh estimator; see `EstimatorConfig`."""
         from firm.alignment.estimators.dpo import DPO
 

@@ -50,29 +50,28 @@ def kl_alarm(config: KLConfig, *, batch_size: int, num_steps: int) -> str | None
 
 LARGE_MISMATCH = 0.1
 """Rounding error of log-probabilities, relative to the KL, from which on it raises an alarm."""
+MISMATCH_ROUNDS = 3
+"""Rounds to wait for a KL to compare the rounding error to, if there is no target."""
 
 
-def mismatch_alarm(
-    rows: Sequence[Mapping[str, Any]], config: KLConfig, *, rounds: int = 3
-) -> str | None:
+def mismatch_alarm(rows: Sequence[Mapping[str, Any]], config: KLConfig) -> str | None:
     """Returns an alarm if much of the KL is rounding error; otherwise None.
 
     Log-probabilities of cached generation and of a forward pass differ by rounding only. This adds
     zero-mean noise to the KL, whose reference log-probabilities come from a forward pass. Raised
-    once: in the first round if the controller has a target KL, else after ``rounds`` rounds,
+    once: in the first round if the controller has a target KL, else after `MISMATCH_ROUNDS`,
     compared to the KL of the last one.
 
     Args:
         rows: Rows of the log so far; uses the clients' "kl" and "logprob_mismatch_per_reply".
         config: The KL controller.
-        rounds: Rounds to wait for a KL to compare to, if there is no target.
     """
     clients = [row for row in rows if row.get("kind") == "client" and row.get("kl") is not None]
     mismatches = (row.get("logprob_mismatch_per_reply") for row in clients)
     measured = [mismatch for mismatch in mismatches if mismatch is not None]
     number = max((row["round"] for row in clients), default=0)
     is_aimed_at = config.controller == "adaptive"
-    if not measured or number != (1 if is_aimed_at else rounds):
+    if not measured or number != (1 if is_aimed_at else MISMATCH_ROUNDS):
         return None
     kl = config.target
     if not is_aimed_at:

@@ -343,16 +343,13 @@ def calibrate(method: Method, scores: torch.Tensor, *, name: str = "reward") -> 
     return Calibration(method, **figures, num_samples=num_samples)
 
 
-def check_same(
-    frozen: Mapping[str, Calibration],
-    measured: Mapping[str, Calibration],
-    *,
-    tolerance: float = 0.05,
-) -> None:
-    """Checks that newly measured calibrations agree with the frozen ones.
+SAME_CALIBRATION = 0.05
+"""Difference between equal calibrations, relative to their width: replies may differ slightly on
+another machine."""
 
-    Parameters may differ by `tolerance` in units of the frozen calibration's width, since replies
-    may differ slightly on another machine.
+
+def check_same(frozen: Mapping[str, Calibration], measured: Mapping[str, Calibration]) -> None:
+    """Checks that newly measured calibrations agree with the frozen ones.
 
     Raises:
         ValueError: When they do not agree.
@@ -364,7 +361,7 @@ def check_same(
         now = measured[name]
         for figure in ("mean", "scale", "low", "high"):
             was, is_now = getattr(calibration, figure), getattr(now, figure)
-            if now.method != calibration.method or abs(was - is_now) > tolerance * width:
+            if now.method != calibration.method or abs(was - is_now) > SAME_CALIBRATION * width:
                 raise ValueError(
                     f"the rewards of {name!r} would not be comparable: their {calibration.method} "
                     f"calibration had {figure} {was:.4g}, base-model replies now give "

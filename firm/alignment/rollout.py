@@ -230,12 +230,10 @@ def rollout(
     sampler: Sampler,
     queries: Queries,
     *,
-    measures_mismatch: bool = False,
     on_progress: Callable[[float], None] = lambda _: None,
 ) -> Rollouts:
     """Samples responses with log-probabilities of policy and reference; see the two stages."""
-    sampled = sample(sampler, queries, on_progress=on_progress)
-    return with_logprobs(sampler, sampled, measures_mismatch=measures_mismatch)
+    return with_logprobs(sampler, sample(sampler, queries, on_progress=on_progress))
 
 
 def logprobs_from(dtype: str, config: RolloutConfig) -> Literal["generation", "forward"]:

@@ -97,13 +97,12 @@ def in_order(value: Any, objectives: Sequence[str], key: str) -> Any:
     return value
 
 
-def parse_shares(text: str, objectives: Sequence[str], *, key: str = "target") -> list[float]:
-    """Parses shares such as "b=0.3,a=0.7", and returns them in the order of the objectives.
+def parse_shares(text: str, objectives: Sequence[str]) -> list[float]:
+    """Parses a target such as "b=0.3,a=0.7", and returns its shares in the objectives' order.
 
     Args:
         text: Comma-separated name=share pairs of all objectives, non-negative, with a sum above 0.
         objectives: Names of the M objectives.
-        key: Name of the setting for messages.
 
     Raises:
         ValueError: A pair is malformed, an objective is missing, unknown or named twice, or the
@@ -112,7 +111,7 @@ def parse_shares(text: str, objectives: Sequence[str], *, key: str = "target") -
     >>> parse_shares("harmless=1, helpful=3", ["helpful", "harmless"])
     [3.0, 1.0]
     """
-    return order_shares(split_shares(text, objectives, key=key), objectives, key=key)
+    return order_shares(split_shares(text, objectives, key="target"), objectives, key="target")
 
 
 def split_shares(text: str, objectives: Sequence[str] = (), *, key: str) -> dict[str, str]:

@@ -9,7 +9,6 @@ import json
 import random
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from types import TracebackType
 from typing import Any, Generic, NamedTuple, Self, TypeVar
 
 import numpy as np
@@ -73,12 +72,7 @@ class RandomStream:
         self._outer = outer
         return self
 
-    def __exit__(
-        self,
-        exception_type: type[BaseException] | None,
-        exception: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         assert self._outer is not None
         outer = self._outer
         try:

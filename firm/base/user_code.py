@@ -42,9 +42,8 @@ def user_code(
     remedy: str = "correct it",
     *,
     but: tuple[type[BaseException], ...] = (),
-    kind: type[Exception] = ValueError,
 ) -> Iterator[None]:
-    """Replaces any exception raised by user code in the block with a one-line error.
+    """Replaces any exception raised by user code in the block with a one-line ``ValueError``.
 
     The message names the user's file and line; the original exception is the cause.
 
@@ -52,7 +51,6 @@ def user_code(
         what: Name of the code for the message, such as "reward 'brief'".
         remedy: Advice on how to resolve an error.
         but: Exceptions that are not replaced, in addition to `INTERRUPTIONS`.
-        kind: Type of the error to raise.
     """
     try:
         yield
@@ -60,7 +58,7 @@ def user_code(
         raise
     except BaseException as error:
         reason = describe_error(error).rstrip(".")
-        raise kind(f"{what} raised {reason}; {remedy}.") from error
+        raise ValueError(f"{what} raised {reason}; {remedy}.") from error
 
 
 def describe_error(error: BaseException) -> str:

@@ -71,12 +71,7 @@ def dirichlet_partition(
 
 
 def balanced_dirichlet_partition(
-    labels: Labels,
-    num_clients: int,
-    *,
-    alpha: float,
-    seed: int,
-    examples_per_client: int | None = None,
+    labels: Labels, num_clients: int, *, alpha: float, seed: int
 ) -> list[list[int]]:
     """Splits examples into shards of equal size, with label shares drawn for each client.
 
@@ -86,14 +81,12 @@ def balanced_dirichlet_partition(
     with no labels left in its shares draws from the remaining examples in proportion, whereas the
     original keeps drawing labels.
 
-    Arguments, result and errors are the same as for ``dirichlet_partition``. Each shard has
-    ``examples_per_client`` examples, by default the largest possible number; others are unused.
+    Arguments, result and errors are the same as for ``dirichlet_partition``. Each shard has the
+    largest possible number of examples; others are unused.
     """
     _check_alpha(alpha)
-    size = (
-        len(labels) // max(num_clients, 1) if examples_per_client is None else examples_per_client
-    )
-    _check_enough(len(labels), num_clients, max(size, 1) if examples_per_client is None else size)
+    _check_enough(len(labels), num_clients, 1)
+    size = len(labels) // num_clients
     generator = _generator(seed)
     pools = [generator.permutation(indices).tolist() for indices in _by_label(labels).values()]
     left = np.array([len(pool) for pool in pools])

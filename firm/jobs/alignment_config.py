@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from annotated_types import Ge, Interval, Le
 
@@ -403,17 +403,14 @@ def _check_objectives(cfg: AlignmentConfig) -> None:
                 f"{', '.join(value)}; score the finished run with `firm evaluate`."
             )
     rollout, default = cfg.rollout, RolloutConfig()
-    for key, value, needed in (
-        ("cache", rollout.cache, default.cache),
-        ("compile", rollout.compile, default.compile),
-        ("logprobs", rollout.logprobs, default.logprobs),
-        ("engine.name", rollout.engine.name, default.engine.name),
-    ):
-        if value != needed:
-            raise ValueError(
-                f"rollout.{key} must be left out with estimator {estimator}, which samples no "
-                f"replies, got {value}."
-            )
+    _check_fixed(
+        ("rollout.cache", rollout.cache, default.cache),
+        ("rollout.compile", rollout.compile, default.compile),
+        ("rollout.logprobs", rollout.logprobs, default.logprobs),
+        ("rollout.engine.name", rollout.engine.name, default.engine.name),
+        wanted="left out",
+        why=f"estimator {estimator}, which samples no replies",
+    )
     for name, group in cfg.groups.items():
         if group.attack and group.attack.kind in ("reward_bias", "reward_scaling"):
             raise ValueError(
@@ -426,6 +423,16 @@ def _check_objectives(cfg: AlignmentConfig) -> None:
             "solved at each preference, since a single pair has one objective, got "
             f"{cfg.policy.conditioning.draw_per}; or choose strategy fedavg."
         )
+
+
+def _check_fixed(
+    *settings: tuple[str, Any, Any], why: str, wanted: str = "", end: str = "."
+) -> None:
+    """Raises ``ValueError`` unless settings (key, value, needed value) have the needed values."""
+    for key, value, needed in settings:
+        if value != needed:
+            shown = wanted or (str(needed).lower() if isinstance(needed, bool) else needed)
+            raise ValueError(f"{key} must be {shown} with {why}, got {value}{end}")
 
 
 def _check_participation(cfg: AlignmentConfig) -> None:
@@ -597,13 +604,15 @@ def _check_schedule(cfg: AlignmentConfig) -> None:
 
 def _check_solves(cfg: AlignmentConfig) -> None:
     """Raises ``ValueError`` on options that conflict with solving at the drawn preferences."""
-    for key, default in {"preference": None, "preferences": {}, "solve_per": "minibatch"}.items():
-        given = getattr(cfg.strategy, key, default)
-        if given != default:
-            raise ValueError(
-                f"strategy.{key} must be {default} with policy.conditioning.kind preference, got "
-                f"{given}: each minibatch is solved at the preferences drawn for its prompts."
-            )
+    defaults = {"preference": None, "preferences": {}, "solve_per": "minibatch"}
+    _check_fixed(
+        *(
+            (f"strategy.{key}", getattr(cfg.strategy, key, default), default)
+            for key, default in defaults.items()
+        ),
+        why="policy.conditioning.kind preference",
+        end=": each minibatch is solved at the preferences drawn for its prompts.",
+    )
 
 
 def _check_preferences(key: str, preferences: list[list[float]], cfg: AlignmentConfig) -> None:
@@ -671,17 +680,14 @@ def _check_division(cfg: AlignmentConfig) -> None:
     """Raises ``ValueError`` if the policy cannot be divided among processes or devices."""
     size, estimator = cfg.processes_per_client, cfg.estimator
     if cfg.policy.device_map:
-        for key, value, default in (
+        _check_fixed(
             ("policy.device", cfg.policy.device, "auto"),
             ("policy.shard", cfg.policy.shard, False),
             ("engine", cfg.engine, "local"),
             ("rollout.cache", cfg.rollout.cache, "dynamic"),
             ("rollout.compile", cfg.rollout.compile is True, False),
-        ):
-            if value != default:
-                raise ValueError(
-                    f"{key} must be {str(default).lower()} with policy.device_map, got {value}."
-                )
+            why="policy.device_map",
+        )
     if not cfg.policy.shard:
         return
     if size == 1:
@@ -696,15 +702,11 @@ def _check_division(cfg: AlignmentConfig) -> None:
             "estimator.critic must be heads with policy.shard, since a value network would not be "
             "sharded, got network."
         )
-    for key, value, needed in (
+    _check_fixed(
         ("rollout.cache", cfg.rollout.cache, "dynamic"),
-        ("rollout.compile", str(cfg.rollout.compile).lower(), "false"),
-    ):
-        if value not in (needed, "auto"):
-            raise ValueError(
-                f"{key} must be {needed} with policy.shard, whose layers cannot be compiled, got "
-                f"{value}."
-            )
+        ("rollout.compile", str(cfg.rollout.compile is True).lower(), "false"),
+        why="policy.shard, whose layers cannot be compiled",
+    )
 
 
 def _check_rollout_engine(cfg: AlignmentConfig) -> None:
@@ -713,17 +715,13 @@ def _check_rollout_engine(cfg: AlignmentConfig) -> None:
     if not engine.samples_itself:
         return
     shared = cfg.processes_per_client if not engine.serves_processes else 1
-    for key, value, needed in (
+    _check_fixed(
         ("processes_per_client", shared, 1),
         ("rollout.cache", cfg.rollout.cache, "dynamic"),
-        ("policy.shard", cfg.policy.shard, False),
-        ("rollout.compile", cfg.rollout.compile is True, False),
-    ):
-        if value != needed:
-            raise ValueError(
-                f"{key} must be {str(needed).lower()} with rollout.engine.name {engine.name}, got "
-                f"{str(value).lower()}."
-            )
+        ("policy.shard", str(cfg.policy.shard).lower(), "false"),
+        ("rollout.compile", str(cfg.rollout.compile is True).lower(), "false"),
+        why=f"rollout.engine.name {engine.name}",
+    )
     if cfg.rollout.max_staleness and cfg.strategy.num_local_steps == 1:
         raise ValueError(
             "strategy.num_local_steps must be above 1 with rollout.max_staleness 1, which samples "

@@ -101,7 +101,7 @@ class Conversation:
 
     def turn_to(self, preference: Sequence[float]) -> None:
         """Sets the preference of the aligned model; its adapter must be conditioned."""
-        self._speakers.refold(0, preference)
+        self._speakers.refold(preference)
 
     def _reply(self, side: str, messages: Sequence[ChatMessage], turn: int) -> ChatReply:
         # reward functions receive the same type as in training: texts or messages

@@ -63,14 +63,13 @@ class Speakers:
             config=cfg.rollout,
         )
 
-    def refold(self, index: int, preference: Sequence[float]) -> None:
-        """Folds a conditioned adapter at another preference.
+    def refold(self, preference: Sequence[float]) -> None:
+        """Folds the first adapter, which is conditioned, at another preference.
 
         Raises:
             UserError: The adapter is not conditioned, or has other objectives.
         """
-        folder = self._folders[index]
-        refold_adapter_(self._policy, index, folder, self._base, preference)
+        refold_adapter_(self._policy, 0, self._folders[0], self._base, preference)
 
     @contextmanager
     def speaking(self, index: int | None) -> Iterator[partial[Replies]]:

@@ -11,7 +11,6 @@ from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from types import TracebackType
 from typing import IO, Literal, Self
 
 from firm.base.inside import open_inside
@@ -112,12 +111,7 @@ class Daemons:
         self._name_processes()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         try:
             _end([daemon.process for daemon in self._daemons.values()])
         finally:

@@ -3,7 +3,6 @@
 import math
 import time
 from collections.abc import Callable
-from types import TracebackType
 from typing import Self
 
 SHARE = 0.05
@@ -42,11 +41,6 @@ class Paced:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        if error is not None and self._is_drawn:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is not None and self._is_drawn:
             self._draw()

@@ -9,7 +9,7 @@ import torch
 
 from firm.solvers.checks import ArrayT, as_gram, as_shares, as_values, as_weights, like
 from firm.solvers.programs import linear_program
-from firm.solvers.projections import box_projection, simplex_projection
+from firm.solvers.projections import simplex_projection
 from firm.solvers.settings import check_steps, check_targets
 from firm.solvers.simplex_qp import simplex_qp
 
@@ -17,6 +17,8 @@ logger = logging.getLogger(__name__)
 
 MIN_SHARE = 1e-12
 """Replaces the share of a zero loss, whose logarithm would be infinite."""
+MIN_ROOM = 1e-12
+"""Share left by the smallest weights up to which all weights are equal."""
 TIE = 1e-9
 """Relative tolerance within which rₖFₖ counts as the largest."""
 RELEASED_TIE = 0.1
@@ -123,10 +125,13 @@ def fedcmoo_pref_weights(
             for single, row in zip(batch, rows, strict=True)
         ]
     )
+    room = 1 - len(active) * min_weight
     if is_released:
-        solved = (1 - len(active) * min_weight) * solved + min_weight
+        solved = room * solved + min_weight
+    elif room <= MIN_ROOM:
+        solved = np.full_like(solved, 1 / len(active))
     elif min_weight > 0:
-        solved = box_projection(solved, np.full(len(active), min_weight), np.ones(len(active)))
+        solved = min_weight + room * simplex_projection(solved / room)
     weights = np.zeros(values.shape)
     weights[..., active] = solved.reshape(*values.shape[:-1], len(active))
     return like(weights, gram)

@@ -13,7 +13,7 @@ import torch
 from firm.alignment import LoraSettings, PolicyConfig, load_policy, load_tokenizer
 from firm.alignment.rollout_config import RolloutConfig
 from firm.alignment.policy import adapter_parameters
-from firm.alignment.rollout import Sampler, encode_prompts, rollout
+from firm.alignment.rollout import Sampler, encode_prompts, sample, with_logprobs
 from firm.alignment.prompts import Prompt
 from firm.alignment.self_check import check_passes
 from firm.alignment.sharding import gathered_bytes, part_bytes, shard_
@@ -75,7 +75,7 @@ def sampled(policy, team):
         prompts, tokenizer, prompt_format=config.prompt, max_prompt_tokens=40
     )
     torch.manual_seed(3)
-    result = rollout(sampler, queries, measures_mismatch=True)
+    result = with_logprobs(sampler, sample(sampler, queries), measures_mismatch=True)
     return result, torch.rand(1)
 replies, draw = sampled(policy, team)
 again = load_policy(config, stream=RandomStream(0, "adapter"))

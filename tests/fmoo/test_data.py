@@ -911,10 +911,8 @@ def test_multi_mnist_fits_the_papers_hundred_clients(firm_data):
     splits = load_data(cfg)
     assert [len(data) for data in parts(splits)] == [96_000, 24_000, 20_000]
     assert splits.train.inputs.shape[1:] == (1, 28, 28)
-    shards = balanced_dirichlet_partition(
-        splits.train.groups, 100, alpha=0.3, seed=0, examples_per_client=600
-    )
-    assert {len(shard) for shard in shards} == {600}
+    shards = balanced_dirichlet_partition(splits.train.groups, 100, alpha=0.3, seed=0)
+    assert {len(shard) for shard in shards} == {960}
 
 
 @pytest.mark.data

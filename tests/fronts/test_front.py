@@ -11,6 +11,7 @@ from firm.fronts import (
     check_comparable,
     hypervolume,
     mean_front,
+    non_dominated,
     seed_hypervolumes,
 )
 

@@ -150,6 +150,13 @@ def test_a_minimum_weight_is_a_euclidean_projection():
     gram, losses = np.eye(3), np.array([3.0, 1.0, 1.0])
     weights = fedcmoo_pref_weights(gram, losses, (1, 1, 1), min_weight=1 / 15)
     np.testing.assert_allclose(weights, [13 / 15, 1 / 15, 1 / 15], atol=1e-12)
+    equal = fedcmoo_pref_weights(gram, losses, (1, 1, 1), min_weight=1 / 3)
+    np.testing.assert_allclose(equal, [1 / 3] * 3, atol=1e-12)
+    # 0.9/1.9 and 1/1.9 without a minimum: one below that leaves them
+    gram = np.array([[1.0, -0.9], [-0.9, 4.0]])
+    for least, expected in ((0.4, [0.9 / 1.9, 1 / 1.9]), (0.5, [0.5, 0.5]), (0.48, [0.48, 0.52])):
+        weights = fedcmoo_pref_weights(gram, np.array([1.0, 0.99]), (1, 1), min_weight=least)
+        np.testing.assert_allclose(weights, expected, atol=1e-8)
 
 
 @pytest.mark.parametrize(("first_loss", "threshold"), [(0.95, 0.0), (0.85, 0.01)])

@@ -17,6 +17,7 @@ from firm.alignment.estimator_config import CriticFreeConfig
 from firm.alignment.estimators.estimator import (
     APPROX_KL,
     LOG_RATIO,
+    Estimator,
     Experience,
     MinibatchGradients,
     Policy,
@@ -83,7 +84,7 @@ class CriticFreeExperience(Experience):
         return self.whole.terms(weights)[:, self.places].to(self.advantages)
 
 
-class CriticFree:
+class CriticFree(Estimator):
     """One learner's estimator; its only state is the KL coefficient."""
 
     def __init__(self, config: CriticFreeConfig, policy: Policy) -> None:
@@ -199,15 +200,9 @@ class CriticFree:
             },
         )
 
-    def step(self, own: torch.Tensor | None) -> None:
-        """Stage 9: does nothing, since only the adapter is trained."""
-
     def end_batch(self, experience: CriticFreeExperience) -> None:
         """Ends a local step: the KL controller adapts."""
         self.kl.adapt(experience.kl)
-
-    def set_learning_rate(self, factor: float) -> None:
-        """Does nothing, since only the adapter has a learning rate."""
 
     def metrics(self, experience: CriticFreeExperience) -> dict[str, Any]:
         """Returns KL, its coefficient, and the share of groups with equal rewards by objective."""

@@ -6,16 +6,16 @@ gradient of objective j sums the pairs that it ranks, so that all M gradients ta
 (`PerSequenceGradients`). MODPO (arXiv:2310.03708) instead trains on one weighted sum.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import replace
-from typing import Any, get_args
+from typing import get_args
 
 import torch
 from torch.nn.functional import logsigmoid
 
 from firm.alignment.adapters.conditioned import weighted_by_preference
 from firm.alignment.estimator_config import DPOConfig, LossType
-from firm.alignment.estimators.estimator import MinibatchGradients, Policy
+from firm.alignment.estimators.estimator import Estimator, MinibatchGradients, Policy
 from firm.alignment.pair_tokens import PairBatch
 from firm.alignment.policy import set_mode
 from firm.base.quantities import PERCENT, Quantity, register
@@ -55,7 +55,7 @@ register(
 )
 
 
-class DPO:
+class DPO(Estimator):
     """One learner's estimator, without a state."""
 
     def __init__(self, config: DPOConfig, policy: Policy) -> None:
@@ -116,26 +116,6 @@ class DPO:
                 "preferred_log_ratio": ratios[:, 0].sum() / minibatch.num_rows,
             },
         )
-
-    def step(self, own: torch.Tensor | None) -> None:
-        """Stage 9: does nothing, since only the adapter is trained."""
-
-    def end_batch(self, experience: PairBatch) -> None:
-        """Does nothing, since no state is kept."""
-
-    def set_learning_rate(self, factor: float) -> None:
-        """Does nothing, since only the adapter has a learning rate."""
-
-    def metrics(self, experience: PairBatch) -> dict[str, Any]:
-        """Returns nothing: accuracy and margin belong to minibatches."""
-        return {}
-
-    def state(self) -> dict[str, Any]:
-        """Returns nothing: no state is kept."""
-        return {}
-
-    def restore(self, state: Mapping[str, Any]) -> None:
-        """Does nothing, since no state is kept."""
 
 
 def pair_losses(

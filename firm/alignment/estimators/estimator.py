@@ -262,9 +262,8 @@ class Estimator(Protocol):
     or state besides the adapter, and logs nothing else.
     """
 
-    @property
     @abstractmethod
-    def experience(self) -> Callable[..., Any]:
+    def experience(self, *args: Any, **kwargs: Any) -> Any:
         """Stage 4: returns a batch with all inputs of its losses, a record of `Examples`.
 
         Estimators that learn from prompts receive rollouts, whose replies to the same prompt are
@@ -288,15 +287,12 @@ class Estimator(Protocol):
 
     def step(self, own: torch.Tensor | None) -> None:
         """Stage 9: steps the estimator's own parameters along `MinibatchGradients.own`."""
-        ...
 
     def end_batch(self, experience: Any) -> None:
         """Ends a local step."""
-        ...
 
     def set_learning_rate(self, factor: float) -> None:
         """Sets the estimator's own learning rate, relative to the configured one."""
-        ...
 
     def metrics(self, experience: Any) -> dict[str, float]:
         """Returns metrics of a batch, which are registered as quantities."""
@@ -308,4 +304,3 @@ class Estimator(Protocol):
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """Restores a state, of which this estimator takes ownership."""
-        ...

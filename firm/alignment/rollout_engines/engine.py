@@ -67,7 +67,6 @@ class RolloutEngine(Protocol):
 
     def close(self) -> None:
         """Stops the processes that the engine started; a later `sample` starts them again."""
-        ...
 
 
 class BackgroundEngine(RolloutEngine, Protocol):

@@ -24,7 +24,7 @@ from firm.alignment.decoding import (
     prefill,
     sampled_tokens,
 )
-from firm.alignment.rollout_engines.engine import SampledTokens, SampleRequest
+from firm.alignment.rollout_engines.engine import RolloutEngine, SampledTokens, SampleRequest
 from firm.alignment.sequences import (
     INVALID_LOGPROB,
     TEMPERATURE_GUARD,
@@ -37,8 +37,8 @@ from firm.alignment.sequences import (
 )
 
 
-class TransformersEngine:
-    """Samples from a model with the adapter in its slot; implements `RolloutEngine`.
+class TransformersEngine(RolloutEngine):
+    """Samples from a model with the adapter in its slot.
 
     Args:
         model: A causal language model, with or without an adapter.
@@ -56,12 +56,9 @@ class TransformersEngine:
             samples.append(SampledTokens(*generate(self._model, request, self._tokenizer)))
         return samples
 
-    def close(self) -> None:
-        """Does nothing, since the model is the policy."""
 
-
-class JointEngine:
-    """Samples for several adapters by the policy's joint passes; implements `RolloutEngine`."""
+class JointEngine(RolloutEngine):
+    """Samples for several adapters by the policy's joint passes."""
 
     def __init__(self, joint: Callable[[list[SampleRequest]], Sequence[SampledTokens]]) -> None:
         self._joint = joint
@@ -69,9 +66,6 @@ class JointEngine:
     def sample(self, requests: list[SampleRequest]) -> Sequence[SampledTokens]:
         """Returns the samples of each request; see `RolloutEngine`."""
         return self._joint(requests)
-
-    def close(self) -> None:
-        """Does nothing, since the model is the policy."""
 
 
 @torch.no_grad()
