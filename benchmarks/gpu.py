@@ -7,17 +7,17 @@
 
 A sampled token of 16 and of 128 replies, by compiled steps and without them, beside transformers'
 `generate`. Rounds of FIRM with random bfloat16 weights: PPO with value heads and the critic-free
-estimator, sequential clients (engine local), also with a static cache, and stacked ones, beside
-TRL's GRPOTrainer with one adapter and as many replies, epochs and minibatches, also with vLLM,
-whose row says so where it is not installed. The cases that say most come first; the page is written
-after each. Cases run in processes of their own: one that fails is a row with its error, and the
-next starts a new process.
+estimator, sequential clients (engine local), also with a static cache, and stacked ones, also with
+compiled steps on CUDA devices, beside TRL's GRPOTrainer with one adapter and as many replies,
+epochs and minibatches, also with vLLM, whose row says so where it is not installed. The cases that
+say most come first; the page is written after each. Cases run in processes of their own: one that
+fails is a row with its error, and the next starts a new process.
 
 On any accelerator that torch finds, a round of the same passes warms up, and the next one is
 measured, so small differences say nothing. Stages wait for the device before and
 after. Memory on an accelerator is what torch allocated; on the CPU it is the most that the case's
 process had resident in the round, libraries included, which the plan leaves out. If the page is
-kept, the tests of tests/accelerator run on it once the first case has a row.
+kept, the tests of tests/accelerator run once the rounds of the critic-free estimator have rows.
 """
 
 import argparse
@@ -44,6 +44,7 @@ from unittest import mock
 os.environ.setdefault("TRL_EXPERIMENTAL_SILENCE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
+sys.path.insert(0, str(Path(__file__).parent.parent))  # where the package is not installed
 
 import datasets
 import torch
@@ -61,7 +62,7 @@ from trl.trainer.grpo_config import GRPOConfig
 from trl.trainer.grpo_trainer import GRPOTrainer
 
 from benchmarks.decode import adapted, milliseconds, samplers
-from benchmarks.gpu_page import DECODING, STAGES, STATIC, Case, Row, Setting, page_of
+from benchmarks.gpu_page import COMPILED, DECODING, STAGES, STATIC, Case, Row, Setting, page_of
 from benchmarks.measure import one_round, peak_resident, reset_peak_resident
 from benchmarks.random_models import SHAPES, prompts, save_models
 from firm.alignment import MultiObjectiveTrainer
@@ -69,11 +70,13 @@ from firm.base.devices import (
     accelerate_on,
     named_device,
     peak_bytes,
+    prepare_attention,
     release_memory,
     reset_peak_bytes,
     synchronize,
     total_bytes,
 )
+from firm.base.inside import replace_text
 from firm.base.sanitize import first_line, printable
 from firm.federation import Processes, lockstep
 from firm.jobs.alignment_config import AlignmentConfig, client_names
@@ -87,6 +90,8 @@ ROOT = Path(__file__).parent.parent
 ESTIMATORS = ("ppo", "critic_free")
 ENGINES = ("local", "stacked")
 NUM_REPLIES = 4  # to a prompt, critic-free
+TEST_SECONDS = 150
+"""Most seconds of the budget that the tests may take."""
 PATIENCE = 300
 """Most seconds that a case which began within the budget may take beyond it; at most the budget."""
 SAMPLERS = (
@@ -128,33 +133,42 @@ def write_page(options: argparse.Namespace, device: torch.device) -> None:
     end = time.monotonic() + options.budget
     clients = options.clients or ([2] if options.shape == "tinyllama-short" else [1, 2, 4, 8])
     late = f"not run: {options.budget:g} seconds were over"
-    rows = {case: Row(case, _missing(case) or late) for case in cases(clients)}
+    chosen = cases(clients, compiles=device.type == "cuda")
+    rows = {case: Row(case, _missing(case) or late) for case in chosen}
     patience = min(PATIENCE, options.budget)
-    page = ""
     tests = "not run yet" if options.out else "not run: the page is not kept"
     tests = "not run: no accelerator" if device.type == "cpu" else tests
     with tempfile.TemporaryDirectory() as folder, closing(Worker()) as worker:
         setting = Setting(options.shape, str(device), folder, options.gradient_checkpointing)
         save_models(setting.shape, Path(folder), device)
         peak_flops = _product_flops(setting)
-        for case in rows:
-            if time.monotonic() < end and not _missing(case):
-                rows[case] = worker.row(setting, case, patience=end + patience - time.monotonic())
-                if tests == "not run yet":
-                    tests = _tests(device, end - time.monotonic())
+
+        def write() -> str:
             page = page_of(setting, list(rows.values()), tests=tests, peak_flops=peak_flops)
             if options.out is not None:
-                options.out.write_text(page)
+                replace_text(options.out, page)
+            return page
+
+        page = write()
+        for case in rows:
+            left = end - time.monotonic()
+            if left > 0 and not _missing(case):
+                rows[case] = worker.row(setting, case, patience=left + patience)
+                page = write()
+                if case == Case("critic_free", "local", clients[-1]) and tests == "not run yet":
+                    tests = _tests(device, max(1.0, min(TEST_SECONDS, end - time.monotonic())))
+                    page = write()
     if options.out is None:
         sys.stdout.write(page)
 
 
-def cases(clients: Sequence[int]) -> list[Case]:
+def cases(clients: Sequence[int], *, compiles: bool = False) -> list[Case]:
     """Returns the cases by value: tokens, stacked clients, TRL, sequential ones, fewer clients."""
     few, many = clients[0], clients[-1]
     peers = ["trl", VLLM]
+    stacked = ("stacked", *([COMPILED] if compiles else []))
     chosen = [Case(DECODING, name, rows) for name, rows in SAMPLERS]
-    chosen += [Case("critic_free", engine, many) for engine in ("stacked", *peers, "local")]
+    chosen += [Case("critic_free", engine, many) for engine in (*stacked, *peers, "local")]
     chosen += [Case("ppo", engine, many) for engine in ("stacked", "local")]
     chosen += [Case("critic_free", STATIC, many)]
     chosen += [Case(e, engine, c) for c in clients for e in ESTIMATORS for engine in ENGINES]
@@ -183,7 +197,7 @@ def _tests(device: torch.device, budget: float) -> str:
             command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=budget
         )
     except subprocess.TimeoutExpired:
-        return "not finished within the budget"
+        return f"not finished within {budget:.0f} seconds"
     sys.stderr.write(done.stdout if done.returncode else "")
     return (done.stdout.strip().splitlines() or ["pytest printed nothing"])[-1]
 
@@ -226,6 +240,7 @@ def _row(setting: Setting, case: Case) -> Row:
     """Returns a case's row; a case that fails gets a note, so that the others are measured."""
     _quiet()
     try:
+        prepare_attention(torch.device(setting.device))  # the kernels that runs use
         gc.collect()  # of the case before
         release_memory(torch.device(setting.device))
         if case.is_decoding:
@@ -255,7 +270,16 @@ def _token_row(setting: Setting, case: Case) -> Row:
     sizes = {"prompt_tokens": shape.rollout.max_prompt_tokens, "clients": 8, "compiles": compiles}
     sample = samplers(policy, policy.get_base_model(), **sizes)[name]
     tokens = min(64, shape.rollout.max_new_tokens)
-    return Row(case, seconds=milliseconds(sample, case.num_clients, device, tokens=tokens) / 1e3)
+    seconds = milliseconds(sample, case.num_clients, device, tokens=tokens) / 1e3
+    return Row(case, _not_compiled(policy) if compiles else "", seconds=seconds)
+
+
+def _not_compiled(policy: Any) -> str:
+    """Returns a note if a policy that should sample by compiled steps did not."""
+    decoder = vars(policy).get("compiled_decoder")
+    if decoder is None or decoder.failure is not None:
+        return f"failed: not compiled ({decoder.failure if decoder else 'see the warnings'})"
+    return ""
 
 
 def _random_policy(setting: Setting) -> Any:
@@ -268,10 +292,10 @@ def _random_policy(setting: Setting) -> Any:
 
 
 def _own_row(setting: Setting, case: Case) -> Row:
-    loaded = _loaded(setting, case.estimator, STATIC if case.engine == STATIC else "local")
+    loaded = _loaded_for(setting, case)
     cfg, plan = _fitting(setting, case)
     # passes of sequential clients do not grow with their number
-    own = case if case.engine == "stacked" else replace(case, num_clients=1)
+    own = case if cfg.engine == "stacked" else replace(case, num_clients=1)
     _warm_up(setting, own, cfg.max_rows)
     with _synchronized(setting.device):
         run = one_round(loaded, cfg)
@@ -297,6 +321,7 @@ def _own_row(setting: Setting, case: Case) -> Row:
     taken = stages["forward"] + stages["backward"]
     return Row(
         case,
+        _not_compiled(loaded.trainer.policy_model) if case.engine == COMPILED else "",
         seconds=seconds,
         stages=stages,
         tokens_per_second=tokens / stages["rollout"],
@@ -314,7 +339,7 @@ def _fitting(setting: Setting, case: Case) -> tuple[AlignmentConfig, RunPlan]:
     cfg = configuration(setting, case)
     plan = make_plan(cfg, client_names(cfg), Processes())
     size = total_bytes(torch.device(setting.device))
-    if size is not None and case.engine == "stacked":
+    if size is not None and cfg.engine == "stacked":
         room = 0.85 * size
         for max_rows in (64, 32, 16, 8):
             if sum(plan.memory_by_device().values()) < room:
@@ -347,13 +372,19 @@ def configuration(setting: Setting, case: Case) -> AlignmentConfig:
         "rewards": {"first": reward, "second": {**reward, "path": str(folder / "other")}},
         "data": {split: {"source": str(source)} for split in ("train", "validation", "test")},
         "num_clients": case.num_clients,
-        "engine": "local" if case.engine == STATIC else case.engine,
+        "engine": {STATIC: "local", COMPILED: "stacked"}.get(case.engine, case.engine),
         "rollout": asdict(shape.rollout),
+        "rollout.compile": case.engine == COMPILED,
         "rollout.cache": "static" if case.engine == STATIC else "dynamic",
         "estimator": {"name": case.estimator, **shape.batch, **replies},
         "evaluation": {"num_calibration_prompts": 2},
     }
     return compose(AlignmentConfig, [], list(settings.items()))
+
+
+def _loaded_for(setting: Setting, case: Case) -> LoadedRun:
+    own = case.engine if case.engine in (STATIC, COMPILED) else "local"
+    return _loaded(setting, case.estimator, own)
 
 
 @functools.lru_cache(maxsize=1)
@@ -366,8 +397,9 @@ def _loaded(setting: Setting, estimator: str, engine: str) -> LoadedRun:
 def _warm_up(setting: Setting, case: Case, max_rows: int | None) -> None:
     """Runs a round on an accelerator, which loads kernels and takes memory at the first use."""
     if setting.device != "cpu":
-        loaded = _loaded(setting, case.estimator, STATIC if case.engine == STATIC else "local")
-        one_round(loaded, replace(configuration(setting, case), max_rows=max_rows))()
+        one_round(
+            _loaded_for(setting, case), replace(configuration(setting, case), max_rows=max_rows)
+        )()
 
 
 # --- TRL's --------------------------------------------------------------------------------------
@@ -471,7 +503,8 @@ def _synchronized(device: str) -> Iterator[None]:
 
 def _reset_peak(device: str) -> None:
     reset_peak_bytes(torch.device(device))
-    reset_peak_resident()  # a plan before it times copies of 128 MB
+    if device == "cpu":
+        reset_peak_resident()  # a plan before it times copies of 128 MB
 
 
 def _peak(device: str) -> int:

@@ -26,6 +26,8 @@ STAGES = {
 STATIC = "local, static cache"
 """The engine local with ``rollout.cache`` static, as a row names it."""
 
+COMPILED = "stacked, compiled"
+"""The engine stacked with ``rollout.compile`` true, as a row names it."""
 
 DECODING = "decoding"
 """The estimator of rows about a sampled token, whose engine is the sampler."""

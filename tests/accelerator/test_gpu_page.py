@@ -1,5 +1,7 @@
 """The page of costs on an accelerator."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 import transformers
@@ -25,7 +27,7 @@ def test_the_page_of_costs_has_every_case_with_its_figures(tmp_path, monkeypatch
     assert f"on {device_title(torch.device(NAME))}; torch" in page
     assert "Tests that need an accelerator: 2 passed" in page
     rows = cells(page, "Throughput and memory")
-    assert len(rows) == 5
+    assert len(rows) == 5 + (NAME == "cuda")  # compiled rounds
     for *_, peak, planned, _, _ in rows:
         assert float(planned) > 0
         assert float(peak) > 0
@@ -34,3 +36,13 @@ def test_the_page_of_costs_has_every_case_with_its_figures(tmp_path, monkeypatch
     assert float(ratio) == pytest.approx(float(stacked) / float(seconds), rel=0.05)
     assert min(float(peak), float(stacked_peak)) > 0
     assert accelerator().max_memory_allocated() > 0
+
+
+def test_a_row_about_compiled_steps_says_if_they_were_not():
+    decoder = SimpleNamespace(failure=None)
+    policy = SimpleNamespace(compiled_decoder=decoder)
+    assert gpu._not_compiled(policy) == ""
+    decoder.failure = "no such instruction"
+    assert gpu._not_compiled(policy) == "failed: not compiled (no such instruction)"
+    assert gpu._not_compiled(SimpleNamespace()).startswith("failed: not compiled")
+    assert gpu.COMPILED in [case.engine for case in gpu.cases([8], compiles=True)]
