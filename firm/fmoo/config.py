@@ -136,8 +136,7 @@ class LossAttackConfig:
     multiplies losses and gradients by ``amount``. none disables the attack; the other keys are then
     ignored."""
     clients: tuple[str, ...] = ()
-    """Names of the attackers. They are sampled for rounds like other clients; list them under the
-    strategy's ``always`` to include them in every round."""
+    """Names of the attackers, who take part in every round, as in the paper."""
     amount: FiniteFloat = 0.0
     """The added constant (bias) or the positive factor (scaling)."""
 

@@ -253,7 +253,8 @@ def federate(
     ]
     strategy = algorithm.strategy
     if attack.kind != "none":
-        strategy = replace(strategy, always=attack.clients)
+        always = dict.fromkeys((*strategy.always, *attack.clients))
+        strategy = replace(strategy, always=tuple(always))
     # weighted-sum training of a linear model runs as one loop over arrays (``weighted_steps``)
     is_loop = workspace.linear_heads is not None and isinstance(strategy, ScalarConfig)
     name = cfg.engine or ("stacked" if workspace.is_stackable and not is_loop else "local")

@@ -16,7 +16,7 @@ rejects causes a warning and does not end the run.
 import logging
 import re
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from hashlib import sha256
 from importlib.util import find_spec
@@ -231,6 +231,8 @@ class SeriesTracker:
 class AccelerateTracker(SeriesTracker):
     """Forwards the numbers of metrics.jsonl to TensorBoard or MLflow, by Accelerate's trackers."""
 
+    _named: Callable[[Mapping[str, Any]], dict[str, Any]] = staticmethod(dict)
+
     def _start(
         self, config: TrackingConfig, path: Path, run_config: Mapping[str, Any], **labels: Any
     ) -> Any:
@@ -241,13 +243,40 @@ class AccelerateTracker(SeriesTracker):
         if config.name == "mlflow":
             tracker = MLflowTracker(config.project, tags=own, run_name=name)
             tracker.start()
-            tracker.store_init_configuration(dict(leaves(run_config)))
+            self._named = _mlflow_names
+            with self._guard("the settings"):  # the run is active already
+                tracker.store_init_configuration(self._named(dict(leaves(run_config))))
             return tracker
         # a resumed run repeats its rows, which hide those of earlier sessions
         tracker = TensorBoardTracker("", path / "tensorboard", purge_step=0)
         tracker.start()
         tracker.log({"config": f"```yaml\n{to_yaml({**own, **run_config})}```"}, step=0)
         return tracker
+
+    def _log(self, row: Mapping[str, Any], series: Mapping[str, float]) -> None:
+        super()._log(row, self._named(series))
+
+    def _log_points(
+        self, title: str, rows: Sequence[Mapping[str, Any]], summary: Mapping[str, float]
+    ) -> None:
+        super()._log_points(title, rows, self._named(summary))
+
+    def _finish(self, run: Any, succeeded: bool) -> None:
+        if self._named is not _mlflow_names:
+            run.finish()
+            return
+        import mlflow  # whose tracker would end a failed run as finished
+
+        mlflow.end_run("FINISHED" if succeeded else "FAILED")
+
+
+def _mlflow_names(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns values by names of the characters that MLflow allows.
+
+    >>> _mlflow_names({"FIRM, β = 0.05/kl": 1.0})
+    {'FIRM_ β _ 0.05/kl': 1.0}
+    """
+    return {re.sub(r"[^\w.: /-]", "_", name): value for name, value in values.items()}
 
 
 class Tracker(SeriesTracker):
@@ -313,7 +342,8 @@ class Tracker(SeriesTracker):
     def _log(self, row: Mapping[str, Any], series: Mapping[str, float]) -> None:
         if row["kind"] == "run":
             own = {key: value for key, value in row.items() if key != "kind"}
-            self._run.config.update({"run": legible_data(own)})
+            # a resumed run with more rounds repeats the row of its first session
+            self._run.config.update({"run": legible_data(own)}, allow_val_change=True)
         if row["kind"] == "round" and (alarms := row.get("alarms")):
             # one alert: within a minute W&B drops others with the same title
             text = "\n".join(printable(alarm, max_length=5_000) for alarm in alarms)

@@ -71,8 +71,9 @@ def config_of(arguments: str) -> AlignmentConfig:
     cfg = parse(AlignmentConfig, shlex.split(arguments), default_file="configs/miniature.yaml")
     strategy, requests = cfg.strategy, cfg.strategy.requests(cfg.objectives)
     plain = {"clients_per_round": None, "max_update_norm": None, "server_learning_rate": 1.0}
+    plain |= {"decay": 1.0, "schedule": None}
     problems = [option.key for option in strategy.options]
-    problems += [key for key, value in plain.items() if getattr(strategy, key) != value]
+    problems += [key for key, value in plain.items() if getattr(strategy, key, value) != value]
     is_mean = strategy.averages and not getattr(strategy, "normalize_updates", False)
     is_one_training = [*requests] == [LocalTraining]
     if not (is_mean and is_one_training) or DECIDED_BY_SERVER in fields_of(cfg).values():

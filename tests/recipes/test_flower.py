@@ -154,6 +154,8 @@ def test_what_a_mean_is_not_enough_for_is_refused(monkeypatch):
         "robust.rule median": "robust",
         "server_learning_rate 0.5": "server_learning_rate",
         "clients_per_round 1": "clients_per_round",
+        "schedule.shares [[1,0],[0,1]]": "schedule",
+        "name fedavg --strategy.decay 0.5": "decay",
         "name fedmgda": "name fedmgda",
         "name fedcmoo": "name fedcmoo",
         "name fedavg --strategy.normalize_updates true": "name fedavg",

@@ -1,3 +1,4 @@
+import re
 import sys
 from types import SimpleNamespace
 
@@ -64,27 +65,53 @@ class Mlflow(SimpleNamespace):
             search_experiments=lambda filter_string: [],
             create_experiment=lambda name, **_: name,
             start_run=lambda **run: self.calls.update(run),
-            log_params=lambda params: self.calls.update(params=params),
-            log_metrics=lambda values, step: self.metrics.append((step, values)),
-            end_run=lambda: self.calls.update(ended=True),
+            log_params=lambda params: self.calls.update(params=self.checked(params)),
+            log_metrics=lambda values, step: self.metrics.append((step, self.checked(values))),
+            end_run=lambda status="FINISHED": self.calls.update(ended=status),
         )
+
+    @staticmethod
+    def checked(values):
+        for name in values:
+            if not re.fullmatch(r"[/\w.\- :]*", name):  # as mlflow.utils.validation has it
+                raise ValueError(f"Invalid name: {name}")
+        return values
 
 
 def test_mlflow_gets_the_settings_and_every_series(tmp_path, monkeypatch):
     mlflow = Mlflow()
     monkeypatch.setitem(sys.modules, "mlflow", mlflow)
     config = TrackingConfig(name="mlflow", project="mine", tags=("own",))
-    settings = {"strategy": {"beta": 0.5}}
+    settings = {"strategy": {"beta": 0.5}, "methods": {"FIRM, β = 1": {"kind": "single"}}}
     with AccelerateTracker(config, tmp_path / "run", settings, **LABELS) as tracker:
         for row in ROWS:
             tracker.log(row)
     assert mlflow.calls["experiment_id"] == "mine"
     assert mlflow.calls["run_name"] == "run"
     assert mlflow.calls["tags"] == {"job_type": "firm", "tags": "own, firm, seed 0"}
-    assert mlflow.calls["params"] == {"strategy.beta": 0.5}
-    assert mlflow.calls["ended"]
+    params = {"strategy.beta": 0.5, "methods.FIRM_ β _ 1.kind": "single"}
+    assert mlflow.calls["params"] == params
+    assert mlflow.calls["ended"] == "FINISHED"
     assert mlflow.metrics[0] == (1, {"rewards/helpful/a": 0.25, "kl/a": 0.5})
     assert mlflow.metrics[-1][1]["round/bytes_up_so_far"] == 16
+
+
+def test_mlflow_learns_that_a_run_failed(tmp_path, monkeypatch, undrawn):
+    mlflow = Mlflow()
+    monkeypatch.setitem(sys.modules, "mlflow", mlflow)
+    mlflow.log_params = lambda params: 1 / 0  # the run is active already
+    config = TrackingConfig(name="mlflow")
+
+    def fail():
+        with AccelerateTracker(config, tmp_path, {"beta": 0.5}, **LABELS) as tracker:
+            tracker.log_points("FIRM, β", [], summary={"hypervolume": 0.5})
+            raise KeyError
+
+    with pytest.raises(KeyError):
+        fail()
+    assert mlflow.calls["ended"] == "FAILED"
+    assert mlflow.metrics == [(0, {"FIRM_ β/hypervolume": 0.5})]
+    assert len(undrawn) == 1
 
 
 def test_a_tracker_that_fails_does_not_end_the_run(tmp_path, monkeypatch, undrawn):
