@@ -168,7 +168,8 @@ class SamplePartitionConfig:
     shards_per_client: BoundedInt = 2
     """Shards per client, for kind shards."""
     num_users: PositiveInt | None = None
-    """Number of users drawn at random as clients, for kind natural; null: all users."""
+    """Number of users drawn at random as clients, for kind natural; null: all users. Losses and
+    accuracies are over the held-out samples of all users, ``users`` over those of the clients."""
     min_samples: PositiveInt = 1
     """Minimum samples of a client."""
     max_samples: Annotated[int, Le(LARGEST)] | None = None
