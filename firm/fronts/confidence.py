@@ -125,7 +125,7 @@ def _largest_change(rises: float, falls: float, num: int) -> float:
     critical = float(norm.ppf(0.975))
 
     def excess(change: float) -> float:
-        # the most likely share of falls under this change (Tango, 1998, equation 7)
+        # the most likely share of falls under this change
         b = (2 * num - rises + falls) * change - rises - falls
         c = -falls * change * (1 - change)
         share = (math.sqrt(max(b * b - 8 * num * c, 0.0)) - b) / (4 * num)
