@@ -162,10 +162,10 @@ def best_meeting(
     Rewards and their bounds are linear between neighbouring preferences, as in `reaching` and
     `expected_rewards`, so each simplex of neighbours is a linear program: maximise the weighted
     rewards over the shares, with every requirement's bound inside. Excludes models that have
-    collapsed, that are dominated in the rewards and in whatever else is required, or of which
-    nothing is known about a requirement. On validation prompts, models whose bounds meet the
-    requirements at twice their distance from the mean are preferred, so that the chosen one passes
-    on the test prompts as well.
+    collapsed, that are dominated in the rewards and, if anything else is required, in the bounds,
+    or of which nothing is known about a requirement. On validation prompts, models whose bounds
+    meet the requirements at twice their distance from the mean are preferred, so that the chosen
+    one passes on the test prompts as well.
 
     Args:
         front: The measured models.
@@ -186,11 +186,13 @@ def best_meeting(
     shares = as_shares(weights, len(front.objectives), name="the weights of the objectives")
     evidence = _evidence_of_choice(front, requirements, confidence)
     found, num_unknown = [], 0
-    others = [r for r in requirements if not (r.is_minimum and r.name in front.objectives)]
+    of_rewards = all(r.is_minimum and r.name in front.objectives for r in requirements)
 
     def gains(point: Point) -> list[float]:
-        means = [r.margin(evidence.bound([(point, 1.0)], r)[1]) for r in others]
-        return np.nan_to_num(means, nan=-np.finfo(float).max).tolist()  # unknown is worst
+        if of_rewards:
+            return []
+        margins = [r.margin(evidence.bound([(point, 1.0)], r)[0]) for r in requirements]
+        return np.nan_to_num(margins, nan=-np.finfo(float).max).tolist()  # unknown is worst
 
     eligible = sound(front, gains)
     for seed in sorted({point.seed for point in eligible.points}):

@@ -260,6 +260,12 @@ def test_a_model_of_low_kl_is_found_behind_one_of_larger_rewards(is_mixed):
     assert sum(share * point.kl for point, share in parts) <= 5
     ((chosen, _),) = meeting(front, parse_requirements("b>=0.3", front), (0, 1), **kept)
     assert chosen == points[1]  # without a limit the dominated one is out
+    # of equal rewards and less KL, but with wider bounds
+    alike = [points[1], replace(points[1], name="alike", preference=(0.4, 0.6), kl=19.9)]
+    alike[1] = replace(alike[1], errors={"a": 0.05, "b": 0.05, "kl": 0.1})
+    both = replace(front, points=tuple(alike))
+    (found, _), *_ = meeting(both, parse_requirements("a>=0.5, kl<=25", both), (0, 1), **kept)
+    assert found.name == points[1].name
     without = replace(front, points=tuple(replace(p, kl=float("nan")) for p in points))
     with pytest.raises(ValueError, match="unknown 'kl'; choose from a, b, parse"):
         parse_requirements("kl<=5", without)
