@@ -99,7 +99,7 @@ ERRORS = {
     "odd tools": ({"tools": [3]}, "tools.0 must be a mapping"),
     "a tool without a type": ({"tools": [{"function": {}}]}, "tools.0.type is missing"),
     "likely tokens": ({"logprobs": True, "top_logprobs": 10**6}, "top_logprobs must be at most 20"),
-    "likely tokens alone": ({"top_logprobs": 3}, "llama.cpp refuses the request: .*logprobs"),
+    "likely tokens alone": ({"top_logprobs": 3}, "top_logprobs must come with logprobs: true"),
     "a large number for the template": (
         extra(chat_template_kwargs={"year": 2**70}),
         "llama.cpp refuses the request: ",
@@ -148,6 +148,9 @@ def test_a_stream_says_as_much_as_a_reply(ask):
     assert (last.choices, last.usage.completion_tokens) == ([], reply.usage.completion_tokens)
     assert {part.model for part in parts} == {reply.model}
     assert not any(part.usage for part in ask(stream=True))
+    alone = ask(**{**given, "top_logprobs": 0}).choices[0].logprobs.content
+    assert [entry.logprob for entry in alone] == [entry.logprob for entry in tokens]
+    assert not any(entry.top_logprobs for entry in alone)
 
 
 def test_usage_counts_the_tokens_of_all_replies(ask):
