@@ -16,9 +16,10 @@ rejects causes a warning and does not end the run.
 import logging
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from hashlib import sha256
+from importlib import import_module
 from importlib.util import find_spec
 from itertools import combinations
 from pathlib import Path
@@ -231,7 +232,7 @@ class SeriesTracker:
 class AccelerateTracker(SeriesTracker):
     """Forwards the numbers of metrics.jsonl to TensorBoard or MLflow, by Accelerate's trackers."""
 
-    _named: Callable[[Mapping[str, Any]], dict[str, Any]] = staticmethod(dict)
+    _is_mlflow = False
 
     def _start(
         self, config: TrackingConfig, path: Path, run_config: Mapping[str, Any], **labels: Any
@@ -243,7 +244,7 @@ class AccelerateTracker(SeriesTracker):
         if config.name == "mlflow":
             tracker = MLflowTracker(config.project, tags=own, run_name=name)
             tracker.start()
-            self._named = _mlflow_names
+            self._is_mlflow = True
             with self._guard("the settings"):  # the run is active already
                 tracker.store_init_configuration(self._named(dict(leaves(run_config))))
             return tracker
@@ -261,13 +262,14 @@ class AccelerateTracker(SeriesTracker):
     ) -> None:
         super()._log_points(title, rows, self._named(summary))
 
-    def _finish(self, run: Any, succeeded: bool) -> None:
-        if self._named is not _mlflow_names:
-            run.finish()
-            return
-        import mlflow  # whose tracker would end a failed run as finished
+    def _named(self, values: Mapping[str, Any]) -> dict[str, Any]:
+        return _mlflow_names(values) if self._is_mlflow else dict(values)
 
-        mlflow.end_run("FINISHED" if succeeded else "FAILED")
+    def _finish(self, run: Any, succeeded: bool) -> None:
+        if self._is_mlflow:  # Accelerate's tracker would end a failed run as finished
+            import_module("mlflow").end_run("FINISHED" if succeeded else "FAILED")
+        else:
+            run.finish()
 
 
 def _mlflow_names(values: Mapping[str, Any]) -> dict[str, Any]:
