@@ -104,8 +104,12 @@ def test_processes_that_ignore_the_end_are_killed_by_a_second_interruption(tmp_p
             _until(lambda: output.read_text().count("1\n") == 2)
             interrupt.start()
 
-    with pytest.raises(KeyboardInterrupt):
-        run()
+    handler = signal.signal(signal.SIGINT, signal.default_int_handler)  # background jobs ignore it
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            run()
+    finally:
+        signal.signal(signal.SIGINT, handler)
     assert len(processes) == 2
     assert not any(map(_lives, processes))
 
