@@ -188,19 +188,26 @@ def best_meeting(
     found, num_unknown = [], 0
     of_rewards = all(r.is_minimum and r.name in front.objectives for r in requirements)
 
+    known: dict[str, list[tuple[float, float]]] = {}
+
+    def bounds(point: Point) -> list[tuple[float, float]]:
+        """Returns bound and mean by requirement, which may take a bootstrap, once."""
+        if point.name not in known:
+            known[point.name] = [evidence.bound([(point, 1.0)], r)[:2] for r in requirements]
+        return known[point.name]
+
     def gains(point: Point) -> list[float]:
         if of_rewards:
             return []
-        margins = [r.margin(evidence.bound([(point, 1.0)], r)[0]) for r in requirements]
+        pairs = zip(requirements, bounds(point), strict=True)
+        margins = [requirement.margin(bound) for requirement, (bound, _) in pairs]
         return np.nan_to_num(margins, nan=-np.finfo(float).max).tolist()  # unknown is worst
 
     eligible = sound(front, gains)
     for seed in sorted({point.seed for point in eligible.points}):
         own = eligible.of_seed(seed)
         every_value = own.selection_rewards() if evidence.is_validation else own.rewards()
-        found_bounds = [
-            [evidence.bound([(p, 1.0)], r)[:2] for r in requirements] for p in own.points
-        ]
+        found_bounds = [bounds(point) for point in own.points]
         every_margin, of_means = (
             np.array(
                 [
