@@ -345,10 +345,13 @@ class CompiledDecoder:
         kept = torch.tensor(chosen, device=places.device)
         layers = [(layer.keys[kept], layer.values[kept]) for layer in step.layers]
         smaller = self._step(replace(step.key, rows=rows), step.cache)
+        # both buckets share their memory, and a new step has overwritten some of it
         if smaller is None:
+            for layer, (keys, values) in zip(step.layers, layers, strict=True):
+                layer.keys[kept], layer.values[kept] = keys, values
             return step, places, is_open
         for layer, (keys, values) in zip(smaller.layers, layers, strict=True):
-            layer.keys.copy_(keys)  # both buckets share their memory
+            layer.keys.copy_(keys)
             layer.values.copy_(values)
         for name in ("tokens", "positions", "mask"):
             getattr(smaller, name).copy_(getattr(step, name)[kept])
@@ -400,6 +403,7 @@ class CompiledDecoder:
         except Exception as error:  # of any backend; the model runs as it is
             # torch wraps a backend's error into one of its own
             self._fail(first_line(getattr(error, "inner_exception", None) or error))
+            _check_random_numbers(device, error)
             return None
         seconds = time.perf_counter() - start
         self.seconds += seconds
@@ -453,6 +457,24 @@ class CompiledDecoder:
 
 def _take_step(step: Step) -> None:
     step.step()
+
+
+def _check_random_numbers(device: torch.device, error: Exception) -> None:
+    """Checks that a failed step has left the device's random numbers usable.
+
+    Raises:
+        RuntimeError: They are not, as after a recording of a CUDA graph that was broken off.
+    """
+    if device.type != "cuda":
+        return
+    try:
+        with torch.random.fork_rng([device]):
+            torch.rand(1, device=device)
+    except RuntimeError:
+        raise RuntimeError(
+            f"{device} draws no random numbers any more after a sampling step that could not be "
+            f"recorded ({first_line(error)}). Run again with rollout.compile: false."
+        ) from error
 
 
 def compiles(model: Any, config: RolloutConfig) -> bool:

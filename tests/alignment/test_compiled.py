@@ -1,6 +1,7 @@
 """Sampling by compiled steps: the tokens of the eager path, without recompiling."""
 
 import logging
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -296,6 +297,35 @@ def test_a_model_that_does_not_compile_is_named_and_samples_as_before(caplog, mo
     assert not decoder._storage
     (line,) = (each.message for each in caplog.records if "rollout.compile" in each.message)
     assert "no such instruction" in line
+
+
+def test_a_smaller_bucket_that_fails_after_it_has_run_leaves_the_larger_one_its_rows():
+    class Decoder(CompiledDecoder):
+        def _replay(self, step):
+            super()._replay(step)
+            if step.key.rows < 16 and self.failure is None:
+                for layer in step.layers:  # as the pass itself, but seen in any token
+                    layer.keys[:, :, 0] = layer.values[:, :, 0] = 50
+                raise RuntimeError("no graph of these rows")
+
+    policy, rows = policy_of("lora"), asked()
+    policy.compiled_decoder = decoder = Decoder(policy, backend="eager")
+    own, expected = (slot(policy, rows, compiles=each) for each in (True, False))
+    assert decoder.failure == "no graph of these rows"
+    assert all(map(torch.equal, own, expected))
+
+
+def test_random_numbers_that_a_failed_step_has_broken_are_named(monkeypatch):
+    def broken(*args, **options):
+        raise RuntimeError("Offset increment outside graph capture")
+
+    error = ValueError("operation not permitted when stream is capturing")
+    with monkeypatch.context() as patched:
+        patched.setattr(torch, "rand", broken)
+        patched.setattr(torch.random, "fork_rng", lambda devices: nullcontext())
+        compiled._check_random_numbers(torch.device("cpu"), error)  # has no graphs
+        with pytest.raises(RuntimeError, match=r"stream is capturing.*rollout\.compile: false"):
+            compiled._check_random_numbers(torch.device("cuda"), error)
 
 
 def test_long_runs_on_cuda_devices_compile_by_default():
