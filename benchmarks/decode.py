@@ -1,6 +1,7 @@
 """Operations and waits of a sampled token, and its milliseconds, beside transformers' `generate`.
 
     python benchmarks/decode.py                                # TinyLlama's layers, narrow: counts
+    python benchmarks/decode.py --updates                      # those of passes in a local step
     python benchmarks/decode.py --shape tinyllama --rows 16    # its true widths, random weights
     python benchmarks/decode.py --model FOLDER --dtype float32
 
@@ -16,6 +17,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from typing import Any
 from unittest import mock
@@ -32,12 +34,14 @@ from benchmarks.random_models import TINYLLAMA
 from firm.alignment import compiled
 from firm.alignment.adapters import Conditioned, Lora, LoraSettings, adapt_, forward_of
 from firm.alignment.compiled import BLOCK, CompiledDecoder
+from firm.alignment.head import head_of
 from firm.alignment.policy import without_needless_warnings
 from firm.alignment.prompts import Prompt
 from firm.alignment.rollout_config import RolloutConfig
-from firm.alignment.rollout_engines import SampleRequest, TransformersEngine
-from firm.alignment.sequences import Queries
-from firm.alignment.stacked.model import StackedModel
+from firm.alignment.rollout_engines import RolloutEngine, SampleRequest, TransformersEngine
+from firm.alignment.sequences import Queries, Sequences
+from firm.alignment.stacked.model import StackedModel, Weighted
+from firm.alignment.stacked.passes import ClientPart
 from firm.base.devices import named_device, synchronize
 
 NUM_OBJECTIVES = 3
@@ -128,7 +132,13 @@ Sample = Callable[[int, int], Any]
 
 
 def samplers(
-    policy: Any, base: Any, *, prompt_tokens: int, clients: int, compiles: bool = False
+    policy: Any,
+    base: Any,
+    *,
+    prompt_tokens: int,
+    clients: int,
+    compiles: bool = False,
+    engine: RolloutEngine | None = None,
 ) -> dict[str, Sample]:
     """Returns what is compared, by name; each without end tokens, so that all replies are long.
 
@@ -138,6 +148,7 @@ def samplers(
         prompt_tokens: Length of the prompts, all different and without padding.
         clients: Stacked clients, which share the rows.
         compiles: Value of `rollout.compile`.
+        engine: Samples in place of the policy itself.
     """
     vocabulary, device = base.config.vocab_size, base.device
     generator = torch.Generator().manual_seed(0)
@@ -171,10 +182,10 @@ def samplers(
             cache_implementation=cache,
         )
 
-    engine = TransformersEngine(policy, _Tokenizer())  # type: ignore[arg-type]
+    own_engine = engine or TransformersEngine(policy, _Tokenizer())  # type: ignore[arg-type]
 
     def slot(rows: int, length: int, *, conditioned: bool = False) -> None:
-        engine.sample([request(rows, length, conditioned=conditioned)])
+        own_engine.sample([request(rows, length, conditioned=conditioned)])
 
     def stacked(rows: int, length: int, *, conditioned: bool = False) -> None:
         stack = StackedModel(policy)
@@ -185,7 +196,7 @@ def samplers(
                 "generator": torch.Generator(device).manual_seed(client),
             }
             joint.append(request(rows // clients, length, conditioned=conditioned, **own))
-        stack.sample(joint)
+        (engine or stack).sample(joint)
 
     found: dict[str, Sample] = {
         "generate": partial(generate, None),
@@ -212,6 +223,48 @@ def per_token(sample: Sample, rows: int, lengths: tuple[int, int] = (3, 7)) -> t
     tokens = lengths[1] - lengths[0]
     short, long = works
     return (long.dispatches - short.dispatches) / tokens, (long.waits - short.waits) / tokens
+
+
+def update_work(
+    policy: Any, *, clients: int, rows: int, prompts_once: bool, num_replies: int = 4
+) -> dict[str, Work]:
+    """Returns the work of the passes over a minibatch of stacked critic-free clients.
+
+    Args:
+        policy: The base model with an adapter.
+        clients: Stacked clients.
+        rows: Replies of each client.
+        prompts_once: Whether replies share the passes over their prompt.
+        num_replies: Replies to a prompt.
+    """
+    vocabulary, length, width = policy.config.vocab_size, 8, 4
+    head_of(policy)  # found once
+    stack = StackedModel(policy, prompts_once=prompts_once)
+    parts = []
+    for client in range(clients):
+        ids = torch.randint(5, vocabulary, (rows // num_replies, length))
+        ids = ids.repeat_interleave(num_replies, 0)
+        asked = [Prompt(f"{client} {row // num_replies}") for row in range(rows)]
+        queries = Queries(asked, ids, torch.full((rows,), length))
+        replies = torch.randint(5, vocabulary, (rows, width))
+        replied = Sequences(queries, torch.cat([ids, replies], 1), torch.full((rows,), width))
+        parts.append(ClientPart(replied.to(policy.device), stack.new_adapter()))
+    work = {name: Work() for name in ("log-probabilities", "forward", "backward")}
+    with work["log-probabilities"].counted():
+        stack.logprobs(parts)
+    parts = [replace(part, has_gradient=True, is_tapped=True) for part in parts]
+    with work["forward"].counted():
+        outputs = stack.forward(parts)
+        losses = [-output.token_scores(1.0).logprobs.sum(1) for output in outputs]
+    coefficients = torch.rand(NUM_OBJECTIVES - 1, rows, device=policy.device)
+    with work["backward"].counted():
+        stack.per_sequence_jacobian(
+            [
+                Weighted(output.place, own, coefficients, retain_graph=False)
+                for output, own in zip(outputs, losses, strict=True)
+            ]
+        )
+    return work
 
 
 def milliseconds(sample: Sample, rows: int, device: torch.device, *, tokens: int) -> float:
@@ -277,8 +330,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--prompt-tokens", type=int, default=32)
     parser.add_argument("--tokens", type=int, default=8, help="timed tokens; 0: counts only")
     parser.add_argument("--compile", action="store_true", help="time compiled steps: minutes")
+    parser.add_argument("--updates", action="store_true", help="count passes of a local step")
     options = parser.parse_args(arguments)
     device = named_device(options.device)
+    if options.updates:
+        _print_updates(options, device)
+        return
     print("| sampler | rows | dispatches | waits | ms |\n|---|---:|---:|---:|---:|")
     for conditioned in (False, True):
         base = new_base(options, device)
@@ -300,6 +357,19 @@ def main(arguments: Sequence[str] | None = None) -> None:
                         taken = milliseconds(sample, rows, device, tokens=options.tokens)
                         cells[-1] = f"{taken:.1f}"
                     print(f"| {' | '.join(cells)} |", flush=True)
+
+
+def _print_updates(options: argparse.Namespace, device: torch.device) -> None:
+    """Prints the dispatches of a minibatch of eight replies a client, to two objectives."""
+    policy = adapted(new_base(options, device), conditioned=False)
+    print("| prompts | clients | log-probabilities | forward | backward |")
+    print("|---|---:|---:|---:|---:|")
+    for prompts_once in (False, True):
+        for clients in (1, options.clients):
+            work = update_work(policy, clients=clients, rows=8, prompts_once=prompts_once)
+            cells = ["once" if prompts_once else "whole", str(clients)]
+            cells += [f"{own.dispatches:,}" for own in work.values()]
+            print(f"| {' | '.join(cells)} |", flush=True)
 
 
 if __name__ == "__main__":

@@ -6,12 +6,13 @@
     python benchmarks/gpu.py --shape tinyllama-short --device cpu  # the true models, two clients
 
 A sampled token of 16 and of 128 replies, by compiled steps and without them, beside transformers'
-`generate`. Rounds of FIRM with random bfloat16 weights: PPO with value heads and the critic-free
-estimator, sequential clients (engine local), also with a static cache, and stacked ones, also with
-compiled steps on CUDA devices, beside TRL's GRPOTrainer with one adapter and as many replies,
-epochs and minibatches, also with vLLM, whose row says so where it is not installed. The cases that
-say most come first; the page is written after each. Cases run in processes of their own: one that
-fails is a row with its error, and the next starts a new process.
+`generate` and the rollout engine vLLM. Rounds of FIRM with random bfloat16 weights: PPO with value
+heads and the critic-free estimator, sequential clients (engine local), also with a static cache,
+and stacked ones, also with compiled steps on CUDA devices and with a prompt passed for each of its
+replies, beside TRL's GRPOTrainer with one adapter and as many replies, epochs and minibatches, also
+with vLLM. Rows of vLLM say so where it is not installed. The cases that say most come first; the
+page is written after each. Cases run in processes of their own: one that fails is a row with its
+error, and the next starts a new process.
 
 On any accelerator that torch finds, a round of the same passes warms up, and the next one is
 measured, so small differences say nothing. Stages wait for the device before and
@@ -33,7 +34,7 @@ import traceback
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from contextlib import closing, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import asdict, replace
 from importlib.util import find_spec
 from pathlib import Path
@@ -62,10 +63,22 @@ from trl.trainer.grpo_config import GRPOConfig
 from trl.trainer.grpo_trainer import GRPOTrainer
 
 from benchmarks.decode import adapted, milliseconds, samplers
-from benchmarks.gpu_page import COMPILED, DECODING, STAGES, STATIC, Case, Row, Setting, page_of
+from benchmarks.gpu_page import (
+    COMPILED,
+    DECODING,
+    STAGES,
+    STATIC,
+    WHOLE,
+    Case,
+    Row,
+    Setting,
+    page_of,
+)
 from benchmarks.measure import one_round, peak_resident, reset_peak_resident
 from benchmarks.random_models import SHAPES, prompts, save_models
 from firm.alignment import MultiObjectiveTrainer
+from firm.alignment.estimator_config import CriticFreeConfig
+from firm.alignment.rollout_config import VLLMConfig
 from firm.base.devices import (
     accelerate_on,
     named_device,
@@ -100,6 +113,8 @@ SAMPLERS = (
     ("generate", 16),
     ("one slot", 16),
     ("8 stacked clients", 128),
+    ("one slot, vLLM", 16),
+    ("8 stacked clients, vLLM", 128),
 )
 """Samplers whose tokens are timed, as `benchmarks.decode` names them, and their replies."""
 VLLM = "trl, vLLM"
@@ -170,7 +185,7 @@ def cases(clients: Sequence[int], *, compiles: bool = False) -> list[Case]:
     chosen = [Case(DECODING, name, rows) for name, rows in SAMPLERS]
     chosen += [Case("critic_free", engine, many) for engine in (*stacked, *peers, "local")]
     chosen += [Case("ppo", engine, many) for engine in ("stacked", "local")]
-    chosen += [Case("critic_free", STATIC, many)]
+    chosen += [Case("critic_free", engine, many) for engine in (WHOLE, STATIC)]
     chosen += [Case(e, engine, c) for c in clients for e in ESTIMATORS for engine in ENGINES]
     chosen += [Case("critic_free", peer, few) for peer in peers]
     return list(dict.fromkeys(chosen))
@@ -178,7 +193,7 @@ def cases(clients: Sequence[int], *, compiles: bool = False) -> list[Case]:
 
 def _missing(case: Case) -> str:
     """Returns a note if a case needs a package that is not installed."""
-    return "not installed" if case.engine == VLLM and not find_spec("vllm") else ""
+    return "not installed" if case.needs_vllm and not find_spec("vllm") else ""
 
 
 def _quiet() -> None:
@@ -225,7 +240,7 @@ class Worker:
             row = Row(case, "failed: it did not end")
             for process in multiprocessing.active_children():
                 process.kill()
-        if row.note or setting.device == "cpu":
+        if row.note or case.needs_vllm or setting.device == "cpu":  # vLLM keeps its memory
             self.close()
         return row
 
@@ -245,7 +260,8 @@ def _row(setting: Setting, case: Case) -> Row:
         release_memory(torch.device(setting.device))
         if case.is_decoding:
             return _token_row(setting, case)
-        return (_peer_row if case.is_peer else _own_row)(setting, case)
+        with mock.patch.object(CriticFreeConfig, "shares_prompts", case.engine != WHOLE):
+            return (_peer_row if case.is_peer else _own_row)(setting, case)
     except torch.OutOfMemoryError:
         return Row(case, "out of memory")
     except Exception as error:
@@ -260,17 +276,29 @@ def _row(setting: Setting, case: Case) -> Row:
 def _token_row(setting: Setting, case: Case) -> Row:
     """Returns what a token of all replies takes."""
     device, shape = torch.device(setting.device), setting.shape
-    name = case.engine.removesuffix(", compiled")
-    compiles = name != case.engine
+    name, _, way = case.engine.partition(", ")
+    compiles = way == "compiled"
     if compiles and device.type != "cuda":
         return Row(case, "not run: compiled steps are replayed on CUDA devices only")
     _loaded.cache_clear()
     gc.collect()
     policy = adapted(_random_policy(setting), conditioned=False)
-    sizes = {"prompt_tokens": shape.rollout.max_prompt_tokens, "clients": 8, "compiles": compiles}
-    sample = samplers(policy, policy.get_base_model(), **sizes)[name]
-    tokens = min(64, shape.rollout.max_new_tokens)
-    seconds = milliseconds(sample, case.num_clients, device, tokens=tokens) / 1e3
+    tokens, clients = min(64, shape.rollout.max_new_tokens - 2), 8
+    with ExitStack() as stack:
+        engine = None
+        if case.needs_vllm:
+            policy.peft_config["default"].base_model_name_or_path = f"{setting.folder}/policy"
+            engine = VLLMConfig(max_loras=clients, cache_gb=2.0).engine(policy, None, shape.rollout)
+            stack.callback(engine.close)
+        sample = samplers(
+            policy,
+            policy.get_base_model(),
+            prompt_tokens=shape.rollout.max_prompt_tokens,
+            clients=clients,
+            compiles=compiles,
+            engine=engine,
+        )[name]
+        seconds = milliseconds(sample, case.num_clients, device, tokens=tokens) / 1e3
     return Row(case, _not_compiled(policy) if compiles else "", seconds=seconds)
 
 
@@ -372,7 +400,7 @@ def configuration(setting: Setting, case: Case) -> AlignmentConfig:
         "rewards": {"first": reward, "second": {**reward, "path": str(folder / "other")}},
         "data": {split: {"source": str(source)} for split in ("train", "validation", "test")},
         "num_clients": case.num_clients,
-        "engine": {STATIC: "local", COMPILED: "stacked"}.get(case.engine, case.engine),
+        "engine": case.engine.partition(", ")[0],
         "rollout": asdict(shape.rollout),
         "rollout.compile": case.engine == COMPILED,
         "rollout.cache": "static" if case.engine == STATIC else "dynamic",
@@ -383,7 +411,7 @@ def configuration(setting: Setting, case: Case) -> AlignmentConfig:
 
 
 def _loaded_for(setting: Setting, case: Case) -> LoadedRun:
-    own = case.engine if case.engine in (STATIC, COMPILED) else "local"
+    own = case.engine if case.engine in (STATIC, COMPILED, WHOLE) else "local"
     return _loaded(setting, case.estimator, own)
 
 

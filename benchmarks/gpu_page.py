@@ -29,6 +29,9 @@ STATIC = "local, static cache"
 COMPILED = "stacked, compiled"
 """The engine stacked with ``rollout.compile`` true, as a row names it."""
 
+WHOLE = "stacked, whole prompts"
+"""The engine stacked, which passes a prompt for each of its replies, as a row names it."""
+
 DECODING = "decoding"
 """The estimator of rows about a sampled token, whose engine is the sampler."""
 
@@ -45,6 +48,11 @@ class Case:
     def is_decoding(self) -> bool:
         """Whether tokens are sampled, of as many replies as the row has clients."""
         return self.estimator == DECODING
+
+    @property
+    def needs_vllm(self) -> bool:
+        """Whether vLLM samples the replies."""
+        return self.engine.endswith("vLLM")
 
     @property
     def is_peer(self) -> bool:
@@ -143,11 +151,13 @@ Tests that need an accelerator: {tests}
 ## Milliseconds of a token
 
 Of all replies, after the prompts, without end tokens; the adapter of `generate` is PEFT's.
-Compiling is left out.
+Compiling is left out. vLLM has a copy of the model in a process of its own.
 
 {tokens}
 
 ## Seconds by stage
+
+Replies to a prompt share the passes over it, but where the engine says "whole prompts".
 
 {rounds}
 

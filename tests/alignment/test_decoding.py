@@ -7,7 +7,7 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from benchmarks.decode import adapted, new_base, per_token, samplers
+from benchmarks.decode import adapted, new_base, per_token, samplers, update_work
 from firm.alignment import LoraSettings, PolicyConfig
 from firm.alignment.adapters.conditioned import ConditioningConfig
 from firm.alignment.adapters.folded import FoldedAdapters
@@ -39,6 +39,18 @@ def test_a_token_waits_once_and_casts_no_adapter(conditioned, most):
         (first, waits), (second, _) = (per_token(each[name], 8) for each in (few, more))
         assert waits == 1, name
         assert second + (LAYERS - 2) * (second - first) <= most, name
+
+
+@pytest.mark.parametrize("prompts_once", [False, True])
+def test_passes_of_stacked_clients_start_hardly_more_operations_than_those_of_one(prompts_once):
+    options = Namespace(model="", shape="narrow", layers=8, dtype="bfloat16")
+    policy = adapted(new_base(options, torch.device("cpu")), conditioned=False)
+    alone, many = (
+        update_work(policy, clients=clients, rows=4, prompts_once=prompts_once)
+        for clients in (1, 3)
+    )
+    for name, own in alone.items():  # heads and losses are each client's own
+        assert 100 < own.dispatches < many[name].dispatches < 1.25 * own.dispatches, name
 
 
 def policy_of(dtype: str, adapter: str, *, num_objectives: int = 1):
