@@ -59,8 +59,6 @@ from transformers import (
     TrainerCallback,
 )
 from transformers.utils.import_utils import is_torch_bf16_gpu_available
-from trl.trainer.grpo_config import GRPOConfig
-from trl.trainer.grpo_trainer import GRPOTrainer
 
 from benchmarks.decode import adapted, milliseconds, samplers
 from benchmarks.gpu_page import (
@@ -435,6 +433,10 @@ def _warm_up(setting: Setting, case: Case, max_rows: int | None) -> None:
 
 def _peer_row(setting: Setting, case: Case) -> Row:
     """Returns what TRL's GRPOTrainer takes for one adapter and as many replies."""
+    # whose import fails beside some releases of vLLM; that is a note of these rows
+    from trl.trainer.grpo_config import GRPOConfig
+    from trl.trainer.grpo_trainer import GRPOTrainer
+
     _loaded.cache_clear()
     gc.collect()
     shape, folder = setting.shape, Path(setting.folder)
