@@ -58,7 +58,10 @@ class DataConfig:
     second half of a dataset's split "test"."""
     hold_out: Annotated[float, Interval(ge=0, lt=0.5)] = 0.0
     """Share of the distinct training prompts that is held out for validation, and as much again for
-    testing, drawn by the seed, in place of `validation` and `test`; 0: these have their own."""
+    testing, in place of `validation` and `test`; 0: these have their own."""
+    hold_out_seed: Seed | None = None
+    """Seed by which prompts, or pairs without a split, are held out; null: `seed`. Runs of a sweep
+    or study that differ in `seed` have that of the first."""
 
 
 KEYS = {
@@ -320,6 +323,12 @@ def held_objectives(cfg: AlignmentConfig) -> dict[str, list[str]]:
             own = [name for name in cfg.objectives if name in group.objectives]
             held |= {f"client_{index}": own for index in group.clients}
     return held
+
+
+def hold_out_seed(cfg: AlignmentConfig) -> int:
+    """Returns the seed by which prompts and pairs are held out."""
+    own = cfg.data.hold_out_seed
+    return cfg.seed if own is None else own
 
 
 def training_sources(cfg: AlignmentConfig) -> dict[str, PromptsConfig]:

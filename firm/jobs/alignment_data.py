@@ -24,6 +24,7 @@ from firm.jobs.alignment_config import (
     PromptPartitionConfig,
     client_names,
     held_objectives,
+    hold_out_seed,
 )
 from firm.run.comparison import FEW_PROMPTS
 from firm.run.errors import UserError
@@ -144,7 +145,7 @@ class PromptData(Data):
         prompts = prompts_of("train")
         validation, test = [], []
         if share := cfg.data.hold_out:
-            parts = hold_out(prompts, USES, share, seed=cfg.seed, key="data.train")
+            parts = hold_out(prompts, USES, share, seed=hold_out_seed(cfg), key="data.train")
             prompts = parts["train"]
             if not (num_validation := cfg.evaluation.num_validation_prompts):
                 prompts = prompts + parts.pop("validation")
@@ -243,7 +244,7 @@ class PairData(Data):
                 if split is not None:
                     held_out[use] += pairs_of(split, f"{name}/{use}")[:limit] if limit else []
                     continue
-                taken = held_out_pairs(own, seed=cfg.seed, limit=limit)
+                taken = held_out_pairs(own, seed=hold_out_seed(cfg), limit=limit)
                 held_out[use] += taken
                 own = without(own, taken)
             train += own

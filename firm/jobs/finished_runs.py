@@ -19,6 +19,7 @@ from firm.run.directory import Run
 from firm.run.errors import UserError
 from firm.run.files import refuse_links
 from firm.run.plugins import code_in
+from firm.run.shipped import with_shipped_paths
 from reward_models.config import RewardModelConfig
 
 TEST_PROMPTS_NAME = "test_prompts.jsonl"
@@ -63,8 +64,7 @@ def parse_over_run(
     record = checked_record(Path(run))
     settings, functions = run_settings(record), given_functions(record)
     names = {f.name for f in fields(config_class)}  # type: ignore[arg-type]  # a dataclass
-    if any(own.partition(".")[0] == "prompts" for own, _ in given):  # prompts of their own
-        settings = {key: value for key, value in settings.items() if key != "held_out"}
+    settings = _without_held_out(settings, given)
     base = {f"the run {run}": {k: v for k, v in settings.items() if k in names}}
     cfg = parse(config_class, arguments, description=description, base=base)
     if missing := [name for name in functions if name not in cfg.rewards]:  # type: ignore[attr-defined]
@@ -75,6 +75,31 @@ def parse_over_run(
             file=sys.stderr,
         )
     return cfg
+
+
+def _without_held_out(
+    settings: Mapping[str, Any], given: Sequence[tuple[str, Any]]
+) -> dict[str, Any]:
+    """Returns a run's settings without the share that it held out, if other prompts are given.
+
+    Raises:
+        UserError: Keys filter the run's own prompts, of which others would then be drawn.
+    """
+    own = [(key, value) for key, value in given if key.partition(".")[0] == "prompts"]
+    has_source = any(
+        key in ("prompts.source", "prompts.split")
+        or (isinstance(value, Mapping) and not {"source", "split"}.isdisjoint(value))
+        for key, value in own
+    )
+    if has_source:
+        return {key: value for key, value in settings.items() if key != "held_out"}
+    if own and settings.get("held_out"):
+        raise UserError(
+            f"{own[0][0]}: the run held its test prompts out of its training prompts, and other "
+            "filters would draw others, among them prompts that it was trained on. Pass "
+            "--prompts.source, too, for prompts of your own."
+        )
+    return dict(settings)
 
 
 def checked_record(path: Path) -> Record:
@@ -103,7 +128,7 @@ def run_settings(record: Record) -> dict[str, Any]:
     settings = record.settings
     evaluation = settings.get("evaluation") or {}
     data, functions = settings.get("data") or {}, given_functions(record)
-    share, seed = data.get("hold_out"), settings.get("seed")
+    share, seed = data.get("hold_out"), data.get("hold_out_seed")
     prompts = data.get("train" if share else "test")
     rewards = {n: own for n, own in (settings.get("rewards") or {}).items() if n not in functions}
     if isinstance(prompts, Mapping) and prompts.get("source") == GIVEN:
@@ -114,7 +139,7 @@ def run_settings(record: Record) -> dict[str, Any]:
         "rewards": rewards,
         "prompts": prompts,
         "held_out": share,
-        "held_out_seed": seed,
+        "held_out_seed": settings.get("seed") if seed is None else seed,
         "num_prompts": evaluation.get("num_test_prompts"),
         "num_samples": evaluation.get("num_samples"),
         "num_shown_samples": evaluation.get("num_shown_samples"),
@@ -198,10 +223,11 @@ def frozen_calibrations(
     """Returns a run's calibrations, for rewards whose settings equal the run's."""
 
     def is_the_runs(config: RewardModelConfig, settings: Mapping[str, Any]) -> bool:
-        given = to_dict(config)
+        given = to_dict(with_shipped_paths(config))
         return all(given.get(k) == value for k, value in settings.items() if k not in SPEED_KEYS)
 
-    maps, settings = record.header.get("calibration") or {}, record.settings.get("rewards") or {}
+    maps = record.header.get("calibration") or {}
+    settings = with_shipped_paths(record.settings.get("rewards") or {})
     return {
         name: Calibration.from_dict(maps[name])
         for name, config in rewards.items()

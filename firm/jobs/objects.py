@@ -17,7 +17,7 @@ from firm.alignment.prompts import Prompt
 from firm.base.inside import whole_folder
 from firm.jobs.alignment import Result, run_folder
 from firm.jobs.alignment import align as run_alignment
-from firm.jobs.alignment_config import DEFAULT_SPLITS, GIVEN, AlignmentConfig
+from firm.jobs.alignment_config import DEFAULT_SPLITS, GIVEN, AlignmentConfig, hold_out_seed
 from firm.jobs.alignment_loading import Given
 from firm.jobs.fetch import fetch_policy
 from firm.jobs.finished_runs import keep_test_prompts
@@ -180,7 +180,7 @@ def _splits(
     given = {"validation": validation, "test": test}
     missing = [use for use, own in given.items() if own is None]
     rows = _rows(train, "train", "prompts", cfg)
-    held_out = hold_out(rows, missing, share, seed=cfg.seed, key="prompts")
+    held_out = hold_out(rows, missing, share, seed=hold_out_seed(cfg), key="prompts")
     if not cfg.evaluation.num_validation_prompts:  # they are not measured
         held_out["train"] = held_out["train"] + held_out.pop("validation", [])
     own = {

@@ -46,12 +46,20 @@ def point_config(
         source: Source of the overrides, as named in error messages.
         base: Configuration file of this point's run; by default `cfg.base`.
 
+    All points hold out the prompts that the first seed draws, and are calibrated with it.
+
     Raises:
         UserError: A key is invalid, or all runs would be pushed to one repository.
     """
     first, last = ("evaluation.calibration_seed", cfg.seeds[0]), ("seed", seed)
-    keys = [first, *cfg.overrides.items(), *overrides.items(), last]
-    run = compose(AlignmentConfig, [base or cfg.base], keys, source=source)
+    own = [*cfg.overrides.items(), *overrides.items()]
+    if "seed" in (given := dict(own)):
+        raise UserError(
+            f"{source}: the seeds of several runs are a list: pass --seeds {given['seed']}."
+        )
+    run = compose(AlignmentConfig, [base or cfg.base], [first, *own, last], source=source)
+    if (run.data.hold_out or run.pairs) and run.data.hold_out_seed is None:
+        run = replace(run, data=replace(run.data, hold_out_seed=cfg.seeds[0]))
     if run.hub.repo:
         raise UserError(
             f"{source}: hub.repo must be empty with several runs, since each would overwrite the "

@@ -3,6 +3,9 @@
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import Any
 
+ORDERED = ("rewards", "pairs")
+"""Mappings whose order counts: preferences, weights and what clients keep are in it."""
+
 
 def leaves(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
     """Yields the dotted key path and the value of each leaf in nested mappings and lists."""
@@ -21,6 +24,7 @@ def differences(stored: Any, config: Any, ignore: Collection[str] = ()) -> list[
     """Describes the differing keys, each with its stored and its given value.
 
     A key that is absent from the stored configuration, because it was added later, counts as null.
+    Objectives in another order differ.
 
     Args:
         stored: Stored configuration, as plain data.
@@ -37,4 +41,8 @@ def differences(stored: Any, config: Any, ignore: Collection[str] = ()) -> list[
         if was != now and not (is_ignored or is_new):
             was, now = ("absent" if value is absent else repr(value) for value in (was, now))
             words.append(f"{key} was {was}, is {now}")
+    for key in ORDERED:
+        was, now = (list(own.get(key) or ()) for own in (stored, config))
+        if was != now and sorted(was) == sorted(now) and key not in ignore:
+            words.append(f"the order of {key} was {', '.join(was)}, is {', '.join(now)}")
     return words

@@ -301,6 +301,8 @@ def _run_point(
         if _is_held(place):  # another process started it in the meantime
             return None
         problem = str(error)
+    except Terminated:  # this worker alone; a sweep that is terminated does not wait for it
+        problem = "its process was terminated"
     except Exception as error:  # a failed point must not stop the others
         problem = f"{type(error).__name__}: {error}"
         with open(log, "a", encoding="utf-8", opener=open_inside) as file:

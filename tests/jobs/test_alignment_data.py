@@ -84,6 +84,14 @@ def test_what_is_held_out_is_trained_on_nowhere_and_measured_by_the_server_only(
     assert site.validation == site.test == []
 
 
+def test_seeds_may_share_what_is_held_out(load):
+    first, _ = load()
+    for seed, own in ((), True), (("--data.hold_out_seed", "0"), False):
+        other, _ = load("--seed", "5", *seed)
+        assert (texts(other.test) != texts(first.test)) == own
+        assert (texts(other.train) != texts(first.train)) == own
+
+
 def test_few_held_out_prompts_are_noted(load):
     _, notes = load("--data.hold_out", "0.05")
     assert len(notes) == 2

@@ -3,18 +3,25 @@
 import csv
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from firm.alignment.calibration import Calibration
 from firm.cli.main import COMMANDS
 from firm.jobs import compare as module
 from firm.jobs.compare import main, named_folders
 from firm.jobs.configs import CompareConfig
-from firm.jobs.finished_runs import parse_over_run
+from firm.jobs.finished_runs import frozen_calibrations, parse_over_run
 from firm.run import parse
+from firm.run.config import to_dict
+from firm.run.shipped import with_shipped_paths
+from reward_models.config import RewardModelConfig
 from tests.runs import edit_adapter, read_rows, write_rows
 from tests.smoke import POLICY
 
@@ -223,6 +230,18 @@ def test_a_bare_adapter_needs_no_run_and_has_raw_scores_only(run, tmp_path):
     assert "short" in figures(out)["aligned"]
     assert "3 prompts of " in (out / "evaluation.html").read_text()  # as many as there are
     assert not [name for name in figures(out)["aligned"] if "[0, 1]" in name]
+
+
+def test_calibrations_belong_to_shipped_rewards_in_any_folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    config = RewardModelConfig(path="firm/miniature/checkpoints/helpful")
+    other = replace(config, path="firm/miniature/checkpoints/harmless")
+    calibration = Calibration("sigmoid", mean=0.5, scale=2.0)
+    header = {"calibration": {"helpful": vars(calibration)}}
+    record: Any = SimpleNamespace(header=header, settings={"rewards": {"helpful": to_dict(config)}})
+    for same in (config, with_shipped_paths(config)):
+        assert frozen_calibrations({"helpful": same}, record) == {"helpful": calibration}
+        assert frozen_calibrations({"helpful": with_shipped_paths(other)}, record) == {}
 
 
 def test_replies_can_be_compared_without_any_reward(run, tmp_path):

@@ -91,6 +91,8 @@ def test_what_it_writes_runs_and_keeps_splits_apart(data, tmp_path, monkeypatch,
     (tmp_path / "more.yaml").write_text("prompts: { source: more.jsonl }\n")
     other = COMMANDS["evaluate"].parse(["--runs", "[run]", "--config", "more.yaml"])
     assert (str(other.prompts.source), other.held_out) == ("more.jsonl", 0)
+    with pytest.raises(UserError, match=r"prompts.max_tokens: the run held its test prompts out"):
+        COMMANDS["evaluate"].parse(["--runs", "[run]", "--prompts.max_tokens", "9"])
     (tmp_path / "more.yaml").write_text("1: 2\n")
     with pytest.raises(UserError, match="must have strings as keys, got 1"):
         COMMANDS["evaluate"].parse(["--runs", "[run]", "--config", "more.yaml"])

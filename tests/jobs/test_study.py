@@ -330,9 +330,17 @@ def test_every_setting_of_the_studies_is_a_valid_run(file):
         assert isinstance(run, AlignmentConfig)
         assert run.seed == 1
         assert run.evaluation.calibration_seed == cfg.seeds[0]
+        assert run.data.hold_out_seed == (cfg.seeds[0] if run.pairs else None)
     assert len({study.point_name(setting, 0) for setting in cfg.settings}) == len(cfg.settings)
+    drawn = replace(cfg, overrides={**cfg.overrides, "data.hold_out": 0.1})
+    first = next(iter(cfg.settings))
+    runs = [study.run_config(drawn, setting=first, seed=seed) for seed in (*cfg.seeds, 9)]
+    assert {run.data.hold_out_seed for run in runs} == {cfg.seeds[0]}
     wrong = replace(cfg, overrides={"strategy.bta": 1})
     with pytest.raises(UserError, match=r"unknown key strategy\.bta"):
+        study.run_config(wrong, setting=next(iter(cfg.settings)), seed=0)
+    wrong = replace(cfg, overrides={"seed": 0})
+    with pytest.raises(UserError, match="the seeds of several runs are a list: pass --seeds 0"):
         study.run_config(wrong, setting=next(iter(cfg.settings)), seed=0)
 
 

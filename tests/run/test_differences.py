@@ -16,3 +16,13 @@ def test_a_key_that_was_added_later_is_no_difference_while_it_is_null():
     assert differences(STORED, later) == []
     assert differences(STORED, {**STORED, "limit": 3}) == ["limit was absent, is 3"]
     assert differences(later, STORED) == ["limit was None, is absent"]
+
+
+def test_the_order_of_objectives_counts_and_that_of_other_keys_does_not():
+    stored = {"rewards": {"a": {"path": "p"}, "b": {"path": "q"}}, "seed": 1}
+    assert (
+        differences(stored, {"seed": 1, "rewards": {"a": {"path": "p"}, "b": {"path": "q"}}}) == []
+    )
+    given = {"rewards": {"b": {"path": "q"}, "a": {"path": "p"}}, "seed": 1}
+    assert differences(stored, given) == ["the order of rewards was a, b, is b, a"]
+    assert differences(stored, {**given, "rewards": None})  # named by their keys

@@ -29,6 +29,9 @@ def work(place, settings):
         if settings["n"] < 0:
             raise ValueError(f"n must not be negative, got {settings['n']}.")
         run.log({"kind": "result", "n": settings["n"], "pid": os.getpid()})
+        if settings["n"] == 8:
+            os.kill(os.getpid(), signal.SIGTERM)
+            time.sleep(60)
         if settings["n"] == 9:
             os.kill(os.getpid(), signal.SIGKILL)
         while settings["n"] == 99 and not Path(place).with_suffix(".go").exists():
@@ -106,8 +109,8 @@ def test_the_rounds_of_a_running_point_are_told(tmp_path, work, monkeypatch):
 @pytest.fixture(scope="module")
 def eventful(tmp_path_factory) -> tuple[Sweep, list[Outcome]]:
     """A sweep of which one point failed, its idle process was killed, and others did two points."""
-    points = {"bad": {"n": -1}, "held": {"n": 1}, "done": {"n": 2}, "killed": {"n": 9}}
-    points["good"] = {"n": 3}
+    points = {"bad": {"n": -1}, "held": {"n": 1}, "done": {"n": 2}}
+    points |= {"terminated": {"n": 8}, "killed": {"n": 9}, "good": {"n": 3}}
     folder = tmp_path_factory.mktemp("sweeps")
     sweep = Sweep.open(folder / "sweep", {}, points, resume=False)
     with imported_work(folder) as work, Run.create(sweep.run_path("held"), {}):
@@ -126,12 +129,13 @@ def eventful(tmp_path_factory) -> tuple[Sweep, list[Outcome]]:
 
 def test_a_point_that_fails_leaves_the_others_to_go_on_and_is_named(eventful):
     sweep, outcomes = eventful
-    assert [outcome.name for outcome in outcomes] == ["bad", "killed", "good"]
-    assert outcomes[1].problem == "its process was killed, perhaps for lack of memory"
+    assert [outcome.name for outcome in outcomes] == ["bad", "terminated", "killed", "good"]
+    assert outcomes[1].problem == "its process was terminated"
+    assert outcomes[2].problem == "its process was killed, perhaps for lack of memory"
     assert not sweep.is_done("bad")
     assert sweep.is_done("good")
     assert "Traceback" in (sweep.path / "logs" / "bad.txt").read_text()
-    with pytest.raises(UserError, match=r"2 of 3 runs.*\n  bad: ValueError: n must not be neg"):
+    with pytest.raises(UserError, match=r"3 of 4 runs.*\n  bad: ValueError: n must not be neg"):
         summarise(outcomes, sweep.path)
     summarise([Outcome("good", 1.0)], sweep.path)
     alike = [Outcome(f"point_{index}", 1.0, "no such model") for index in range(12)]
