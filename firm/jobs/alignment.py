@@ -588,7 +588,7 @@ class _LanguageTask(Task):
         self.book.log({**self._row(aligned, state, "test"), **origin})
         if self._loaded.data.validation:
             is_last = self._cfg.rounds > 0 and chosen.round == state.round
-            self._measure_again(state, is_new=not is_last)
+            self._measure_again(state, None if is_last else chosen.round)
         for row in self._final_front(state):
             self.book.log(row)
         self._log_samples(aligned, state)
@@ -597,22 +597,23 @@ class _LanguageTask(Task):
             self._save_adapters(base, aligned, chosen)
         return base, aligned
 
-    def _measure_again(self, state: ServerState, *, is_new: bool) -> None:
+    def _measure_again(self, state: ServerState, adapter_round: int | None) -> None:
         """Measures the chosen adapter on the validation prompts, where this is still to be done.
 
         Args:
             state: The state with the chosen adapter.
-            is_new: Whether it is not the last round's, whose rows are in the log.
+            adapter_round: Its round; None: the last, whose rows are in the log.
         """
+        is_new, origin = adapter_round is not None, {"adapter_round": adapter_round}
         if is_new:
             measured = self._evaluate(state.adapter, "validation")
-            self.book.log(self._row(measured, state, "validation"))
+            self.book.log({**self._row(measured, state, "validation"), **origin})
         for preference in self.preferences if self._measures_front else ():
             # a run that was resumed after its last round has not kept them
             if is_new or ("validation", tuple(preference)) not in self._by_row:
                 row = self._at_preference(state, "validation", preference)
                 if is_new:
-                    self.book.log(row)
+                    self.book.log({**row, **origin})
 
     def _chosen(self, state: ServerState, *, is_out: bool) -> Chosen:
         """Returns the adapter that the run leaves, its round and the reason.

@@ -24,7 +24,7 @@ from firm.jobs.points import point_config, run_points, tracking_group
 from firm.jobs.workspace import show_layout
 from firm.report.front_page import front_figure, write_front_page
 from firm.report.page import PAGE_NAME
-from firm.report.record import read_record
+from firm.report.record import final_row, is_base, read_record
 from firm.report.run_front import num_scored, point_of, values_by_prompt
 from firm.report.static import save_figure
 from firm.run.config import compose, to_dict, to_yaml
@@ -202,9 +202,9 @@ def front_of(
             records.append(record)
             if own := values_by_prompt(path / SCORES_NAME, objectives):
                 values[name] = own
-            rows = record.evaluations.get("validation", [])
-            if rows and rows[-1]["round"] == final["round"] and rows[-1] is not rows[0]:
-                means = {n: rows[-1]["rewards"][n]["mean"] for n in record.objectives}
+            row = final_row(record, "validation")
+            if row and row["round"] == final["round"] and not is_base(row):
+                means = {n: row["rewards"][n]["mean"] for n in record.objectives}
                 validation[name] = means
     if not records:
         raise UserError(f"{method} has no run with a valid final evaluation; run its points again.")

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from firm.report import formats
 from firm.report.page import Bars, Cell, Page, Provenance, Sample, Samples, Table, prose, write_page
-from firm.report.record import Record
+from firm.report.record import Record, is_base
 from firm.run.comparison import Line, Measure, compare, prompts_text, score_notes
 
 
@@ -16,6 +16,9 @@ class RunComparison:
 
     split: str
     round: int
+    """Rounds after which it was measured."""
+    adapter_round: int
+    """Round of the aligned model's adapter."""
     prompts: str
     """Number of prompts and rows, or of pairs, of the split, in words."""
     lines: tuple[Line, ...]
@@ -28,9 +31,10 @@ class RunComparison:
 def comparison_of(record: Record, split: str) -> RunComparison | None:
     """Compares base and aligned model on a split; None until both were evaluated."""
     rows = record.evaluations.get(split, [])
-    if not rows or rows[0]["round"] != 0 or rows[-1]["round"] == 0:
+    if not rows or rows[0]["round"] != 0 or is_base(rows[-1]):
         return None
     base, aligned = rows[0], rows[-1]
+    adapter_round = aligned.get("adapter_round", aligned["round"])
     order = [*record.objectives, *record.extra_scores()]
     lines = sorted(
         compare(base, aligned),
@@ -40,7 +44,7 @@ def comparison_of(record: Record, split: str) -> RunComparison | None:
     prompts = prompts_text(*counts, split)
     if record.learns_from_pairs:
         prompts = f"{counts[1]} {split} pairs of replies to {prompts_text(counts[0], None)}"
-    return RunComparison(split, aligned["round"], prompts, tuple(lines))
+    return RunComparison(split, aligned["round"], adapter_round, prompts, tuple(lines))
 
 
 def best_comparison(record: Record) -> RunComparison | None:

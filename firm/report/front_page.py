@@ -18,6 +18,7 @@ from firm.report.front_sections import (
     methods_of,
     methods_table,
     objectives_of,
+    unit,
     volume_section,
     volumes_by_round,
 )
@@ -129,7 +130,8 @@ def front_page(
 def front_figure(fronts: Fronts) -> PaperFigure:
     """Returns the plane of comparable fronts as a figure for a paper."""
     first = next(iter(fronts.values()))
-    return plane_figure(front_clouds(fronts), first.objectives, base={KL: 0.0, **first.base})
+    base = {KL: 0.0, **first.base}
+    return plane_figure(front_clouds(fronts), first.objectives, unit=unit(fronts), base=base)
 
 
 def _check(fronts: Fronts) -> None:

@@ -39,7 +39,8 @@ class Record:
     header: Row
     """The row of kind "run": calibration, sizes."""
     evaluations: dict[str, list[Row]]
-    """Split -> evaluations by rising round."""
+    """Split -> evaluations by rising round; the last one on the test prompts is of the adapter that
+    the run left."""
     trainings: dict[str, list[Row]]
     """Client -> its local trainings by rising round; rounds without it have no row."""
     rounds: list[Row]
@@ -48,6 +49,9 @@ class Record:
     """Replies of the base and the aligned model, for a conditioned one at equal shares."""
     front_samples: list[Row] = field(default_factory=list)
     """Replies of a conditioned model, each at a preference."""
+    chosen: dict[str, Row] = field(default_factory=dict)
+    """Split -> evaluation on the validation prompts of the adapter that the run left, where that is
+    an earlier round's."""
     left_out: tuple[str, ...] = ()
     """Invalid entries of the rows, one text each."""
 
@@ -163,6 +167,8 @@ def read_record(run_path: Path) -> Record:
     rows, left_out = run.checked_rows()
     samples = [row for row in run.samples() if {"prompt", "completion"} <= row.keys()]
     header = next((row for row in rows if row.get("kind") == "run"), {})
+    chosen = {row["split"]: row for row in rows if _is_of_earlier(row)}
+    rows = [row for row in rows if not _is_of_earlier(row)]
     evaluations = _latest(rows, "evaluation", "split")
     trainings = [as_one_training(row) for row in _latest(rows, "client", "client")]
     # clients may join after the header was written
@@ -182,6 +188,7 @@ def read_record(run_path: Path) -> Record:
         rounds=_latest(rows, "round", "kind"),
         samples=[row for row in samples if "preference" not in row],
         front_samples=[row for row in samples if "preference" in row],
+        chosen=chosen,
         left_out=tuple(left_out),
     )
 
@@ -231,12 +238,26 @@ def rewards_of(row: Row, objectives: Sequence[str]) -> list[float] | None:
     return known if len(known) == len(means) else None
 
 
-def final_row(record: Record) -> Row | None:
-    """Returns the evaluation of the final model on the test prompts; None if there is none yet."""
-    rows = record.evaluations.get("test", [])
+def final_row(record: Record, split: str = "test") -> Row | None:
+    """Returns the evaluation of the model that the run left; None if there is none yet."""
+    if split in record.chosen:
+        return record.chosen[split]
+    rows = record.evaluations.get(split, [])
     # a run without rounds ends with the adapter that it starts from
     trained = [row for row in rows if row["round"] > 0 or record.num_rounds == 0]
     return trained[-1] if trained else None
+
+
+def is_base(row: Row) -> bool:
+    """Returns whether an evaluation is of the base model, and not of an adapter to start from."""
+    return row.get("round") == 0 and "change" not in row
+
+
+def _is_of_earlier(row: Row) -> bool:
+    """Returns whether a validation row is of an earlier round's adapter, measured at the end."""
+    if row.get("kind") != "evaluation" or row["split"].startswith("test"):
+        return False
+    return row.get("adapter_round", row["round"]) < row["round"]
 
 
 def _latest(rows: list[Row], kind: str, key: str) -> list[Row]:

@@ -21,7 +21,7 @@ from firm.report.drawing import (
     rounds_figure,
 )
 from firm.report.plane import ACCURACY, KL, Cloud, Spot, planes
-from firm.report.record import Record, main_error, score
+from firm.report.record import Record, is_base, main_error, score
 from firm.report.tables import DASHES, Setting, drawn_objectives, reference_of
 from firm.run.comparison import score_label
 from firm.run.rows import mean_over_clients
@@ -166,7 +166,7 @@ def trade_off_planes(record: Record) -> list[Panel]:
     it.
     """
     test, field = record.evaluations.get("test", []), record.main_field
-    final = test if test and test[-1]["round"] > 0 else []
+    final = test if test and not is_base(test[-1]) else []
     places = []
     for row in record.evaluations.get("validation") or final:
         place = {name: score(row, field, name, "mean") for name in record.objectives}
@@ -180,10 +180,11 @@ def trade_off_planes(record: Record) -> list[Panel]:
         is_last = index == len(places) - 1
         names = record.objectives if index == 0 or is_last else ()
         errors = {name: main_error(record, row, name) for name in names}
-        label = "base" if row["round"] == 0 else f"round {row['round']}" if is_last else ""
+        number = row.get("adapter_round", row["round"])
+        label = "base" if is_base(row) else f"round {number}" if is_last else ""
         facts = {
             "split": row.get("split", ""),
-            "round": str(row["round"]),
+            "round": str(number),
             "KL": formats.number(row.get("kl")),
         }
         shade = min(row["round"] / max(record.num_rounds, 1), 1.0)

@@ -117,7 +117,8 @@ def front_of_run(record: Record) -> Front | None:
     if len(rows) < 2:
         return None
     base = record.evaluations["test"][0]
-    chosen = _rows(record, "validation").get(_last(record), [])
+    kept = [row for split, row in record.chosen.items() if split.startswith("validation at ")]
+    chosen = kept or _rows(record, "validation").get(_last(record), [])
     names = [preference_folder(row["preference"]) for row in rows]
 
     def values(split: str) -> dict[str, dict[str, tuple[float, ...]]]:

@@ -282,7 +282,7 @@ def _evaluation(record: Record, comparison: RunComparison) -> Table:
     return comparison_table(
         {"aligned": comparison.lines},
         f"{comparison.prompts}, the same for both models; aligned is the global model after round "
-        f"{comparison.round}{equal}.",
+        f"{comparison.adapter_round}{equal}.",
         chips={name: figures.objective_color(record, name) for name in record.objectives},
     )
 
@@ -313,7 +313,8 @@ def _quantities(run: Setting, name: str) -> Section:
     is_of_pairs = name == "scores" and run.records[0].learns_from_pairs
     title, text = prose("quantities-pairs") if is_of_pairs else TEXTS[name]
     panels, keys = figures.quantity_panels(run, name)
-    helps = [q.help for q in shown(name) if any(p.name.startswith(q.name) for p in panels)]
+    drawn = {panel.name.partition("-")[0] for panel in panels}
+    helps = [q.help for q in shown(name) if q.name in drawn]
     constants = {panel.name: value for panel in panels if (value := constant(panel))}
     varying = [panel for panel in panels if panel.name not in constants]
     named = [f"{p.title} {constants[p.name]}" for p in panels if p.name in constants]

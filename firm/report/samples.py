@@ -41,15 +41,21 @@ class Sample:
         return scores[1] - scores[0]
 
 
-def samples_of(record: Record) -> list[Sample]:
+def samples_of(record: Record, *, by_preference: bool = True) -> list[Sample]:
     """Returns the base model's samples in file order, with the aligned model's latest replies.
 
-    A conditioned model has a reply at each preference, by falling share of the first objective.
+    A conditioned model has a reply at each preference, by falling share of the first objective;
+    unless `by_preference`, one at equal shares.
     """
     latest = max((row["round"] for row in record.samples), default=0)
     bases = [row for row in record.samples if row["round"] == 0]
     columns = [_by_prompt(record.samples, latest)] if latest > 0 else []
-    if preferences := sample_preferences(record):
+    half = len(bases) // 2
+    if not record.num_rounds and [row["prompt"] for row in bases[half:]] == [
+        row["prompt"] for row in bases[:half]
+    ]:  # the adapter that the run starts from comes after the base model
+        bases, columns = bases[:half], [_by_prompt(bases[half:], 0)]
+    if by_preference and (preferences := sample_preferences(record)):
         columns = [
             _by_prompt([r for r in record.front_samples if tuple(r["preference"]) == each], latest)
             for each in preferences

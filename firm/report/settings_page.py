@@ -109,7 +109,7 @@ def settings_page(
     known = {
         name: [label for label in labels if label in names] for name, labels in (sets or {}).items()
     }
-    shown = next(iter(known.values()), names[:NUM_SHOWN])
+    shown = next(filter(None, known.values()), names[:NUM_SHOWN])
     found = part("The list of facts", lambda: _facts(settings), {})
     return Page(
         product="FIRM · comparison of settings",
@@ -237,13 +237,22 @@ def _spots(setting: Setting, criterion: Criterion, folder: Path) -> list[Spot]:
     return spots
 
 
+def _has_kl(clouds: Sequence[Cloud]) -> bool:
+    return any(KL in spot.place for cloud in clouds for spot in cloud.spots)
+
+
+def _has_plane(clouds: Sequence[Cloud], objectives: Sequence[str]) -> bool:
+    """Returns whether there is a plane: two or a few more objectives, or one and KL."""
+    return bool(clouds) and (_has_kl(clouds) or 1 < len(objectives) <= NUM_PLANE_OBJECTIVES)
+
+
 def _plane_section(
     settings: Sequence[Setting], criterion: Criterion, folder: Path
 ) -> Section | None:
     clouds, objectives = setting_clouds(settings, criterion, folder=folder), criterion.objectives
-    has_kl = any(KL in spot.place for cloud in clouds for spot in cloud.spots)
-    if not clouds or not (has_kl or 1 < len(objectives) <= NUM_PLANE_OBJECTIVES):
+    if not _has_plane(clouds, objectives):
         return None
+    has_kl = _has_kl(clouds)
     better = "Up and to the right" if len(objectives) > 1 else "Up"
     if criterion.sign < 0:
         better = "Down and to the left"
@@ -315,8 +324,12 @@ def _figures(
             if panels:
                 figures[section.name] = curves_figure(panels)
     with drawing("The figure plane"):
-        if clouds := setting_clouds(settings, folder=folder):
-            figures["plane"] = plane_figure(clouds, objectives, base=base_place(settings))
+        clouds = setting_clouds(settings, folder=folder)
+        if _has_plane(clouds, objectives):
+            unit = criteria[0].quantity.unit
+            figures["plane"] = plane_figure(
+                clouds, objectives, unit=unit, base=base_place(settings)
+            )
     return figures
 
 
@@ -328,8 +341,8 @@ def alarms_of(settings: Sequence[Setting]) -> list[tuple[str, str]]:
     return [
         (f"{setting.name}, seed {seed}, {alarm.when.lower()}", alarm.text)
         for setting in settings
-        for seed, rows in zip(setting.seeds, setting.runs, strict=True)
-        for alarm in alarms(rows)
+        for place, (seed, rows) in enumerate(zip(setting.seeds, setting.runs, strict=True))
+        for alarm in alarms([*(own.header for own in setting.records[place : place + 1]), *rows])
     ]
 
 

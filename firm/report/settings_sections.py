@@ -379,7 +379,11 @@ def shared_samples(settings: Sequence[Setting]) -> Samples:
     The first reply is the base model's, taken from the first setting's run.
     """
     by_setting = {
-        setting: {s.turns: s for s in samples_of(setting.records[0]) if len(s.replies) > 1}
+        setting: {
+            sample.turns: sample
+            for sample in samples_of(setting.records[0], by_preference=False)
+            if len(sample.replies) > 1
+        }
         for setting in settings
         if setting.records
     }

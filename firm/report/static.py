@@ -90,13 +90,18 @@ def save_figure(figure: PaperFigure, stem: str | Path) -> list[Path]:
 
 
 def plane_figure(
-    clouds: Sequence[Cloud], objectives: Sequence[str], *, base: PlanePoint | None = None
+    clouds: Sequence[Cloud],
+    objectives: Sequence[str],
+    *,
+    unit: str,
+    base: PlanePoint | None = None,
 ) -> PaperFigure:
     """Returns the trade-off plane of `planes`; its data have one row per mean or model.
 
     The figure is one column wide for one pair of objectives, otherwise two.
     """
-    figure = static_figure(planes("plane", clouds, objectives, base=base), has_titles=False)
+    panels = planes("plane", clouds, objectives, unit=unit, base=base)
+    figure = static_figure(panels, has_titles=False)
     names = list(dict.fromkeys(name for cloud in clouds for s in cloud.spots for name in s.facts))
     header = ["group", "kind", *names, *objectives, *(f"{n} error" for n in objectives)]
     rows = [

@@ -14,7 +14,7 @@ from firm.base.quantities import Quantity
 from firm.fronts.front import differing_figure
 from firm.fronts.smoothing import exponential_average
 from firm.report.drawing import LegendEntry, Over, Panel, Series, series_panel
-from firm.report.record import Record
+from firm.report.record import Record, is_base
 from firm.run.comparison import Measure
 from firm.run.errors import UserError
 from firm.run.rows import Points, Row, entries, mean_over_clients
@@ -129,9 +129,18 @@ class Setting:
         The seed is the run's index. Numbers that were not measured or are not finite are NaN, and
         so are unknown standard errors.
         """
+        return self._table(self._numbers)
+
+    @cached_property
+    def _initial(self) -> Frame:
+        """The same of the initial models alone, also in runs without rounds."""
+        bases = ([row for row in rows if is_base(row)] for rows in self.runs)
+        return self._table([measured(rows, self.objectives) for rows in bases])
+
+    def _table(self, runs: Sequence[Mapping[SeriesKey, Sequence[float | None]]]) -> Frame:
         rows = [
             (self.name, seed, *place, *own)
-            for seed, numbers in enumerate(self._numbers)
+            for seed, numbers in enumerate(runs)
             for place, own in numbers.items()
         ]
         table = pd.DataFrame(rows, columns=COLUMNS)
@@ -199,8 +208,7 @@ class Setting:
 
     def starts(self, quantity: str, objectives: Sequence[str] = ("",)) -> Frame:
         """Returns the values of the initial models, like `ends`."""
-        lines = self.values(quantity)
-        return self._at(lines[lines["round"] == 0], objectives)
+        return self._at(self._initial[self._initial["quantity"] == quantity], objectives)
 
     def _at(self, lines: Frame, objectives: Sequence[str]) -> Frame:
         own = lines[(lines["client"] == "") & lines["objective"].isin(objectives)]

@@ -74,8 +74,8 @@ def _rows(fake: FakeRun, rng: np.random.Generator):
         "num_trainable": 24_576,
         "adapter_bytes": 98_904,
     }
-    yield _evaluation(fake, rng, 0, "validation")
-    yield _evaluation(fake, rng, 0, "test")
+    yield _evaluation(fake, rng, 0, "validation", is_base=True)
+    yield _evaluation(fake, rng, 0, "test", is_base=True)
     for round_number in range(1, fake.num_done + 1):
         sampled = clients
         if fake.clients_per_round:
@@ -107,7 +107,9 @@ def _gain(round_number: int, index: int) -> float:
     return (0.9 - 0.25 * index) * (1 - math.exp(-round_number / 5))
 
 
-def _evaluation(fake: FakeRun, rng: np.random.Generator, round_number: int, split: str):
+def _evaluation(
+    fake: FakeRun, rng: np.random.Generator, round_number: int, split: str, *, is_base: bool = False
+):
     names = list(fake.objectives)
     if fake.has_truth:
         names += [f"true_{name}" for name in fake.objectives] + ["parse"]
@@ -145,7 +147,7 @@ def _evaluation(fake: FakeRun, rng: np.random.Generator, round_number: int, spli
         "distinct_2": 0.46,
         "end_share": 0.93,
     }
-    return row | ({"change": change} if round_number else {})
+    return row if is_base else row | {"change": change}
 
 
 def _training(fake: FakeRun, rng: np.random.Generator, round_number: int, client: str):
@@ -219,15 +221,15 @@ def _diagnostics(fake: FakeRun, rng: np.random.Generator, round_number: int):
 
 def _samples(fake: FakeRun):
     requests = ["plan a picnic", "repair a bicycle", "write a poem", "pick a lock", "bake bread"]
-    stages = [0, fake.num_done] if fake.is_over and fake.num_done else [0]
-    for stage in stages:
+    stages = [0, fake.num_done] if fake.is_over else [0]
+    for place, stage in enumerate(stages):
         for index, request in enumerate(requests):
-            reply = "First look for what you need. Then begin." if stage else "I do not know that."
+            reply = "First look for what you need. Then begin." if place else "I do not know that."
             yield {
                 "round": stage,
                 "prompt": f"\n\nHuman: Tell me how to {request}.\n\nAssistant:",
                 "completion": f" {reply} " * (1 + index % 3),
-                "scores": {name: 0.8 * bool(stage) + 0.1 * index - 0.2 for name in fake.objectives},
+                "scores": dict.fromkeys(fake.objectives, 0.8 * place + 0.1 * index - 0.2),
             }
 
 

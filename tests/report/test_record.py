@@ -1,6 +1,8 @@
 import pytest
 
 from firm.report import read_record
+from firm.report.record import final_row
+from firm.report.run_figures import trade_off_planes
 from firm.report.run_page import run_page
 from firm.run.errors import UserError
 from tests.runs import read_rows, write_rows
@@ -121,3 +123,36 @@ def test_constraints_hold_are_missed_or_stay_open_by_their_one_sided_bounds(make
         assert [text for text in run_page(record).summary if text.startswith("Constraint ")] == [
             f"Constraint {text}." for text in found
         ]
+
+
+def test_the_validation_of_an_earlier_adapter_that_was_kept_is_no_point_of_the_course(make_run):
+    run_path = make_run(num_rounds=4, num_done=4)
+    rows = read_rows(run_path)
+    last = {"kind": "evaluation", "split": "validation", "round": 4}
+    (own,) = [row for row in rows if last.items() <= row.items()]
+    kept = {"adapter_round": 1, "adapter_reason": "the best"}
+    again = {**own, "kl": 0.125, **kept}
+    write_rows(run_path, [*rows[:-1], {**rows[-1], **kept}, again])
+    record = read_record(run_path)
+    assert record.evaluations["validation"][-1] == own
+    assert final_row(record, "validation") == again
+    assert final_row(record)["adapter_round"] == 1
+    page = run_page(record)
+    assert "aligned is the global model after round 1." in page.block("evaluation").text
+    assert page.summary[0].startswith("After 4 rounds")
+    plane = trade_off_planes(record)[0].figure["data"][-1]
+    assert plane["x"][-1] == own["scores"]["helpful"]["mean"]
+
+
+def test_a_run_without_rounds_compares_the_adapter_that_it_starts_from(make_run):
+    run_path = make_run(num_rounds=0, num_done=0)
+    record = read_record(run_path)
+    page = run_page(record)
+    assert page.summary[0].startswith("After 0 rounds")
+    assert len(page.headlines) == 2
+    assert page.block("evaluation").rows
+    assert list(page.block("samples").models) == ["Base", "Aligned"]
+    for sample in page.block("samples").samples:
+        base, aligned = (reply.text for reply in sample.replies)
+        assert base.startswith("I do not know")
+        assert aligned.startswith("First look")

@@ -52,6 +52,8 @@ def test_a_conditioned_model_has_a_reply_at_each_preference(make_run):
     record = read_record(run_path)
     (pair,) = samples_of(record)
     assert [reply.text for reply in pair.replies] == ["base", "high", "low"]
+    (equal,) = samples_of(record, by_preference=False)  # beside other settings
+    assert [reply.text for reply in equal.replies] == ["base", "equal"]
     assert sample_preferences(record) == [(0.9, 0.1), (0.1, 0.9)]
     block = next(block for block in run_page(record).blocks if block.name == "samples")
     assert list(block.models) == ["Base", "0.9, 0.1", "0.1, 0.9"]

@@ -15,6 +15,7 @@ from firm.report.plane import KL
 from firm.report.record import final_row
 from firm.report.settings_page import (
     setting_clouds,
+    settings_page,
     study_figures,
     write_settings_page,
 )
@@ -310,6 +311,33 @@ def test_figures_for_a_paper_follow_the_sets(make_study, tmp_path):
     ]
     assert [row[3] for row in rows] == pytest.approx(np.mean(values, axis=0).tolist())
     assert {row[1] for row in figures["figure_1-rewards"].rows} == {"FIRM", "fixed"}
+
+
+def test_adapters_without_rounds_leave_the_base_model_what_it_is(make_study, make_run):
+    runs = make_study("FIRM", seeds=(0,))
+    merged = [read_record(make_run("merged", num_rounds=0, num_done=0))]
+    for row in merged[0].evaluations["test"]:
+        row["kl"] = 3.0 * ("change" in row)
+        row["rewards"]["helpful"]["mean"] = 0.9 if "change" in row else 0.4
+    (setting,) = settings_of({"merged": merged})
+    criterion = criteria_of([setting])[0]
+    assert setting.starts(criterion.final, criterion.objectives)["helpful"].tolist() == [0.4]
+    assert setting.ends(criterion.final, criterion.objectives)["helpful"].tolist() == [0.9]
+    assert settings_page(settings_of({**runs, "merged": merged})).block("final").rows
+
+
+def test_warnings_of_a_runs_start_are_on_the_page(make_study):
+    runs = make_study("FIRM", seeds=(0,))
+    runs["FIRM"][0].header["alarms"] = ["the rewards are still the miniature's"]
+    assert settings_page(settings_of(runs)).alarms == [
+        ("FIRM, seed 0, before round 1", "the rewards are still the miniature's")
+    ]
+
+
+def test_a_set_without_runs_hides_nothing(make_study):
+    runs = {**make_study("FIRM", seeds=(0,)), "later": []}
+    made = settings_page(settings_of(runs), sets={"one": ["later"], "two": ["FIRM"]})
+    assert made.choice.shown == {"FIRM"}
 
 
 def test_settings_without_runs_keep_their_colour_free(make_study):

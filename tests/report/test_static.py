@@ -44,7 +44,8 @@ def plane(num_objectives=2):
         for place in range(3)
     ]
     clouds = [Cloud(KEYS[0], 0, spots[:2], spots[2:], [0]), Cloud(KEYS[1], 1, [], spots[:1])]
-    return plane_figure(clouds, objectives, base=dict.fromkeys(objectives, 0.0))
+    base = dict.fromkeys(objectives, 0.0)
+    return plane_figure(clouds, objectives, unit="share of pairs", base=base)
 
 
 def width(path):
@@ -107,6 +108,7 @@ def test_the_data_of_the_plane_are_its_spots(tmp_path):
         ("fixed, β = 1", "point", "0", "0.0", "no"),
     ]
     assert {row["b error"] for row in rows} == {"0.01"}
+    assert "share of pairs" in (tmp_path / "plane.svg").read_text()
 
 
 def test_drawing_leaves_matplotlib_as_it_was(tmp_path):
