@@ -267,8 +267,8 @@ class CriticFreeConfig(EstimatorConfig):
     objective has its own. The other two are TRL's `multi_objective_aggregation` with
     `reward_weights` of sum 1. normalize_then_sum: GDPO (arXiv:2601.05242), each reward normalised
     in its group, their weighted sum, and that normalised over the batch; sum_then_normalize: GRPO
-    on the weighted sum, by `scale`. Where weights are solved from gradients, each objective has
-    the advantages that normalize_then_sum gives it alone."""
+    on the weighted sum, by `scale`. Where firm solves weights per minibatch, each objective has the
+    advantages that normalize_then_sum gives it alone."""
     whiten_over: Literal["replies", "tokens"] = "replies"
     """Units over which normalize_then_sum normalises the sum: replies, as in TRL and NeMo-RL, or
     their tokens, as in verl, where long replies count more."""

@@ -559,6 +559,14 @@ def _check_aggregation(cfg: AlignmentConfig) -> None:
             "whose weights are solved from each objective's gradient and cannot weigh rewards "
             "before; use strategy fedavg with strategy.weights, or normalize_then_sum."
         )
+    solved = "solve_per batch" if training.get("solve_per") == "batch" else ""
+    if solved or "factors" in training:
+        raise ValueError(
+            f"estimator.aggregation must not be {aggregation} with strategy {cfg.strategy.name} "
+            f"{solved or 'whose server solves the weights'}: they are solved from each objective's "
+            "gradient, and the step would weigh advantages of another scale; use by_objective, or "
+            "strategy firm with solve_per minibatch."
+        )
     if is_fixed and cfg.strategy.share_gram:
         raise ValueError(
             f"strategy.share_gram must be false with estimator.aggregation {aggregation}, since "

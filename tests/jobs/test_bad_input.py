@@ -136,6 +136,20 @@ CASES = {
         ["--estimator.name", "critic_free", "--estimator.aggregation", "sum_then_normalize"],
         ["must not be sum_then_normalize with strategy firm", "use strategy fedavg with"],
     ),
+    "a sum of rewards in steps by weights of a batch": (
+        [
+            *["--estimator.name", "critic_free", "--estimator.aggregation", "normalize_then_sum"],
+            *["--strategy.solve_per", "batch"],
+        ],
+        ["must not be normalize_then_sum with strategy firm solve_per batch", "by_objective"],
+    ),
+    "a sum of rewards in steps by weights of the server": (
+        [
+            *["--estimator.name", "critic_free", "--estimator.aggregation", "normalize_then_sum"],
+            *["--strategy.name", "fedcmoo"],
+        ],
+        ["must not be normalize_then_sum with strategy fedcmoo whose server solves the weights"],
+    ),
     "a sum of rewards for replies with weights of their own": (
         [
             *["--estimator.name", "critic_free", "--estimator.aggregation", "normalize_then_sum"],

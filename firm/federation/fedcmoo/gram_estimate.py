@@ -5,7 +5,7 @@ in Algorithms 1, 7 and 10. The client side is ``firm.federation.sharing``.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -59,7 +59,8 @@ def estimate_gram(this_round: Round, state: ServerState, cfg: GramConfig) -> Est
     """Returns the estimate of ApproxGramJacobian, Algorithms 3 and 6.
 
     An objective's gradient is averaged over the clients with losses for it in their batches, and
-    its training over the clients that serve it.
+    its training over the clients that serve it. Unlike the paper, in which all clients answer, X of
+    Eq. (14) is left out if the correction of any client is missing: it is about the sum of all.
 
     Raises:
         RoundFailed: When fewer than ``cfg.quorum`` clients sent the requested messages.
@@ -78,10 +79,10 @@ def estimate_gram(this_round: Round, state: ServerState, cfg: GramConfig) -> Est
         )
         corrected = {correction.client for correction in corrections}
         replies = [reply for reply in replies if reply.client in corrected]
-        gram = two_way_gram(
-            [messages[reply.client] for reply in replies],
-            [TwoWayReply(**vars(correction.content)) for correction in corrections],
-        )
+        second = [TwoWayReply(**vars(correction.content)) for correction in corrections]
+        if len(second) < len(messages):  # the broadcast has parts of clients that are out now
+            second = [replace(own, correction=torch.zeros_like(own.correction)) for own in second]
+        gram = two_way_gram([messages[reply.client] for reply in replies], second)
     elif cfg.compressor == "none":
         gram = gram_matrix(_mean_jacobian(replies))
     else:

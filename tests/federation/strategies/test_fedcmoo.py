@@ -518,6 +518,22 @@ def test_a_broken_correction_is_a_failure(new_client, start, meddled_engine, cha
     assert state.accepted == {"b": 1}
 
 
+def test_a_client_without_correction_leaves_the_estimate_of_the_others(
+    new_plain_client, start, meddled_engine, run_rounds
+):
+    def clients(*names):
+        targets = {"a": [[90.0, -40.0, 70.0], [-80.0, 60.0, 50.0]], "b": [LEFT, RIGHT]}
+        return [new_plain_client(name, targets[name]) for name in names]
+
+    cfg = replace(EXACT, communication="two_way", compressor="random_mask", upload_budget=0.7)
+    engine = meddled_engine(
+        clients("a", "b"), "correct_gram", "a", lambda content: {**content, "own_gram": None}
+    )
+    _, rows = fedcmoo(start, ["a", "b"], engine, cfg)
+    _, (expected,) = run_rounds(fedcmoo, clients("b"), start, EXACT)
+    assert rows["round"]["weights"] == pytest.approx(expected["round"]["weights"])
+
+
 @pytest.mark.parametrize(
     ("config", "options", "message"),
     [
