@@ -286,7 +286,9 @@ def _token_row(setting: Setting, case: Case) -> Row:
         engine = None
         if case.needs_vllm:
             policy.peft_config["default"].base_model_name_or_path = f"{setting.folder}/policy"
-            engine = VLLMConfig(max_loras=clients, cache_gb=2.0).engine(policy, None, shape.rollout)
+            settings = VLLMConfig(max_loras=clients, cache_gb=2.0)
+            tokenizer: Any = None  # prompts and replies are tokens
+            engine = settings.engine(policy, tokenizer, shape.rollout)
             stack.callback(engine.close)
         sample = samplers(
             policy,

@@ -87,9 +87,11 @@ class Judge:
         self._system = SYSTEM.format(rubric=rubric.strip(), low=low, high=high)
         self._answers = _Answers(Path(cache) if cache else cache_folder() / "judge.sqlite")
 
+    reads_prompts = True  # the roles of a dialogue matter
+
     def __call__(
         self,
-        prompts: Sequence[Given],
+        prompts: Sequence[Any],
         completions: Sequence[Given],
         log_metric: Callable[[str, float], Any] | None = None,
         **_: Any,
@@ -103,13 +105,14 @@ class Judge:
 
     def _scores(
         self,
-        prompts: Sequence[Given],
+        prompts: Sequence[Any],
         completions: Sequence[Given],
         log_metric: Callable[[str, float], Any] | None,
     ) -> list[float]:
+        dialogues = [getattr(prompt, "transcript", prompt) for prompt in prompts]
         asked = [
-            f"<dialogue>\n{prompt}\n</dialogue>\n\n<reply>\n{reply}\n</reply>"
-            for prompt, reply in zip(as_texts(prompts), as_texts(completions), strict=True)
+            f"<dialogue>\n{dialogue}\n</dialogue>\n\n<reply>\n{reply}\n</reply>"
+            for dialogue, reply in zip(as_texts(dialogues), as_texts(completions), strict=True)
         ]
         known = {text: self._answers.get(self._key(text)) for text in asked}
         new = [text for text, score in known.items() if score is None]

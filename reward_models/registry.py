@@ -99,6 +99,16 @@ class FunctionReward:
         } - own
 
     @property
+    def reads_prompts(self) -> bool:
+        """Whether the function receives `Prompt` objects; see `RewardFn`."""
+        return getattr(self.function, "reads_prompts", False)
+
+    @property
+    def truncated(self) -> list[bool] | None:
+        """Whether the function truncated each of its latest inputs; None if it does not tell."""
+        return getattr(self.function, "truncated", None)
+
+    @property
     def source(self) -> tuple[Callable[..., Any], dict[str, Any]]:
         """Function and options; objectives that share them are served by one call."""
         return self.function, self.options
@@ -226,11 +236,11 @@ def as_reward(
     Raises:
         ValueError: It cannot be called like a reward function.
     """
-    if hasattr(function, "with_format"):  # a sequence classifier, whose import takes seconds
+    if hasattr(function, "append_eos"):  # a sequence classifier, whose import takes seconds
         return function
     options = dict(options or {})
     _check_call(name or objective, function, options)
-    return FunctionReward(objective, function, options)
+    return FunctionReward(objective, function, options, getattr(function, "output", None))
 
 
 def _check_call(

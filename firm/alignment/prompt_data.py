@@ -48,8 +48,8 @@ class PromptsConfig:
     "auto" selects hh if most of the first texts in the source's splits have that form. Does not
     apply to chat messages."""
     drop_duplicates: Annotated[bool, NOT_IN_PAPER] = False
-    """Drop rows that equal an earlier row in the prompt and in all fields that rewards may read,
-    which replies in the data are not. Rows that only share the prompt are kept."""
+    """Drop rows that equal an earlier row in the prompt and in all further fields, replies in the
+    data among them. Rows that only share the prompt are kept."""
 
     def __post_init__(self) -> None:
         if self.split is not None:

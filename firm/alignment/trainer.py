@@ -64,7 +64,7 @@ class ScoredReplies:
     """Scores and rewards of B replies."""
 
     scores: torch.Tensor
-    """Raw scores, [M, B]; NaN where a reward does not apply."""
+    """Raw scores, [M, B]; NaN where a reward does not apply, and for objectives without one."""
     rewards: torch.Tensor
     """Calibrated scores minus the penalty of unfinished replies, [M, B]."""
     truncated: dict[str, list[bool]]
@@ -407,6 +407,8 @@ class MultiObjectiveTrainer:
                 rewards = judges.rewards(self.objectives, scores).to(sampled.device)
                 rewards = filled(rewards, self.config.replies_per_prompt)
                 rewards = rewards - self.config.missing_end_penalty * (~sampled.ended)
+                known = judges.reward_fns
+                scores[[name not in known for name in self.objectives]] = torch.nan
             return ScoredReplies(scores, rewards, found.truncated)
 
         return finish

@@ -9,7 +9,7 @@ import numpy as np
 from firm.fronts import exponential_average
 from firm.report import Record
 from firm.report.drawing import Series, series_panel
-from firm.report.plane import Cloud
+from firm.report.plane import REWARD, Cloud
 from firm.report.settings_page import base_place, setting_clouds
 from firm.report.static import PaperFigure, curves_figure, plane_figure, save_figure
 from firm.report.tables import Setting, settings_of
@@ -132,7 +132,8 @@ def _preferences(runs: Runs, out: Path) -> PaperFigure:
             )
         )
     settings = settings_of({"FIRM": runs["FIRM"]})
-    return plane_figure(clouds, settings[0].objectives, base=base_place(settings))
+    objectives, base = settings[0].objectives, base_place(settings)
+    return plane_figure(clouds, objectives, unit=REWARD, base=base)
 
 
 def _curves(panels: Mapping[str, Sequence[Series]], *, x_title: str = "round") -> PaperFigure:

@@ -629,6 +629,13 @@ def test_advantages_of_a_batch_are_scaled_as_the_configuration_says(
     else:
         assert (first, second) == pytest.approx((1, 1), rel=1e-3)
     assert not batch.experience.advantages[:, ~mask].any()
+    judges = Judges({"few": rewards["few"]})
+    client = AlignmentClient("partial", PROMPTS, trainer, seed=SEED, judges=judges)
+    client.load(copy_adapter(trainer.adapter_parameters))
+    (batch,) = client.batches(1)
+    mask = batch.experience.rollouts.mask
+    assert batch.experience.advantages[1][mask].std().item() == pytest.approx(1, rel=1e-3)
+    assert batch.experience.is_judged.any(1).tolist() == [False, True]
 
 
 def test_a_client_that_met_a_bad_prompt_goes_on_with_the_next_batch(trainer):

@@ -6,6 +6,8 @@ import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForSequenceClassification, PreTrainedTokenizerFast
 
+from firm.alignment.prompts import prompt_of
+from firm.alignment.rewards import Judges, ScoringRequest, scored
 from firm.run import parse
 from reward_models import (
     RewardModelConfig,
@@ -135,6 +137,31 @@ def test_objectives_that_differ_in_their_output_alone_share_what_is_loaded(
     assert (a.output, b.output, d.output, e.output) == (None, "a", 0, 1)
     assert d.model is e.model is not f.model
     assert d(["p"], ["text"]) != e(["p"], ["text"])
+
+
+def test_a_reward_that_is_passed_as_an_object_is_called_as_it_asks(byte_tokenizer, classifier):
+    model = SequenceClassifierReward(
+        classifier("llama"), byte_tokenizer(), name="r", format="hh_pair", max_length=12
+    )
+    assert as_reward("r", model) is model
+    chats = [[{"role": "user", "content": "Is it?"}]] * 2
+
+    class Reads:
+        reads_prompts, output = True, "second"
+        truncated: list[bool] | None = None
+
+        def __call__(self, prompts, completions):
+            self.truncated = [len(completion) > 2 for completion in completions]
+            return {"second": [float(len(prompt.transcript)) for prompt in prompts]}
+
+    found = scored(request_of({"r": as_reward("r", Reads())}, chats, ["Yes", "No"]))()
+    assert found.scores.tolist() == [[len("user: Is it?")] * 2]
+    assert found.truncated == {"r": [True, False]}
+
+
+def request_of(rewards, prompts, replies):
+    given = [prompt_of(prompt) for prompt in prompts]
+    return ScoringRequest(Judges(rewards), list(rewards), given, replies, None)
 
 
 def test_a_class_is_a_kind_with_settings_of_its_own():

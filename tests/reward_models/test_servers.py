@@ -129,7 +129,10 @@ def test_a_judge_scores_each_reply_once_and_tells_its_cost(tmp_path):
         assert costs == {"judge_calls": 1, "judge_tokens": 20}
         other = judge(url, tmp_path, rubric="long")  # another question has no cached answer
         score({"x": other}, PROMPTS, REPLIES)
-    assert len(asked) == 5
+        chat = [{"role": "system", "content": "Be terse."}, {"role": "user", "content": "Sure?"}]
+        score({"x": reward}, [chat], ["Yes."])
+    assert len(asked) == 6
+    assert "system: Be terse.\n\nuser: Sure?" in asked[-1]["messages"][1]["content"]
 
 
 @pytest.mark.parametrize("said", ["ten", '{"score": 11}', '{"score": NaN}', '{"points": 3}', None])
