@@ -47,7 +47,7 @@ def evaluation(
         "round": state.round,
         "split": split,
         **by_objective(scores, splits.train),
-        **by_user(federation, splits),
+        **by_user(federation, splits, split),
     }
 
 
@@ -61,15 +61,18 @@ def by_objective(scores: ObjectiveMetrics, data: TaskData) -> dict[str, dict[str
     }
 
 
-def by_user(federation: SupervisedFederation, splits: Splits) -> dict[str, dict[str, float]]:
+def by_user(
+    federation: SupervisedFederation, splits: Splits, split: str
+) -> dict[str, dict[str, float]]:
     """Returns each user's accuracy, averaged over objectives, on its client's held-out samples.
 
-    If clients hold out nothing but are users of the data set, uses these users' test samples;
-    otherwise returns an empty dict.
+    If clients hold out nothing but are users of the data set, uses these users' samples of the
+    split; otherwise returns an empty dict.
     """
     data, samples = splits.train, federation.held_out
     if not samples:
-        data, own = splits.test, splits.test.indices_by_client()
+        data = getattr(splits, split)
+        own = data.indices_by_client()
         samples = {name: indices for name, indices in own.items() if name in federation.shards}
     samples = {name: indices for name, indices in samples.items() if len(indices)}
     if not samples or not data.has_accuracies:

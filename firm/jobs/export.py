@@ -19,7 +19,7 @@ from firm.run.files import file_errors
 from firm.run.names import dated_folder, slug
 from firm.run.shipped import with_shipped_paths
 from firm.serving.export_target import ExportTarget
-from firm.serving.exporting import front_record, read_source, write_card
+from firm.serving.exporting import asked_of_requests, front_record, read_source, write_card
 from firm.serving.front import ServedFront, passing_certificate, stated_preference
 from firm.serving.targets import target
 
@@ -37,6 +37,8 @@ class Exported:
     """Rank of the adapters."""
     certificate: Certificate | None = None
     """Certificate of the adapter, which passes; None without requirements."""
+    asked: tuple[str, ...] = ()
+    """What requests must bring, in words, unless `firm serve` adds it."""
 
     @property
     def is_conditioned(self) -> bool:
@@ -87,9 +89,10 @@ def export(cfg: ExportConfig) -> Exported:
             if served is not None and not cfg.trade_offs:
                 served = replace(served, base_file=base_file)
                 engine.write_front(draft, served, list(preferences))
+        asked = tuple(asked_of_requests(cfg.policy, cfg.rollout, source))
     except ValueError as error:
         raise UserError(str(error)) from error
-    return Exported(out, cfg.policy.path, preferences, source.settings.r, certificate)
+    return Exported(out, cfg.policy.path, preferences, source.settings.r, certificate, asked)
 
 
 def _preferences(
@@ -133,6 +136,9 @@ def main(cfg: ExportConfig) -> Path:
         done.rank,
         is_front=done.is_conditioned and not cfg.trade_offs,
     )
+    if done.asked and command[:1] not in ([], ["firm"]):
+        asked = ", and ".join(done.asked)
+        print(legible(f"note      replies are as in training if requests bring {asked}"))
     if command:
         print(legible(f"{engine.verb:9} {shlex.join(command)}"))
     return done.folder

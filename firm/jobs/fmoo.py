@@ -25,7 +25,7 @@ from firm.federation.diagnostics import failure_alarms
 from firm.federation.engine_registry import ENGINES
 from firm.federation.partition import split_shard
 from firm.federation.server import ServerState
-from firm.federation.strategy_configs import ScalarConfig
+from firm.federation.strategy_configs import FsmgdaConfig, GramConfig, ScalarConfig
 from firm.fmoo.client import SupervisedClient
 from firm.fmoo.config import AlgorithmConfig
 from firm.fmoo.data import Splits, load_data
@@ -178,10 +178,11 @@ def run_seed(cfg: ClassicConfig, name: str, splits: Splits, path: Path, seed: in
     settings = to_dict(
         replace(cfg, algorithms={name: algorithm}, seeds=(seed,), progress_from=source)
     )
-    rounds = algorithm.rounds or cfg.rounds
+    rounds, free = algorithm.rounds or cfg.rounds, [*FREE_KEYS, f"algorithms.{name}.rounds"]
     if is_there := bool(cfg.resume) and (path / "run.json").exists():
         measured = last_evaluation(Run(path).rows())
         if is_done(measured, rounds, cfg.target_loss):
+            Run(path).check_same(settings, ignore=[*free, "rounds"])
             return
         if measured is not None and measured["round"] > rounds:
             raise UserError(
@@ -193,7 +194,7 @@ def run_seed(cfg: ClassicConfig, name: str, splits: Splits, path: Path, seed: in
     with file_errors(f"the study {study}"):
         make_private_folder(study)
     with (
-        Run.open(path, settings, resume=is_there, ignore=FREE_KEYS, renew=["rounds"]) as run,
+        Run.open(path, settings, resume=is_there, ignore=free, renew=["rounds"]) as run,
         open_tracker(
             cfg.tracking,
             run.path,
@@ -252,6 +253,11 @@ def federate(
         for place, (name, shard) in enumerate(indices.items())
     ]
     strategy = algorithm.strategy
+    if not workspace.shared.stop and isinstance(strategy, GramConfig | FsmgdaConfig):
+        raise ValueError(
+            f"strategy {strategy.name} compares gradients of parameters that the objectives share, "
+            f"and model.name {cfg.model.name} has none: choose mlp, or another strategy."
+        )
     if attack.kind != "none":
         always = dict.fromkeys((*strategy.always, *attack.clients))
         strategy = replace(strategy, always=tuple(always))

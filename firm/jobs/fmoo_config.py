@@ -29,8 +29,8 @@ from firm.run.names import check_folder_name
 from firm.run.resuming import Resume, check_out
 from firm.run.tracking import TrackingConfig
 
-FREE_KEYS = ("engine", "resume", "plugins", "out", "algorithms", "seeds", "num_workers", "tracking")
-"""Keys that may differ on resume; algorithms and seeds may be added."""
+FREE_KEYS = ("engine", "resume", "plugins", "out", "num_workers", "tracking")
+"""Keys that may differ on resume, beside rounds; algorithms and seeds may be added."""
 
 
 @configuration
@@ -107,10 +107,20 @@ class ClassicConfig:
                 f"progress_from must be one of {', '.join(self.algorithms)}, got "
                 f"{self.progress_from!r}{did_you_mean(self.progress_from, self.algorithms)}"
             )
+        source = self.algorithms.get(self.progress_from or "")
         for name, algorithm in self.algorithms.items():
+            if source and _clients(algorithm) != _clients(source):
+                raise ValueError(
+                    f"progress_from requires algorithms with the same clients, but {name} and "
+                    f"{self.progress_from} differ in num_clients or is_centralised."
+                )
             check_folder_name(name, "algorithms: an algorithm's name")
             _check_participation(self, name, algorithm)
             attack_on(algorithm, self)  # raises on an invalid amount
+
+
+def _clients(algorithm: AlgorithmConfig) -> tuple[int | None, bool]:
+    return algorithm.num_clients, algorithm.is_centralised
 
 
 def _check_participation(cfg: ClassicConfig, name: str, algorithm: AlgorithmConfig) -> None:

@@ -184,16 +184,20 @@ class Run:
                 on_error.pop_all()
         return run
 
-    def _check_resumable(self, config: Mapping[str, Any], ignore: Collection[str]) -> None:
-        refuse_links(self.path)
-        check_not_held(self.path)
-        self.record()
+    def check_same(self, config: Mapping[str, Any], *, ignore: Collection[str] = ()) -> None:
+        """Raises ``UserError`` if the configuration differs from the run's, as for `resume`."""
         if changed := differences(self.settings(), config, ignore):
             more = f" and {len(changed) - 3} more" if len(changed) > 3 else ""
             raise UserError(
                 f"the run at {self.path} has another configuration: {', '.join(changed[:3])}"
                 f"{more}; resume with its config.yaml or choose another path."
             )
+
+    def _check_resumable(self, config: Mapping[str, Any], ignore: Collection[str]) -> None:
+        refuse_links(self.path)
+        check_not_held(self.path)
+        self.record()
+        self.check_same(config, ignore=ignore)
         for name, length in _log_lengths(self._latest_envelope()).items():
             log = self.path / name
             size = 0

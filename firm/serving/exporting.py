@@ -78,6 +78,29 @@ def front_record(
     )
 
 
+def asked_of_requests(
+    policy: PolicyConfig, rollout: RolloutConfig, source: ExportedRun
+) -> list[str]:
+    """Returns what requests to another engine must bring, in words, for replies as in training.
+
+    Other engines format messages by the base model's own chat template, and end replies at tokens.
+    """
+    given, tokenizer = policy.prompt, source.tokenizer()
+    kind, asked = given.kind_for(tokenizer), []
+    if kind == "hh":
+        asked.append("prompts in HH-RLHF's form, as completions")
+    elif kind == "plain":
+        asked.append(f"prompts in the form {given.template!r}, as completions")
+    elif given.system_prompt:
+        asked.append(f"the system message {given.system_prompt!r}")
+    if kind == "chat" and given.template_options:
+        asked.append(f"chat_template_kwargs {given.template_options}")
+    stop = rollout.stop_strings
+    if stop := given.stop_strings(tokenizer) if stop is None else stop:
+        asked.append(f"stop {stop}")
+    return asked
+
+
 def write_card(
     base_model: str,
     front: Front | None,

@@ -1,4 +1,4 @@
-"""GGUF files for llama.cpp: base models in the dtype of their checkpoint, and names of tensors."""
+"""GGUF files for llama.cpp: base models, and names of tensors."""
 
 import json
 from collections.abc import Iterator, Sequence

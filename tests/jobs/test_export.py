@@ -218,6 +218,7 @@ def test_the_printed_command_serves_the_export(strong, tmp_path, capsys):
     assert (
         f"adapter   {tmp_path}/gguf/brevity.lora.gguf, at brevity 1.000, positivity 0.000" in lines
     )
+    assert not any("requests bring" in line for line in lines)  # `firm serve` does
     program, command, *arguments = shlex.split(lines[-1].removeprefix("serve"))
     assert (program, command) == ("firm", "serve")
     assert COMMANDS["serve"].parse(arguments).export == tmp_path / "gguf"
@@ -274,6 +275,7 @@ def test_the_commands_serve_an_ordinary_run_with_programs_of_the_engines(run, tm
         COMMANDS["export"].run(["--run", str(run), "--to", to, "--out", str(tmp_path / to)])
         lines = capsys.readouterr().out.splitlines()
         assert lines[-1].startswith(f"serve     {program}")
+        assert "requests bring prompts in HH-RLHF's form, as completions, and stop" in lines[-2]
         paths = [word for word in shlex.split(lines[-1]) if str(tmp_path) in word]
         assert paths
         assert all(Path(word.rpartition("=")[2]).exists() for word in paths)

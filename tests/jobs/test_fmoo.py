@@ -147,6 +147,13 @@ def test_finished_runs_are_kept_and_others_join(study, tmp_path, monkeypatch):
     )
     assert {path: path.read_bytes() for path in before} == before
     assert len(read_rows(own / "scalarized/seed_1", "evaluation")) == 3
+    # finished runs are no other algorithm's, and unfinished ones go on as they began
+    other = SMALL["firm"].replace("lr: 0.3", "lr: 5.0")
+    for rounds in ("4", "6"):
+        with pytest.raises(UserError, match=r"algorithms\.firm\.local\.lr was 0\.3, is 5\.0"):
+            main(_config(own, "--resume", "true", "--rounds", rounds, firm=other))
+    with pytest.raises(UserError, match=r"model\.dropout was None, is 0\.25"):
+        main(_config(own, "--resume", "true", "--model.dropout", "0.25", firm=SMALL["firm"]))
 
 
 @pytest.mark.parametrize("kind", ["iid", "dirichlet", "balanced", "shards"])
@@ -233,6 +240,34 @@ def test_a_user_without_a_sample_of_its_own_to_measure_on_is_left_out(tmp_path):
     state = ServerState(federation.clients[0].adapter(), ("left", "right"), seed=0)
     users = fmoo_measures.evaluation(federation, splits, cfg.split, state)["users"]
     assert set(users) == set(federation.names) - set(empty)
+
+
+def test_users_of_the_data_set_are_measured_on_the_split_that_is_asked_for(tmp_path):
+    cfg = _config(tmp_path / "study", "--data.validation_fraction", "0.3")
+    splits = load_data(cfg.data)
+    federation = federate(cfg, cfg.algorithms["firm"], splits, 0)
+
+    def named(data):
+        places = torch.arange(len(data)) % 4
+        return replace(data, natural=places, natural_names=tuple(federation.names))
+
+    splits = Splits(*(named(getattr(splits, own)) for own in ("train", "validation", "test")))
+    state = ServerState(federation.clients[0].adapter(), ("left", "right"), seed=0)
+    for split in ("validation", "test"):
+        row = fmoo_measures.evaluation(federation, splits, split, state)
+        for place, name in enumerate(federation.names):
+            scores = federation.workspace.evaluate(
+                getattr(splits, split).take(slice(place, None, 4))
+            )
+            assert row["users"][name] == pytest.approx(scores.accuracies.mean().item())
+
+
+def test_what_objectives_must_share_is_refused_where_they_share_nothing():
+    splits = load_data(DatasetConfig())
+    cfg = _config(Path("unused"), "--model.name", "linear")
+    federate(cfg, cfg.algorithms["firm"], splits, 0)
+    with pytest.raises(ValueError, match=r"strategy fedcmoo compares gradients .* choose mlp"):
+        federate(cfg, cfg.algorithms["fedcmoo"], splits, 0)
 
 
 def test_a_client_has_at_most_the_samples_that_it_may_have():
@@ -419,6 +454,10 @@ def test_every_configuration_is_one_and_names_what_there_is(path):
         (
             ["--algorithms", "{a: {strategy: {name: fedavg, weights: {lft: 1}}}}"],
             "weights has the unknown objective 'lft'; choose from left, right; did you mean 'left'",
+        ),
+        (
+            ["--progress_from", "FedCMOO", "--algorithms.FSMGDA.is_centralised", "true"],
+            "requires algorithms with the same clients, but FSMGDA and FedCMOO differ",
         ),
         (["--progress_from", "FedCMO"], "progress_from must be one of FedCMOO, FSMGDA"),
         (["--partition.objectives_per_client", "3"], "objectives_per_client must be at most 2"),
