@@ -11,11 +11,14 @@ A run is a directory: configuration, metrics, checkpoints, the adapter, and `rep
 command `firm align` does the same.
 """
 
+from contextlib import closing
+
 from firm.federation import Processes, ProcessesEngine
-from firm.federation.strategies import STRATEGIES
 from firm.jobs import alignment_loading as loading
 from firm.jobs.alignment import claim_folder, open_task, print_result, progress_of, write_result
 from firm.jobs.alignment_config import KEYS, AlignmentConfig, client_names
+from firm.jobs.fetch import fetch_policy
+from firm.jobs.loop import train
 from firm.jobs.plan import print_plan
 from firm.jobs.sources import check_sources
 from firm.run import continued_later, run_cli, run_to_resume
@@ -24,15 +27,19 @@ from firm.run.shipped import with_shipped_paths
 
 def main(cfg: AlignmentConfig) -> None:
     """Aligns a policy and compares it with its base model."""
-    check_sources(with_shipped_paths(cfg))
     if cfg.plan:
         print_plan(cfg)
         return
+    fetch_policy(cfg.policy.path)
+    check_sources(with_shipped_paths(cfg))
     processes = Processes.join(per_client=cfg.processes_per_client)  # one, or torchrun's
-    out, names, progress = claim_folder(cfg, processes), client_names(cfg), progress_of(cfg)
+    # What depends on the machine is measured once; a resumed run keeps it.
+    cfg = loading.with_fast_dtypes(loading.with_recorded(cfg), processes)
+    out, progress = claim_folder(cfg, processes), progress_of(cfg)
 
     # The policy with its adapter, the reward models and the prompts; each process loads its own.
     loaded = loading.load(cfg, processes, on_event=progress.event)
+    cfg = loading.set_threads(cfg, loaded, on_event=progress.event)
 
     # Reward models have different scales. Calibrations to [0, 1], fitted to replies of the base
     # model, make rewards comparable across objectives and clients.
@@ -44,7 +51,8 @@ def main(cfg: AlignmentConfig) -> None:
     engine = loading.build_engine(clients, cfg, processes, out=out, on_event=progress.event)
     if not processes.is_server:  # its clients work for the first process until the run ends
         assert isinstance(engine, ProcessesEngine)
-        engine.serve()
+        with closing(loaded.trainer.rollout_engine):
+            engine.serve()
         return
 
     with (
@@ -53,12 +61,9 @@ def main(cfg: AlignmentConfig) -> None:
     ):
         # A round of Algorithm 1 is firm/federation/strategies/firm.py: each client takes K local
         # steps along the direction that its weights λ give, and the server averages the adapters.
-        play_round = STRATEGIES[cfg.strategy.name]
-        state = task.begin(engine)  # a fresh adapter, or the last checkpoint's
-        while state.round < cfg.rounds:
-            before = state
-            state, metrics = play_round(before, names, engine, cfg.strategy)
-            task.end_round(engine, before, state, metrics)  # validates, logs, saves and draws
+        # It starts from a fresh adapter or the last checkpoint's. After each round the task
+        # validates, logs, saves and draws, and may undo the round or end the run.
+        state = train(task, engine, client_names(cfg), cfg.strategy)
 
         # Base and aligned model reply to prompts that no client trains on.
         base, final = task.finish(state)

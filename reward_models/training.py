@@ -19,6 +19,7 @@ from trl.trainer.reward_trainer import RewardTrainer
 
 from firm.alignment.pairs import Pair
 from firm.alignment.policy import checkpoint_errors, read_tokenizer, without_needless_warnings
+from firm.alignment.prompt_data import loose_text
 from firm.base.devices import dtype_name, named_device, prepare_attention
 from firm.base.randomness import RandomStream
 from firm.run.errors import UserError
@@ -66,8 +67,8 @@ def check_texts(pairs: Sequence[Pair]) -> None:
 
 
 def split_pairs(pairs: Sequence[Pair], cfg: RewardConfig) -> tuple[list[Pair], list[Pair]]:
-    """Returns training and held-out pairs, which share no prompt."""
-    prompts = sorted({pair.prompt.transcript for pair in pairs})
+    """Returns training and held-out pairs, which share no prompt, white space aside."""
+    prompts = sorted({loose_text(pair.prompt.transcript) for pair in pairs})
     num = min(cfg.max_held_out, round(cfg.held_out * len(prompts)))
     if num < 2 or num >= len(prompts):
         raise ValueError(
@@ -75,7 +76,7 @@ def split_pairs(pairs: Sequence[Pair], cfg: RewardConfig) -> tuple[list[Pair], l
             "pass more pairs, or change it."
         )
     chosen = set(random.Random(cfg.seed).sample(prompts, num))
-    is_held_out = [pair.prompt.transcript in chosen for pair in pairs]
+    is_held_out = [loose_text(pair.prompt.transcript) in chosen for pair in pairs]
     sides = [[p for p, held in zip(pairs, is_held_out, strict=True) if held == h] for h in (0, 1)]
     return sides[0], sides[1]
 

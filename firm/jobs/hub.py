@@ -17,8 +17,9 @@ class HubConfig:
     """Upload of the result to the Hugging Face hub when the run ends."""
 
     repo: str = ""
-    """Repository for the adapter, NAME or USER/NAME; it is created if absent. By default nothing
-    leaves this machine."""
+    """Repository for the adapter, NAME or USER/NAME; it is created if absent. A conditioned run's
+    page goes with it, which shows held-out prompts with replies unless
+    `evaluation.num_shown_samples` is 0. By default nothing leaves this machine."""
     private: bool = True
     """Make a new repository private."""
 

@@ -6,7 +6,7 @@ import re
 import shlex
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +26,7 @@ from firm.base.registry import did_you_mean
 from firm.base.sanitize import legible, printable
 from firm.federation import Processes
 from firm.jobs.alignment_config import AlignmentConfig, client_names
+from firm.jobs.alignment_data import data_of
 from firm.jobs.configs import InitConfig
 from firm.jobs.plan import make_plan
 from firm.jobs.sources import check_data, check_policy, check_reward, is_file
@@ -152,6 +153,12 @@ def init(cfg: InitConfig, ask: Callable[[str], str] | None = None) -> Written:
     replace_text(cfg.out, text)
     try:
         config, seconds = compose(AlignmentConfig, [cfg.out], []), None
+        if inspection is not None and source.prompts and not cfg.pairs:
+            source = _as_read(source, with_shipped_paths(config))
+            num_clients = _num_clients(kind, source.num_rows)
+            text = _set(text, "num_clients", num_clients)
+            replace_text(cfg.out, text)
+            config = compose(AlignmentConfig, [cfg.out], [])
         if lengths and (fitted := _fit_time(cfg.out, lengths[1])):
             num_new, rounds, seconds = fitted
             text = _set(_set(text, "max_new_tokens", num_new), "rounds", rounds)
@@ -220,8 +227,7 @@ def _set(text: str, key: str, value: object) -> str:
 def _fit(text: str, kind: str, inspection: Inspection | None, source: NewData) -> str:
     """Returns the template, adapted to the model, the data and this machine."""
     if source.num_rows is not None:
-        num_clients = max(1, min(MAX_CLIENTS[kind], source.num_rows // MIN_SHARD[kind]))
-        text = _set(text, "num_clients", num_clients)
+        text = _set(text, "num_clients", _num_clients(kind, source.num_rows))
     if inspection is None:
         return text
     if inspection.target_modules:
@@ -241,6 +247,22 @@ def _fit(text: str, kind: str, inspection: Inspection | None, source: NewData) -
         if key != "kl" or kind != "pairs":
             text = _set(text, key, value)
     return text
+
+
+def _num_clients(kind: str, num_rows: int | None) -> int:
+    """Returns as many clients as have enough of so many training rows."""
+    return max(1, min(MAX_CLIENTS[kind], (num_rows or 0) // MIN_SHARD[kind]))
+
+
+def _as_read(source: NewData, config: AlignmentConfig) -> NewData:
+    """Returns the data with the numbers of prompts that a run reads, without those too long."""
+    splits = data_of(config).load(
+        config, read_tokenizer(config.policy.path), {}, measures=True, on_note=lambda _: None
+    )
+    num_test = source.num_test
+    if num_test is not None and len(splits.test) < config.evaluation.num_test_prompts:
+        num_test = len(splits.test)
+    return replace(source, num_rows=len(splits.train), num_test=num_test)
 
 
 def _fit_lengths(policy: str, inspection: Inspection, source: NewData) -> list[int]:
@@ -328,14 +350,14 @@ def _rewards(rewards: Mapping[str, str]) -> list[str]:
     for name, reward in rewards.items():
         settings, comment = reward_settings(reward), ""
         if "path" in settings:
-            settings["format"] = _likely_format(settings["path"])
+            settings["format"] = likely_format(settings["path"])
             comment = " # as in its training; or hh_pair, question_answer, plain, response"
         entries = ", ".join(f"{key}: {_quote(value)}" for key, value in settings.items())
         lines.append(f"  {_quote(name)}: {{ {entries} }}{comment}")
     return lines
 
 
-def _likely_format(path: str) -> str:
+def likely_format(path: str) -> str:
     """Returns the chat template, unless a reward model's folder is here and has none."""
     folder = Path(with_shipped_paths(path)).expanduser()
     if not folder.is_dir():

@@ -147,7 +147,7 @@ class Task(ABC):
 
 
 def train(task: Task, engine: Engine, clients: Sequence[str], cfg: StrategyConfig) -> ServerState:
-    """Runs rounds until the wing is done, starting at the run's last checkpoint if any.
+    """Runs rounds until the task is done, starting at the run's last checkpoint if any.
 
     Args:
         task: Defines the model, its evaluation and its logs.

@@ -9,6 +9,7 @@ import datasets
 import numpy as np
 import torch
 import transformers
+import yaml
 
 from firm.alignment.pairs import PairsConfig, load_pairs
 from firm.base.devices import dtype_name
@@ -16,6 +17,7 @@ from firm.base.inside import replace_text, whole_folder
 from firm.base.json_text import json_text
 from firm.base.sanitize import printable
 from firm.jobs.fetch import fetch_policy
+from firm.jobs.init import likely_format
 from firm.jobs.sources import check_data, check_folder, check_reward
 from firm.report.page import write_page
 from firm.report.reward_page import RewardReport, report_of, reward_page
@@ -28,6 +30,9 @@ from reward_models import training
 from reward_models.config import RewardModelConfig
 from reward_models.registry import load_reward_model, reward_settings
 from reward_models.training_config import RewardConfig
+
+SETTINGS_NAME = "reward.yaml"
+"""File with the settings of a trained reward model, in its folder."""
 
 
 @dataclass(frozen=True)
@@ -82,10 +87,7 @@ def train_reward(cfg: RewardConfig) -> TrainedReward:
     seconds = time.monotonic() - began
     differences = {cfg.name: training.score_differences(reward, held_out)}
     for name, text in cfg.others.items():
-        options: dict[str, Any] = dict(reward_settings(text))
-        if "path" in options:
-            options["format"] = reward.format
-        own = RewardModelConfig(**options)
+        own = RewardModelConfig(**_settings_of(text))
         differences[name] = training.score_differences(load_reward_model(own, name), held_out)
     lengths = [len(pair.chosen.split()) - len(pair.rejected.split()) for pair in held_out]
     report = report_of(
@@ -109,11 +111,23 @@ def train_reward(cfg: RewardConfig) -> TrainedReward:
         model: Any = reward.whole_model
         model.save_pretrained(folder)
         reward.tokenizer.save_pretrained(folder)
-        replace_text(folder / "reward.yaml", training.reward_yaml(cfg.name, settings, reward))
+        replace_text(folder / SETTINGS_NAME, training.reward_yaml(cfg.name, settings, reward))
         replace_text(folder / "report.json", json_text(report.as_data(), indent=1) + "\n")
         title = f"Reward model {cfg.name!r} of {Path(cfg.base).name}"
         write_page(folder / "report.html", reward_page(report, title=title))
     return TrainedReward(out, settings, report)
+
+
+def _settings_of(text: str) -> dict[str, Any]:
+    """Returns the settings of the reward model that a text denotes, with those of its training."""
+    options: dict[str, Any] = dict(reward_settings(text))
+    if "path" not in options:
+        return options
+    file = Path(options["path"]).expanduser() / SETTINGS_NAME
+    if not file.is_file():
+        return {**options, "format": likely_format(options["path"])}
+    (trained,) = yaml.safe_load(file.read_text(encoding="utf-8"))["rewards"].values()
+    return {**trained, "path": options["path"], "golden": []}
 
 
 def main(cfg: RewardConfig) -> None:
@@ -122,4 +136,4 @@ def main(cfg: RewardConfig) -> None:
     for table in trained.report.tables():
         print_table(table.title, table.headings, table.rows)
     print(f"wrote {trained.path}: the adapter, report.html, and reward.yaml, which has the lines:")
-    print((trained.path / "reward.yaml").read_text(encoding="utf-8"), end="")
+    print((trained.path / SETTINGS_NAME).read_text(encoding="utf-8"), end="")

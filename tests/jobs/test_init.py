@@ -13,12 +13,14 @@ import pytest
 from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError
 
 from firm.alignment.inspection import inspect_policy
+from firm.alignment.policy import read_tokenizer
 from firm.cli.main import COMMANDS
 from firm.jobs.alarms import alarms_at_start
 from firm.jobs.alignment import main as align
 from firm.jobs.alignment_config import AlignmentConfig
+from firm.jobs.alignment_data import data_of
 from firm.jobs.configs import InitConfig
-from firm.jobs.init import MAX_ROUNDS, SECONDS, init, main
+from firm.jobs.init import MAX_ROUNDS, MIN_SHARD, SECONDS, init, main
 from firm.jobs.plan.record import Seconds
 from firm.report.formats import duration
 from firm.run import UserError, compose, parse
@@ -185,6 +187,24 @@ def test_pairs_take_the_place_of_prompts_and_rewards(tmp_path, monkeypatch, caps
     malformed = ["--policy", POLICY, "--pairs", "{x: bad.jsonl}", "--out", "x.yaml"]
     assert "pairs.x: bad.jsonl" in refusal(cli, malformed)
     assert not Path("x.yaml").exists()
+
+
+def test_prompts_that_are_too_long_are_not_counted(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    rows = [{"prompt": f"Tell {n} " + "more " * 300 * (n % 5 == 0)} for n in range(180)]
+    Path("p.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    for is_full in (False, True):
+        out = tmp_path / f"{is_full}.yaml"
+        main(InitConfig(POLICY, {"brief": "brevity"}, "p.jsonl", full=is_full, out=out))
+        cfg = parse(AlignmentConfig, ["--config", str(out)])
+        tokenizer = read_tokenizer(POLICY)
+        splits = data_of(cfg).load(cfg, tokenizer, {}, measures=True, on_note=lambda _: None)
+        count = cfg.num_clients
+        told = f"{len(splits.train)} prompts for {count} clients, {len(splits.test)} held out"
+        assert told in capsys.readouterr().out
+        assert len(splits.train) < 180 * 0.9
+        assert len(splits.train) >= count * MIN_SHARD["full" if is_full else "quick"]
+        assert (count < 8) == is_full or count == 4
 
 
 def test_held_out_prompts_of_their_own_and_data_sets(tmp_path, data, monkeypatch):

@@ -9,6 +9,8 @@ import yaml
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from firm.base.devices import fast_dtype
+from firm.jobs import reward as module
+from firm.jobs.init import likely_format
 from firm.jobs.reward import TrainedReward, train_reward
 from firm.run.config import compose
 from firm.run.errors import UserError
@@ -124,14 +126,26 @@ def test_adapters_of_one_base_share_its_weights(trained, base, pairs, tmp_path) 
     assert alone[0] != pytest.approx(alone[1])
 
 
+def test_another_reward_model_is_scored_as_it_was_trained(base, tmp_path):
+    trained = {"format": "plain", "append_eos": True, "max_length": 99, "dtype": "float32"}
+    written = {"rewards": {"old": {"path": "moved", **trained, "golden": [{"prompt": "p"}]}}}
+    (tmp_path / "old").mkdir()
+    (tmp_path / "old/reward.yaml").write_text(json.dumps(written))
+    found = module._settings_of(str(tmp_path / "old"))
+    assert found == {**trained, "path": str(tmp_path / "old"), "golden": []}
+    assert module._settings_of(str(base))["format"] == likely_format(str(base))
+    assert module._settings_of("brevity") == {"name": "brevity"}
+
+
 def test_held_out_pairs_share_no_prompt_with_training(base, pairs, tmp_path, monkeypatch) -> None:
     twice = tmp_path / "twice.jsonl"
-    twice.write_text(pairs.read_text() + pairs.read_text().replace("please", "thank you"))
+    again = pairs.read_text().replace("please", "thank you").replace("Question ", "Question  ")
+    twice.write_text(pairs.read_text() + again)
     sides = []
     split = training.split_pairs
     monkeypatch.setattr(training, "split_pairs", lambda *a: sides.append(split(*a)) or sides[0])
     train_reward(config(base, twice, tmp_path / "out", num_epochs=1))
-    ranked, held_out = ({pair.prompt.text for pair in side} for side in sides[0])
+    ranked, held_out = ({" ".join(p.prompt.text.split()) for p in side} for side in sides[0])
     assert not ranked & held_out
     assert [len(side) for side in sides[0]] == [96, 24]
 

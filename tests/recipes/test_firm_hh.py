@@ -21,12 +21,22 @@ def without_times(row):
     return {key: value for key, value in row.items() if "seconds" not in key}
 
 
-def test_the_recipe_and_the_command_give_the_same_adapter_log_and_files(tmp_path, capsys):
+def test_the_recipe_and_the_command_give_the_same_adapter_log_and_files(
+    tmp_path, capsys, monkeypatch
+):
     printed = []
+    options = (
+        *OPTIONS,
+        *("--rounds", 3, "--policy.dtype", "auto", "--strategy.name", "fedavg"),
+        *("--strategy.schedule.shares", "brevity=1", "positivity=1"),
+        *("--guard.stop_when", "[response_length > 1 for 2]"),
+    )
+    monkeypatch.setattr("firm.jobs.alignment_loading.dtype_name", lambda *_: "float32")
     for main, name in ((align, "command"), (firm_hh.main, "recipe")):
-        main(smoke.config(*OPTIONS, "--out", tmp_path / name))
+        main(smoke.config(*options, "--out", tmp_path / name))
         printed.append(capsys.readouterr().out.replace(str(tmp_path / name), ""))
     command, recipe = tmp_path / "command", tmp_path / "recipe"
+    assert [row["round"] for row in read_rows(recipe, "round")] == [1, 2]
     adapter = "adapter/adapter_model.safetensors"
     assert (recipe / adapter).read_bytes() == (command / adapter).read_bytes()
     assert [*map(without_times, read_rows(recipe))] == [*map(without_times, read_rows(command))]
