@@ -943,12 +943,16 @@ that chose no setting."""
 
 
 def findings(folder: Path = PROTOCOL) -> str:
-    """Returns the table of findings, without claims that have no data or are tested again."""
+    """Returns the table of findings, without claims that lack seeds or are tested again."""
     families, rows = [claims_of(folder) for claims_of in FAMILIES], []
     complete = {claim.name for family in families for claim in family if claim.is_complete}
     for family in families:
         for claim, verdict in zip(family, verdicts(family), strict=True):
-            if not claim.differences or not claim.is_listed or RETESTED.get(claim.name) in complete:
+            if (
+                claim.name not in complete
+                or not claim.is_listed
+                or RETESTED.get(claim.name) in complete
+            ):
                 continue
             margin = "difference" if claim.margin is None else f"± {claim.margin:.3f}"
             rows.append([
