@@ -40,6 +40,10 @@ QUIET_SECONDS = 15.0
 """Minimum seconds between two lines of progress."""
 
 
+TRAINED_KEYS = ("format", "append_eos", "max_length", "dtype")
+"""Settings with which a classifier scores as it did after training; another dtype does not."""
+
+
 def score_differences(reward: Any, pairs: Sequence[Pair]) -> np.ndarray:
     """Returns the score of the chosen minus that of the rejected reply of each pair, shape [n].
 
@@ -234,8 +238,7 @@ def reward_yaml(name: str, settings: RewardModelConfig, reward: SequenceClassifi
             GOLDEN, reward([p for p, _ in GOLDEN], [c for _, c in GOLDEN]), strict=True
         )
     ]
-    keys = ("path", "format", "append_eos", "max_length", "dtype")  # another dtype scores otherwise
-    own = {key: getattr(settings, key) for key in keys}
+    own = {key: getattr(settings, key) for key in ("path", *TRAINED_KEYS)}
     return yaml.safe_dump(
         {"rewards": {name: {**own, "golden": golden}}}, sort_keys=False, allow_unicode=True
     )

@@ -76,6 +76,7 @@ def train_reward(cfg: RewardConfig) -> TrainedReward:
         pairs = load_pairs(source, on_note=notes.append)
         training.check_texts(pairs)
         ranked, held_out = training.split_pairs(pairs, cfg)
+        others = {n: RewardModelConfig(**_settings_of(text)) for n, text in cfg.others.items()}
         reward = training.new_reward(cfg)
     except ValueError as error:
         raise UserError(str(error)) from error
@@ -86,8 +87,7 @@ def train_reward(cfg: RewardConfig) -> TrainedReward:
     losses = training.fit(reward, ranked, cfg)
     seconds = time.monotonic() - began
     differences = {cfg.name: training.score_differences(reward, held_out)}
-    for name, text in cfg.others.items():
-        own = RewardModelConfig(**_settings_of(text))
+    for name, own in others.items():
         differences[name] = training.score_differences(load_reward_model(own, name), held_out)
     lengths = [len(pair.chosen.split()) - len(pair.rejected.split()) for pair in held_out]
     report = report_of(
@@ -126,8 +126,14 @@ def _settings_of(text: str) -> dict[str, Any]:
     file = Path(options["path"]).expanduser() / SETTINGS_NAME
     if not file.is_file():
         return {**options, "format": likely_format(options["path"])}
-    (trained,) = yaml.safe_load(file.read_text(encoding="utf-8"))["rewards"].values()
-    return {**trained, "path": options["path"], "golden": []}
+    try:
+        (trained,) = yaml.safe_load(file.read_text(encoding="utf-8"))["rewards"].values()
+        own = {key: trained[key] for key in training.TRAINED_KEYS}  # and no code of a stranger's
+    except (yaml.YAMLError, UnicodeDecodeError, KeyError, TypeError, ValueError, AttributeError):
+        raise UserError(
+            f"others: {file} does not have the settings of a trained reward model; restore it."
+        ) from None
+    return {**options, **own}
 
 
 def main(cfg: RewardConfig) -> None:

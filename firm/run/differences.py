@@ -42,7 +42,13 @@ def differences(stored: Any, config: Any, ignore: Collection[str] = ()) -> list[
             was, now = ("absent" if value is absent else repr(value) for value in (was, now))
             words.append(f"{key} was {was}, is {now}")
     for key in ORDERED:
-        was, now = (list(own.get(key) or ()) for own in (stored, config))
+        was, now = (_names(own, key) for own in (stored, config))
         if was != now and sorted(was) == sorted(now) and key not in ignore:
             words.append(f"the order of {key} was {', '.join(was)}, is {', '.join(now)}")
     return words
+
+
+def _names(config: Any, key: str) -> list[str]:
+    """Returns the keys of a mapping in a configuration, which may be malformed, in order."""
+    own = config.get(key) if isinstance(config, Mapping) else None
+    return list(map(str, own)) if isinstance(own, Mapping) else []

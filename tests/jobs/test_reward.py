@@ -128,11 +128,15 @@ def test_adapters_of_one_base_share_its_weights(trained, base, pairs, tmp_path) 
 
 def test_another_reward_model_is_scored_as_it_was_trained(base, tmp_path):
     trained = {"format": "plain", "append_eos": True, "max_length": 99, "dtype": "float32"}
-    written = {"rewards": {"old": {"path": "moved", **trained, "golden": [{"prompt": "p"}]}}}
+    written = {"rewards": {"old": {"path": "moved", **trained, "file": "own.py"}}}
     (tmp_path / "old").mkdir()
     (tmp_path / "old/reward.yaml").write_text(json.dumps(written))
     found = module._settings_of(str(tmp_path / "old"))
-    assert found == {**trained, "path": str(tmp_path / "old"), "golden": []}
+    assert found == {**trained, "path": str(tmp_path / "old")}  # and no file of code
+    for malformed in ("[1]", "rewards: {a: 1}", "rewards: {}", "{"):
+        (tmp_path / "old/reward.yaml").write_text(malformed)
+        with pytest.raises(UserError, match="does not have the settings of a trained reward"):
+            module._settings_of(str(tmp_path / "old"))
     assert module._settings_of(str(base))["format"] == likely_format(str(base))
     assert module._settings_of("brevity") == {"name": "brevity"}
 

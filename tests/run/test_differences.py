@@ -26,3 +26,5 @@ def test_the_order_of_objectives_counts_and_that_of_other_keys_does_not():
     given = {"rewards": {"b": {"path": "q"}, "a": {"path": "p"}}, "seed": 1}
     assert differences(stored, given) == ["the order of rewards was a, b, is b, a"]
     assert differences(stored, {**given, "rewards": None})  # named by their keys
+    for malformed in (None, [], {"rewards": 3}, {"rewards": [1]}):
+        assert differences(malformed, given)
