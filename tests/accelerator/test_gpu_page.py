@@ -27,7 +27,8 @@ def test_the_page_of_costs_has_every_case_with_its_figures(tmp_path, monkeypatch
     assert f"on {device_title(torch.device(NAME))}; torch" in page
     assert "Tests that need an accelerator: 2 passed" in page
     rows = cells(page, "Throughput and memory")
-    assert len(rows) == 5 + (NAME == "cuda")  # compiled rounds
+    assert [row[2] for row in rows if row[0] == "critic_free"][-2:] == [gpu.WHOLE, gpu.STATIC]
+    assert len(rows) == 6 + (NAME == "cuda")  # compiled rounds
     for *_, peak, planned, _, _ in rows:
         assert float(planned) > 0
         assert float(peak) > 0
