@@ -39,7 +39,8 @@ def lower_bound(values: np.ndarray, confidence: float, *, is_bounded: bool) -> f
 
     Returns:
         The bound; -inf if the values say nothing, as when fewer than two or all equal ones are not
-        bounded. Equal values are no certainty: other ones may have been missed.
+        bounded. Equal values are no certainty: other ones may have been missed. Values that are all
+        0 or 1 count as those of a share, whether or not they are bounded.
     """
     delta = 1 - check_confidence(confidence)
     if is_bounded and not ((values >= 0) & (values <= 1)).all():

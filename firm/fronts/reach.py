@@ -1,6 +1,7 @@
 """Finds the preference that reaches a target point on the front of a conditioned model."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import pairwise, product
 from math import factorial
 
@@ -23,15 +24,16 @@ def reaching(front: Front, target: Sequence[float]) -> list[tuple[Point, float]]
     """Returns models with shares that mix their preferences into one that reaches a target point.
 
     The target is a direction on the measured front, not a preference to train for. An objective's
-    gain is 0 at the smallest and 1 at the largest reward of the front's models; a point reaches the
-    target if its gains are proportional to the target shares. Rewards are assumed to be linear
-    between neighbouring preferences, so that the solution in each simplex of neighbours is the
-    minimum-norm convex combination of ``gain - Σ gain · target``. The simplex with the smallest
-    miss is chosen; among several that reach the target, the one with the largest gains.
+    gain is 0 at the smallest and 1 at the largest reward of the models that are neither collapsed
+    nor dominated; a point reaches the target if its gains are proportional to the target shares.
+    Rewards are assumed to be linear between neighbouring preferences, so that the solution in each
+    simplex of neighbours is the minimum-norm convex combination of ``gain - Σ gain · target``. The
+    simplex with the smallest miss is chosen; among several that reach the target, such as those of
+    other seeds, the one with the largest gains.
 
-    Excludes models that have collapsed or are dominated by any other model. Intended for fronts
-    with one conditioned adapter per seed: it is linear in the preference, so that folding it at the
-    mixed preference gives the mixture of the models.
+    Intended for fronts with one conditioned adapter per seed: it is linear in the preference, so
+    that folding it at the mixed preference gives the mixture of the models. Models that have
+    collapsed are excluded; of runs of their own, also dominated ones.
 
     Args:
         front: The measured models.
@@ -46,21 +48,50 @@ def reaching(front: Front, target: Sequence[float]) -> list[tuple[Point, float]]
     target_shares = as_shares(target, len(front.objectives), name="the target trade-off")
     eligible = sound(front)
     check_eligible(eligible, front)
-    fronts = [eligible.of_seed(seed) for seed in sorted({p.seed for p in eligible.points})]
-    rewards = np.concatenate([own.selection_rewards() for own in fronts])
+    rewards = eligible.selection_rewards()
     least, ranges = rewards.min(axis=0), np.ptp(rewards, axis=0)
     found = []
-    for own in fronts:
+    for own, cells in interpolated(front, eligible):
         gains = (own.selection_rewards() - least) / np.where(ranges > 0, ranges, 1.0)
         totals = gains.sum(axis=1, keepdims=True)
         misses = gains - totals * target_shares  # [N, M], linear in the models
         misses = misses.round(12)  # squares of smaller values would underflow in the Gram matrix
-        for cell in neighbourhoods(own.preferences()):
+        for cell in cells:
             shares = min_norm_weights(misses[cell] @ misses[cell].T)
             missed = max(float(np.linalg.norm(shares @ misses[cell])), _SAME)
+            total = float((shares @ gains[cell]).sum())
             parts = [(own.points[i], float(s)) for i, s in zip(cell, shares, strict=True) if s > 0]
-            found.append((missed, -float((shares @ gains[cell]).sum()), parts))
-    return min(found, key=lambda entry: entry[:2])[2]
+            found.append((total < 0, missed, -total, parts))  # below 0 it is the opposite direction
+    return min(found, key=lambda entry: entry[:3])[3]
+
+
+def interpolated(front: Front, eligible: Front) -> list[tuple[Front, list[list[int]]]]:
+    """Returns the models of each seed that may be mixed, and the simplices of neighbours.
+
+    At a preference that was measured, a conditioned adapter is the model that was measured there.
+    So a dominated one stays between its neighbours: rewards interpolated across it would contradict
+    it. Of the simplices around a collapsed model, the faces without it are left. Adapters of
+    separate runs give other models when they are mixed, so the eligible ones are neighbours.
+
+    Args:
+        front: The measured models.
+        eligible: Those that may be chosen; see `sound`.
+
+    Returns:
+        For each seed with an eligible model its models, and indices of them by simplex.
+    """
+    found = []
+    for seed in sorted({point.seed for point in eligible.points}):
+        own = eligible.of_seed(seed)
+        if front.is_conditioned:
+            own = front.of_seed(seed)
+            own = replace(own, points=tuple(p for p in own.points if p.preference is not None))
+        cells = [
+            [i for i in cell if own.points[i].collapse is None]
+            for cell in neighbourhoods(own.preferences())
+        ]
+        found.append((own, [cell for cell in cells if cell]))
+    return found
 
 
 def mean_preference(parts: Sequence[tuple[Point, float]]) -> list[float]:

@@ -17,7 +17,7 @@ from firm.fronts.certificate import Bound, Certificate
 from firm.fronts.confidence import check_confidence, half_width, lower_bound, upper_bound
 from firm.fronts.front import KL, Front, Point
 from firm.fronts.nearest import check_eligible, sound
-from firm.fronts.reach import mean_preference, neighbourhoods
+from firm.fronts.reach import interpolated, mean_preference
 from firm.solvers.checks import as_shares
 
 _SAME = 1e-9
@@ -162,10 +162,10 @@ def best_meeting(
     Rewards and their bounds are linear between neighbouring preferences, as in `reaching` and
     `expected_rewards`, so each simplex of neighbours is a linear program: maximise the weighted
     rewards over the shares, with every requirement's bound inside. Excludes models that have
-    collapsed, that are dominated in the rewards and, if anything else is required, in the bounds,
-    or of which nothing is known about a requirement. On validation prompts, models whose bounds
-    meet the requirements at twice their distance from the mean are preferred, so that the chosen
-    one passes on the test prompts as well.
+    collapsed or of which nothing is known about a requirement, and, where they would be chosen
+    alone, those dominated in the rewards and, if anything else is required, in the bounds. On
+    validation prompts, models whose bounds meet the requirements at twice their distance from the
+    mean are preferred, so that the chosen one passes on the test prompts as well.
 
     Args:
         front: The measured models.
@@ -204,8 +204,11 @@ def best_meeting(
         return np.nan_to_num(margins, nan=-np.finfo(float).max).tolist()  # unknown is worst
 
     eligible = sound(front, gains)
-    for seed in sorted({point.seed for point in eligible.points}):
-        own = eligible.of_seed(seed)
+    if is_mixed:
+        groups = interpolated(front, eligible)
+    else:
+        groups = [(eligible, [[i] for i in range(len(eligible.points))])]
+    for own, cells in groups:
         every_value = own.selection_rewards() if evidence.is_validation else own.rewards()
         found_bounds = [bounds(point) for point in own.points]
         every_margin, of_means = (
@@ -221,9 +224,6 @@ def best_meeting(
         cautious = 2 * every_margin - of_means if evidence.is_validation else every_margin
         is_known = [bool(np.isfinite(row).all()) for row in every_margin]
         num_unknown += is_known.count(False)
-        cells = (
-            neighbourhoods(own.preferences()) if is_mixed else [[i] for i in range(len(own.points))]
-        )
         for cell in ([at for at in cell if is_known[at]] for cell in cells):
             if not cell:
                 continue

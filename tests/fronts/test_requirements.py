@@ -185,6 +185,26 @@ def test_a_model_is_chosen_on_validation_prompts_and_certified_on_test_prompts()
     assert "fail: a >= 0.6 (bound 0." in certificate(other, "a>=0.6", parts).describe()
 
 
+def test_rewards_of_a_conditioned_model_are_not_interpolated_across_one_that_was_measured():
+    front = replace(measured(np.random.default_rng(0), [0.9, 0.05, 0.1]), is_conditioned=True)
+    pairs = zip(front.points, (0.2, 0.1, 0.8), strict=True)
+    rewards = {point.name: {**point.rewards, "b": b} for point, b in pairs}
+    points = [replace(p, rewards=rewards[p.name]) for p in front.points]
+    values = {
+        name: {**own, "b": (rewards[name]["b"],) * 60} for name, own in front.test_values.items()
+    }
+    front = replace(front, points=tuple(points), test_values=values, validation_values=values)
+    requirements = parse_requirements("a>=0.3", front)
+    for collapse in (None, "one reply"):
+        middle = replace(points[1], collapse=collapse)
+        own = replace(front, points=(points[0], middle, points[2]))
+        parts = meeting(own, requirements, [0, 1], confidence=0.95, is_mixed=True)
+        assert points[2] not in [point for point, _ in parts]  # 0.35 of it would meet it, and gain
+        runs = replace(own, is_conditioned=False)
+        merged = meeting(runs, requirements, [0, 1], confidence=0.95, is_mixed=True)
+        assert points[2] in [point for point, _ in merged]
+
+
 def test_a_mixture_of_models_at_the_largest_reward_is_certified_whatever_its_shares_sum_to():
     front = measured(np.random.default_rng(0), [0.2, 0.5, 0.8])
     saturated = {name: {"a": (1.0,) * 59 + (0.5,), "b": (0.5,) * 60} for name in front.test_values}
