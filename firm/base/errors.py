@@ -21,6 +21,10 @@ class RoundFailed(RuntimeError):
         self.asked, self.failed = tuple(asked), tuple(failed)
 
 
+class WithheldError(RuntimeError):
+    """Raised in the place of an error whose text may quote data; the error is its cause."""
+
+
 class ProcessLost(RuntimeError):
     """Raised when another process of the run is gone; the last checkpoint is still valid.
 

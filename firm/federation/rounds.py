@@ -67,6 +67,11 @@ class Round:
         """θ_t."""
         return self._state.adapter
 
+    @property
+    def quorum(self) -> int:
+        """Fewest updates in the round."""
+        return self._cfg.quorum
+
     def seed(self, purpose: str) -> int:
         """Returns a seed shared by all clients of this round and unique to the round."""
         return derive_seed(self._state.seed, purpose, self.number)

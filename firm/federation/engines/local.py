@@ -15,7 +15,7 @@ from typing import Any, Protocol
 
 import torch
 
-from firm.base.errors import TeamLost
+from firm.base.errors import TeamLost, WithheldError
 from firm.base.state import State
 from firm.base.user_code import ENDS
 from firm.federation.client import Client, Failure, LazyClients, Reply
@@ -284,10 +284,13 @@ class LocalEngine:
             BaseException
         ) as error:  # a client may run arbitrary code, which must not end the run
             logger.debug("%s failed in round %d", name, request.round, exc_info=True)
-            traceback.clear_frames(error.__traceback__)  # frames may hold a whole autograd graph
-            reason, kind = f"{type(error).__name__}: {error}", error_kind(error)
-            outcome = Failure(name, reason, bytes_down, kind=kind, cause=error)
-            if isinstance(error, MACHINE_ERRORS) and not isinstance(error, TimeoutError):
+            own = error.__cause__ if isinstance(error, WithheldError) else None
+            reason = f"{type(error).__name__}: {error}" if own is None else str(error)
+            own = error if own is None else own
+            for each in (error, own):
+                traceback.clear_frames(each.__traceback__)  # may hold a whole autograd graph
+            outcome = Failure(name, reason, bytes_down, kind=error_kind(own), cause=error)
+            if isinstance(own, MACHINE_ERRORS) and not isinstance(own, TimeoutError):
                 return outcome
         self._leave_out_failed_batches(client, accepted_round, accepted_state)
         return outcome

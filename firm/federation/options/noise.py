@@ -23,6 +23,7 @@ import numpy as np
 import torch
 from scipy.special import ndtri
 
+from firm.base.errors import WithheldError
 from firm.base.randomness import derive_seed
 from firm.base.user_code import ENDS
 from firm.federation.aggregation import ServerStep, update_length
@@ -218,7 +219,7 @@ def errors_kept_back() -> Iterator[None]:
     except ENDS:
         raise
     except BaseException as error:  # any error may quote data
-        raise RuntimeError(
+        raise WithheldError(
             f"{type(error).__name__} in local training; with privacy, its text is only in the "
             "client's log at level DEBUG"
         ) from error

@@ -20,6 +20,10 @@ if TYPE_CHECKING:
     from firm.federation.messages import Update
 
 
+BITS_OF_LENGTH = 4
+"""Fewest bits that leave the length of an update as it is, to 2 %; error feedback adds to it."""
+
+
 @option
 @configuration(source=NOT_IN_PAPER)
 class UploadConfig(Option):
@@ -33,6 +37,16 @@ class UploadConfig(Option):
     rounding: Literal["nearest", "random"] = "nearest"
     """nearest has the smallest error, which the client adds to its next update (error feedback);
     random is unbiased, without error feedback."""
+
+    def check(self, cfg: RoundConfig) -> None:
+        """Raises ``ValueError`` if rounding could make updates too long for the norm limit."""
+        super().check(cfg)
+        if cfg.max_update_norm is not None and self.bits < BITS_OF_LENGTH:
+            raise ValueError(
+                f"upload.bits {self.bits} makes updates up to 1.8 times as long, so that "
+                f"max_update_norm would refuse honest clients: use upload.bits {BITS_OF_LENGTH} or "
+                "more, or max_update_norm null."
+            )
 
     def num_bytes(self, num_parameters: int) -> int:
         """Returns the size in bytes of the quantised parameters and their scales."""

@@ -15,6 +15,7 @@ import torch
 from firm.base.errors import ProcessLost, TeamLost
 from firm.federation import LocalEngine
 from firm.federation.client import LazyClients
+from firm.federation.options.noise import errors_kept_back
 from firm.federation.serialization import pack
 from firm.run import UserError
 from firm.run.states import RunStates
@@ -157,10 +158,16 @@ def test_a_failure_of_the_machine_leaves_nothing_out(new_client, request_of, sam
     def fail(*arguments):
         raise error
 
+    def fail_in_private(*arguments):
+        with errors_kept_back():
+            raise error
+
     engine = LocalEngine([client])
-    client.step = fail
-    _, failures = engine.map(request_of(1, {}), ["a"])
-    assert failures[0].kind.startswith(type(error).__name__)
+    for client.step in (fail, fail_in_private):
+        _, failures = engine.map(request_of(1, {}), ["a"])
+        assert failures[0].kind.startswith(type(error).__name__)
+        assert failures[0].reason.startswith(type(error).__name__)
+    assert "full" not in failures[0].reason
     client.step = step
     found, _ = engine.map(request_of(2, {}), ["a"])
     expected, _ = LocalEngine([new_client("a")]).map(request_of(2, {}), ["a"])

@@ -39,7 +39,6 @@ from firm.federation.options.secure.messages import (
 from firm.federation.options.secure.opening import opened_sum
 from firm.federation.options.secure.protocol import (
     OwnIdentities,
-    Plan,
     assumed_colluders,
     plan_sum,
     threshold,
@@ -104,9 +103,10 @@ class SecureSums(Option):
         """Wraps the engine of a run without separate sites.
 
         Secure aggregation protects no one in such a run, but it has the same cost and the same
-        results as between sites.
+        results as between sites. So sums may be repeated with other clients, as after a round that
+        the guard has undone.
         """
-        return SecureEngine(engine, OwnIdentities(), num_clients=num_clients)
+        return SecureEngine(engine, OwnIdentities(), num_clients=num_clients, repeats=True)
 
     def requests(self, requests: Requests, cfg: RoundConfig) -> Requests:
         """Returns the requests of a secure sum."""
@@ -151,20 +151,22 @@ class SecureSums(Option):
         except ValueError as error:
             raise _round_failure(this_round, str(error)) from error
 
-        shared = _ask(this_round, plan, ShareKeys, keys, keys=keys)
+        # a sum of fewer is not opened: clients would refuse to repeat it with others
+        least = max(plan.threshold, this_round.quorum)
+        shared = _ask(this_round, least, ShareKeys, keys, keys=keys)
         shares = transpose({name: answer.shares for name, answer in shared.items()})
 
         size = sum(parameter.numel() for parameter in this_round.adapter.values()) + 1
         fields = {"shares": shares, "num_numbers": size, "num_bytes": self._num_bytes}
-        sent = _ask(this_round, plan, SendMasked, shared, **fields)
+        sent = _ask(this_round, least, SendMasked, shared, **fields)
         masked = {name: answer.numbers for name, answer in sent.items()}
 
         members = {"members": list(masked)}
-        confirmed = _ask(this_round, plan, ConfirmMembers, masked, **members)
+        confirmed = _ask(this_round, plan.threshold, ConfirmMembers, masked, **members)
         signatures = {name: answer.signature for name, answer in confirmed.items()}
 
         fields = {**members, "signatures": signatures}
-        revealed = _ask(this_round, plan, RevealShares, confirmed, **fields)
+        revealed = _ask(this_round, plan.threshold, RevealShares, confirmed, **fields)
 
         dropped = [name for name in shared if name not in masked]
         try:
@@ -179,7 +181,7 @@ class SecureSums(Option):
             "num_updates": len(masked),
             "masked_bytes": self._num_bytes * size * len(masked),
             "seconds": time.perf_counter() - start,
-            "rounding": STEP / 2,
+            "rounding": float(STEP / 2 * len(masked) / numbers[-1]),
         }
         return [
             replace(reply, content=Update(reply.client, adapter, 1, reply.content.metrics))
@@ -197,17 +199,17 @@ def _without_drift(step: ServerStep) -> ServerStep:
 
 
 def _ask(
-    this_round: Round, plan: Plan, kind: type[SumRequest], clients: Collection[str], **fields: Any
+    this_round: Round, least: int, kind: type[SumRequest], clients: Collection[str], **fields: Any
 ) -> dict[str, Any]:
     """Returns the clients' answers in a step of the sum, by client.
 
     Raises:
-        RoundFailed: Fewer have answered than it takes to open the sum.
+        RoundFailed: Fewer have answered than this step needs.
     """
     request = replace(this_round.request(kind, fields), adapter={}, accepted={})
     answers = this_round.ask(request, list(clients), may_fail=True)
-    if len(answers) < plan.threshold:
-        problem = f"{len(answers)} clients answered {kind.task}, {plan.threshold} must"
+    if len(answers) < least:
+        problem = f"{len(answers)} clients answered {kind.task}, {least} must"
         raise _round_failure(this_round, problem)
     return {reply.client: reply.content for reply in answers}
 

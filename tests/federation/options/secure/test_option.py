@@ -306,6 +306,29 @@ def test_a_round_fails_when_more_are_lost_than_a_sum_bears(task, new_network, st
         fedavg(start, names, engine, cfg)
 
 
+def test_a_sum_of_fewer_updates_than_the_quorum_is_not_opened(new_network, start):
+    names = ["a", "b", "c", "d", "e", "f"]
+    cfg = FedAvgConfig(secure="masks", masks=MasksConfig(num_colluders=0), quorum=5)
+    engine, channel = new_network(cfg, names, sites={name: [name] for name in names})
+    channel.lose = {("send_masked", "a"), ("send_masked", "b")}
+    with pytest.raises(RoundFailed, match="4 clients answered send_masked, 5 must"):
+        fedavg(start, names, engine, cfg)
+    channel.lose = {("reveal_shares", "a"), ("reveal_shares", "b")}  # they are in the sum
+    assert fedavg(start, names, engine, cfg)[1]["round"]["secure"]["num_updates"] == 6
+
+
+def test_a_model_that_the_guard_went_back_to_is_summed_again_in_one_process(new_clients, start):
+    cfg = FedAvgConfig(secure="masks", clients_per_round=2, masks=TRUSTING)
+    engine = cfg.around(LocalEngine(new_clients()), len(NAMES))
+    state, rows = _run(fedavg, engine, start, cfg, num_rounds=2)
+    state = replace(state, adapter=start.adapter)
+    for _ in range(3):
+        after, row = fedavg(replace(state, adapter=start.adapter), NAMES, engine, cfg)
+        state = replace(after, adapter=start.adapter)
+        rows.append(row)
+    assert len({tuple(row["round"]["clients"]) for row in rows}) > 1
+
+
 @pytest.mark.slow
 def test_a_sum_over_few_neighbours_is_that_of_all(new_clients, start):
     names = [f"client_{index:03d}" for index in range(80)]
