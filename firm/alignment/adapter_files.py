@@ -228,13 +228,18 @@ def _check_patterns(folder: Path, settings: LoraConfig) -> None:
 def _is_quick(pattern: str) -> bool:
     """Returns whether matching a pattern takes a time that is proportional to a small number.
 
-    >>> [_is_quick(pattern) for pattern in ("q_proj", r".*\\.\\d+\\.(q|v)_proj", "(a*)*b")]
-    [True, True, False]
+    >>> patterns = ("q_proj", r".*\\.\\d+\\.(q|v)_proj", r"vision\\..*|audio\\..*", "(a*)*b")
+    >>> [_is_quick(pattern) for pattern in patterns]
+    [True, True, True, False]
     """
+    if len(pattern) > _MAX_PATTERN:
+        return False
+    ways = re.split(r"\|(?![^()]*\))", pattern)
+    if len(ways) > 1:  # tried one after the other, such as parts of a model that are left out
+        return len(ways) <= _MAX_ALTERNATIVES and all(map(_is_quick, ways))
     part, group = r"(?:[\w\-/.]|\\[.dw])(?:[*+]\??)?", r"\((?:\?:)?[\w.|\-]+\)"
     return (
-        len(pattern) <= _MAX_PATTERN
-        and len(re.findall(r"[*+]", pattern)) <= _MAX_REPETITIONS
+        len(re.findall(r"[*+]", pattern)) <= _MAX_REPETITIONS
         and pattern.count("(") <= _MAX_GROUPS
         and pattern.count("|") <= _MAX_ALTERNATIVES
         and re.fullmatch(rf"\^?(?:{part}|{group})*\$?", pattern) is not None

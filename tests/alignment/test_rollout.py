@@ -2,6 +2,7 @@ import contextlib
 import copy
 from dataclasses import dataclass, field
 
+import peft
 import pytest
 import torch
 from hypothesis import given, settings
@@ -13,6 +14,7 @@ from firm.alignment.advantages import kl_penalty
 from firm.alignment.decoding import random_numbers, sampled_tokens
 from firm.alignment.generation import end_token_ids
 from firm.alignment.live_bytes import LiveBytes
+from firm.alignment.policy import without_needless_warnings
 from firm.alignment.prompts import Prompt, PromptFormat
 from firm.alignment.rollout import Sampler, encode_prompts, find_ends, rollout
 from firm.alignment.rollout_config import RolloutConfig
@@ -247,6 +249,18 @@ def test_the_checkpoint_s_own_sampling_defaults_do_not_count(llama, tokenizer, q
     defaults.top_k, defaults.top_p, defaults.max_length = 1, 0.1, 9
     for ours, expected in zip(sample(opinionated), sample(llama), strict=True):
         assert torch.equal(ours, expected)
+    kept = defaults.to_dict()
+    with without_needless_warnings():
+        adapted = peft.get_peft_model(opinionated, peft.LoraConfig(r=2, task_type="CAUSAL_LM"))
+    for model in (opinionated, adapted):
+        generate(
+            model,
+            queries(query_ids),
+            tokenizer=tokenizer,
+            config=settings_of(cache="static"),  # by transformers' own loop
+            end_ids=[EOS],
+        )
+        assert opinionated.generation_config.to_dict() == kept
 
 
 def test_equal_seeds_give_equal_responses_and_others_do_not(llama, tokenizer, query_ids):

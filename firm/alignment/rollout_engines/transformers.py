@@ -124,7 +124,8 @@ def _generate_with_transformers(
     sampling = _Sampling(request, draws)
     # a checkpoint's sampling defaults, which transformers applies to every call, are hidden: with
     # `min_p`, for example, log-probabilities would not be those of the sampling distribution
-    own, model.generation_config = model.generation_config, GenerationConfig()
+    base = model.get_base_model() if hasattr(model, "get_base_model") else model
+    own, model.generation_config = base.generation_config, GenerationConfig()
     try:
         sequences = model.generate(
             input_ids=torch.masked_fill(queries.token_ids, ~queries.mask, 0),
@@ -139,7 +140,7 @@ def _generate_with_transformers(
             ),
         )
     finally:
-        model.generation_config = own
+        model.generation_config = base.generation_config = own  # PEFT sets that of its base
     # on "mps", transformers may sample a token after the last one, and take it back
     num_tokens = sequences.size(1) - queries.token_ids.size(1)
     return sequences, torch.stack(sampling.logprobs[:num_tokens], dim=1)
