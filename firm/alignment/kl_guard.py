@@ -88,6 +88,8 @@ class KLGuard:
         self._num_tokens = 0.0
         self._num_rollbacks = 0
         self._good: State = {}
+        self.undone_round: int | None = None
+        """The last round whose update was undone; None if none was."""
 
     def judge(
         self, clients: Sequence[Mapping[str, Any]], before: "ServerState", after: "ServerState"
@@ -167,6 +169,7 @@ class KLGuard:
             "num_rollbacks": self._num_rollbacks,
             "stopped": self.stopped,
             "good": self._good,
+            "undone_round": self.undone_round,
         }
 
     def restore(self, state: State) -> None:
@@ -174,8 +177,10 @@ class KLGuard:
         self._kls, self._num_tokens = list(state["kls"]), state["num_tokens"]
         self._num_rollbacks, self.stopped = state["num_rollbacks"], state["stopped"]
         self._start_kl, self._good = state["start_kl"], state["good"]
+        self.undone_round = state.get("undone_round")  # absent in older checkpoints
 
     def _undo(self, after: "ServerState", why: str) -> "tuple[ServerState, list[str]]":
+        self.undone_round = after.round
         if self._num_rollbacks == self.config.max_rollbacks:
             self.stopped = f"{why}, after {self._num_rollbacks} undone updates"
             return self.good(after), [_end_alarm(self.stopped)]

@@ -631,7 +631,8 @@ class _LanguageTask(Task):
             if (found := self.book.run.best_checkpoint()) and found[0] == earlier:
                 return Chosen(found[1]["server"]["adapter"], earlier, why)
             why = "the last; the best one's checkpoint is not kept (checkpoints.keep_best)"
-        if is_out and guard.good_round is not None:
+        is_undone = guard.undone_round == state.round  # whose state has the good adapter
+        if (is_out or is_undone) and guard.good_round is not None:
             why = "the last whose KL was inside the guard's trust region"
             return Chosen(guard.good(state).adapter, guard.good_round, why)
         return Chosen(state.adapter, state.round, why)

@@ -13,6 +13,8 @@ from firm.jobs.alignment import RENEWED_KEYS, align
 from firm.jobs.alignment_config import AlignmentConfig
 from firm.jobs.alignment_loading import with_recorded
 from firm.jobs.configs import PointsConfig
+from firm.report.page import untrained_notes
+from firm.report.record import read_record
 from firm.run.config import compose, to_dict, to_yaml
 from firm.run.differences import differences
 from firm.run.directory import Run
@@ -143,6 +145,9 @@ def run_points(
                     outcomes.append(outcome)
                     state = printable(outcome.problem or f"{outcome.seconds:.0f} s")
                     print(f"[{len(outcomes)}/{len(pending)}] {outcome.name}: {state}", flush=True)
+                    if not outcome.problem:
+                        for note in untrained_notes([read_record(sweep.run_path(outcome.name))]):
+                            print(f"note: {printable(note)}", flush=True)
             except KeyboardInterrupt:
                 show()
                 raise

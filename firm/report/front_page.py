@@ -32,6 +32,7 @@ from firm.report.page import (
     drawn_part,
     left_out_notes,
     prose,
+    untrained_notes,
     write_page,
 )
 from firm.report.plane import KL
@@ -114,7 +115,7 @@ def front_page(
         title=title,
         summary=remarks,
         facts=facts,
-        notices=[*notices, *left_out_notes(records.values())],
+        notices=[*notices, *untrained_notes(records.values()), *left_out_notes(records.values())],
         blocks=[
             *blocks,
             Provenance(prose("origin-sweep", scale=scale)[1], {formats.CONFIG: config}),

@@ -366,6 +366,15 @@ def left_out_notes(records: Iterable[Record]) -> list[str]:
     return [left_out_note(f"the log of {r.name}", r.left_out) for r in records if r.left_out]
 
 
+def untrained_notes(records: Iterable[Record]) -> list[str]:
+    """Returns a sentence for each run whose rounds were all undone."""
+    return [
+        f"{record.name} left its untrained adapter, of {record.kept_adapter}."
+        for record in records
+        if record.kept_adapter.startswith("round 0:") and record.last_round
+    ]
+
+
 def script_json(panels: Iterable[Panel]) -> str:
     """Returns all figures by name as JSON that is safe inside a script element."""
     figure_by_name = {

@@ -28,6 +28,7 @@ from firm.report.page import (
     drawn_part,
     left_out_notes,
     prose,
+    untrained_notes,
     write_page,
 )
 from firm.report.plane import KL, Cloud, PlanePoint, Spot, clouds_of, planes
@@ -96,7 +97,8 @@ def settings_page(
     Raises:
         UserError: No run can be compared.
     """
-    notices = [*notes, *left_out_notes([record for s in settings for record in s.records])]
+    records = [record for setting in settings for record in setting.records]
+    notices = [*notes, *untrained_notes(records), *left_out_notes(records)]
     settings, left_out = comparable(settings)
     notices += left_out
     groups = scales(settings)

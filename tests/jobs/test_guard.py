@@ -14,6 +14,8 @@ from firm.alignment import MultiObjectiveTrainer
 from firm.federation.strategies import STRATEGIES
 from firm.fronts.front import Front
 from firm.jobs.loop import Logbook
+from firm.report.page import untrained_notes
+from firm.report.record import read_record
 from firm.run import Run, UserError
 from firm.run.checkpoint import load_state
 from tests.runs import read_adapter, read_rows
@@ -112,6 +114,15 @@ def test_clients_whose_policy_leaves_its_batch_end_their_round_early(tmp_path):
 
 
 @pytest.mark.slow
+def test_a_run_that_ends_with_an_undone_round_names_the_round_it_went_back_to(guarded, tmp_path):
+    undone, *_ = undone_rounds(guarded("critic-free, stacked")[0])
+    keys = ("--rounds", undone, "--evaluation.num_validation_prompts", 0)
+    short = run(*KINDS["critic-free, stacked"], *RUNAWAY, *keys, "--out", tmp_path / "run")
+    assert final(short)["adapter_round"] == undone - 2
+    assert final(short)["adapter_reason"].startswith("the last whose KL was inside the guard's")
+
+
+@pytest.mark.slow
 def test_a_run_resumes_behind_an_undone_round_to_the_same_adapter(guarded, tmp_path):
     keys = (*KINDS["critic-free, stacked"], *RUNAWAY)
     whole, _ = guarded("critic-free, stacked")
@@ -158,6 +169,8 @@ def test_a_ceiling_ends_the_run_with_the_last_adapter_below_it(tmp_path, capsys)
     assert "the run ends, because the KL of its replies" in printed
     assert "of round 0: the last whose KL was inside the guard's trust region" in printed
     assert "inside the guard&#39;s trust region" in (folder / "report.html").read_text()
+    (note,) = untrained_notes([read_record(folder)])  # which pages of several runs have
+    assert note.startswith("run left its untrained adapter, of round 0: the last whose KL")
 
 
 def test_a_resumed_run_repeats_its_rows_to_the_tracker_without_their_alarms(tmp_path):
