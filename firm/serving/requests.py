@@ -28,6 +28,7 @@ from pydantic_core import PydanticCustomError, from_json
 from firm.base.preferences import TRADE_OFFS
 from firm.base.registry import did_you_mean
 from firm.base.schema import in_words
+from firm.serving.chat_templates import HH_TEMPLATE
 from firm.serving.front import ServedFront
 
 MAX_BODY = 2**20
@@ -122,8 +123,10 @@ def _schema(value: dict[str, Any]) -> dict[str, Any]:
     while parts:
         part = parts.pop()
         if isinstance(part, dict):
-            # "((a?){100}){20}" takes llama.cpp minutes
-            if any("pattern" in key.lower() for key in part):
+            # "((a?){100}){20}" takes llama.cpp minutes; a property may be called pattern
+            if "patternProperties" in part or any(
+                "pattern" in key.lower() and not isinstance(own, dict) for key, own in part.items()
+            ):
                 raise PydanticCustomError("schema", "a JSON schema without patterns")
             parts += [*part, *part.values(), *_referenced_parts(value, part.get("$ref"))]
         elif isinstance(part, list):
@@ -195,8 +198,10 @@ class _Message(_Form):
 
     @model_validator(mode="after")
     def _is_whole(self) -> Self:
-        if self.content is None and not (self.role == "assistant" and self.tool_calls):
+        if self.content is None and self.role != "assistant":
             raise PydanticCustomError("content", "an object with role and content")
+        if self.content is None and not self.tool_calls:
+            self.content = ""  # such as a refusal
         return self
 
 
@@ -262,7 +267,7 @@ class ChatRequest(_Form):
     presence_penalty: _Penalty | None = None
     frequency_penalty: _Penalty | None = None
     repeat_penalty: Annotated[float, Interval(ge=0, le=10)] | None = None
-    repeat_last_n: Annotated[int, Interval(ge=0, le=2**31 - 1)] | None = None
+    repeat_last_n: _Limit | None = None
     seed: Annotated[int, Interval(ge=-(2**63), le=2**63 - 1)] | None = None
     stop: _Stops | None = None
     logit_bias: (
@@ -453,6 +458,12 @@ def _engine_body(
     for message in body["messages"]:
         if message["role"] == "developer":  # OpenAI's later name
             message["role"] = "system"
+        if message["role"] == "tool" and served.chat_template == HH_TEMPLATE:
+            raise RequestRefused(
+                "messages must have no role tool: this model's prompts have the form of HH-RLHF, "
+                "which has none.",
+                param="messages",
+            )
     if "max_completion_tokens" in body:  # OpenAI's later name
         body["max_tokens"] = body.pop("max_completion_tokens")
     for key, limit, option in (("n", num_slots, "num_slots"), ("max_tokens", context, "context")):
@@ -464,6 +475,8 @@ def _engine_body(
             )
     if body.get("top_logprobs") and not body.get("logprobs"):
         raise RequestRefused("top_logprobs must come with logprobs: true.", param="top_logprobs")
+    if (window := body.get("repeat_last_n")) is not None:  # llama.cpp reserves so many numbers
+        body["repeat_last_n"] = context if window < 0 else min(window, context)
     if "seed" in body:
         body["seed"] %= 2**32 - 1  # which itself stands for a random seed in llama.cpp
     if isinstance(choice := body.get("tool_choice"), dict):  # llama.cpp knows words only

@@ -26,7 +26,7 @@ from firm.federation.strategy_configs import (
 from firm.fmoo.client import SupervisedClient
 from firm.fmoo.config import LocalConfig, LossAttackConfig
 from firm.fmoo.modules import Dropout, MultiTaskModel
-from firm.fmoo.task_data import TaskData
+from firm.fmoo.task_data import TaskData, loss
 from firm.fmoo.workspace import Workspace, rotate
 
 
@@ -236,6 +236,21 @@ def test_losses_are_those_of_the_whole_shard_without_dropout():
     ]
     assert client.losses().tolist() == pytest.approx([loss.item() for loss in expected], rel=1e-6)
     assert workspace.model.training
+
+
+def test_a_loss_of_known_targets_is_their_mean_over_all_samples(new_plugins, monkeypatch):
+    @loss("known")
+    def known(outputs, targets):
+        return (outputs[:, 0] - targets).square().nanmean()
+
+    data = _data()
+    targets = torch.linspace(-1, 1, 2 * len(data)).reshape(-1, 2)
+    targets[:9, 0] = torch.nan  # all of one part, and most of the next
+    data = TaskData(data.inputs, targets, data.objectives, ("known", "known"))
+    workspace = Workspace(_model(), data, LocalConfig(lr=0.2, rotation=0))
+    whole = workspace.evaluate(data).losses
+    monkeypatch.setattr("firm.fmoo.workspace.EVALUATION_BATCH", 8)
+    torch.testing.assert_close(workspace.evaluate(data).losses, whole, rtol=1e-6, atol=0)
 
 
 def test_accuracy_counts_right_labels():

@@ -6,6 +6,7 @@ from dataclasses import replace
 import pytest
 
 from firm.fronts.confidence import half_width
+from firm.serving.chat_templates import HH_TEMPLATE
 from firm.serving.requests import (
     MAX_MESSAGES,
     MAX_SCHEMA,
@@ -226,8 +227,27 @@ def test_a_reply_of_the_client_can_be_sent_back(served):
     assert second == result
 
 
+def test_a_reply_without_text_can_be_sent_back(served):
+    refused = {"role": "assistant", "content": None, "refusal": "No."}
+    body = translate({"messages": [*MESSAGES, refused, *MESSAGES]}, served, "tiny").body
+    assert body["messages"][2] == {"role": "assistant", "content": ""}
+
+
+def test_hh_rlhfs_form_has_no_messages_of_tools(served):
+    result = {"role": "tool", "tool_call_id": "1", "content": "3"}
+    with pytest.raises(RequestRefused, match="the form of HH-RLHF"):
+        translate({"messages": [result]}, replace(served, chat_template=HH_TEMPLATE), "tiny")
+
+
+def test_penalties_look_back_no_further_than_the_context(served):
+    for given, taken in ((-1, 256), (10**9, 256), (64, 64), (0, 0)):
+        request = {"messages": MESSAGES, "repeat_last_n": given}
+        body = translate(request, served, "tiny", context=256).body
+        assert body["repeat_last_n"] == taken
+
+
 def test_a_chosen_tool_is_the_only_one_and_required(served):
-    tools = [tool("add"), tool("subtract")]
+    tools = [tool("add", properties={"pattern": {"type": "string"}}), tool("subtract")]
     choice = {"type": "function", "function": {"name": "subtract"}}
     request = {"messages": MESSAGES, "tools": tools, "tool_choice": choice}
     body = translate(request, served, "tiny").body
