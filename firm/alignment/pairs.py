@@ -175,7 +175,8 @@ def pair_of(prompt: Prompt, ranked_by: str = "", *, objective: str = "") -> Pair
         except ValueError as error:
             raise ValueError(f"{place}: `{name}`: {error}") from None
         if not text.strip() and not any(key in more for key in REPLY_FIELDS):
-            got = "an empty reply" if name in columns else f"the fields {', '.join(columns)}"
+            others = f"the fields {', '.join(columns)}" if columns else "only a prompt"
+            got = "an empty reply" if name in columns else others
             raise ValueError(
                 f"{place}: `{name}` must be a reply, as a text or as messages that end with the "
                 f"assistant's, got {got}: correct the row."

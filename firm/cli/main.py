@@ -6,7 +6,7 @@ from contextlib import suppress
 from dataclasses import dataclass, fields, replace
 from importlib import import_module
 from importlib.metadata import version
-from itertools import takewhile
+from itertools import pairwise, takewhile
 from pathlib import Path
 from shutil import get_terminal_size
 from textwrap import shorten
@@ -270,7 +270,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     num_words = 2 if " ".join(arguments[:2]) in COMMANDS else 1
     name, rest = " ".join(arguments[:num_words]), arguments[num_words:]
     if name == "configs":
-        return _print_configs(shows_all="--all" in rest)
+        from firm.run.errors import exit_on_user_error
+
+        with exit_on_user_error():
+            return _print_configs(shows_all="--all" in rest)
     if name not in COMMANDS:
         _print_usage(arguments)
     command = COMMANDS[name]
@@ -338,8 +341,10 @@ def _with_prefix(arguments: Sequence[str], config: type, below: type) -> list[st
         if isinstance(tree, Mapping) and not tree.keys() <= own and tree.keys() <= others:
             raise UserError(f"{file} configures one run: pass it as --base {file}.")
     result = list[str]()
-    for word in arguments:
+    for before, word in pairwise(["", *arguments]):
         key = word.removeprefix("--").partition("=")[0].partition(".")[0]
+        if before == "--help" and key in others - own:
+            raise UserError(f"{word} is a key of the runs: see `firm align --help {word}`.")
         is_below = word.startswith("--") and key in others - own
         result.append(f"--overrides.{word[2:]}" if is_below else word)
     return result
@@ -383,10 +388,14 @@ def _print_configs(*, shows_all: bool) -> None:
     rows = rows if shows_all else {name: rows[name] for name in FIRST}
     width = max(map(len, rows))
     room = get_terminal_size((120, 24)).columns - width - 4
-    for name, text in sorted(rows.items(), key=lambda row: ("/" in row[0], row[0])):
-        print(f"  {name:<{width}}  {shorten(text, max(room, 40), placeholder=' ...')}")
+    lines = [
+        f"  {name:<{width}}  {shorten(text, max(room, 40), placeholder=' ...')}"
+        for name, text in sorted(rows.items(), key=lambda row: ("/" in row[0], row[0]))
+    ]
     if num_others:
-        print(f"\n{num_others} more, such as studies and papers' settings: firm configs --all")
+        more = "more, such as studies and papers' settings: firm configs --all"
+        lines.append(f"\n{num_others} {more}")
+    print("\n".join(lines))
 
 
 def _first_sentence(file: Path) -> str:

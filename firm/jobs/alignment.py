@@ -81,6 +81,7 @@ from firm.run.progress import Progress, print_table
 from firm.run.resuming import continued_later
 from firm.run.rows import Row, as_one_training
 from firm.run.shipped import with_shipped_paths
+from firm.run.sweep import sweep_folder
 from firm.run.tracking import check_installed, open_tracker
 from firm.serving.model_card import markdown_table, markdown_text, model_card, model_name
 
@@ -568,7 +569,7 @@ class _LanguageTask(Task):
         scores = by_kind.get("evaluation", {}).get(self.shown, {})
         means = {name: score["mean"] for name, score in scores.items()}
         self._progress.event("round_finished", row=by_kind["round"], scores=means)
-        if state.round == 1 and self._cfg.tracking.group is None:
+        if state.round == 1 and sweep_folder(self.book.run.path) is None:
             show_layout(self.book.run.path)
 
     def finish(self, state: ServerState) -> tuple[AnyEvaluation, AnyEvaluation]:

@@ -164,9 +164,11 @@ def init(cfg: InitConfig, ask: Callable[[str], str] | None = None) -> Written:
             text = _set(_set(text, "max_new_tokens", num_new), "rounds", rounds)
             replace_text(cfg.out, text)
             config = compose(AlignmentConfig, [cfg.out], [])
-    except ValueError as error:  # the run would be refused, too
+    except BaseException as error:  # the run would be refused, too, or its time is not fitted yet
         cfg.out.unlink()
-        raise UserError(str(error)) from error
+        if isinstance(error, ValueError):
+            raise UserError(str(error)) from error
+        raise
     return Written(cfg.out, config, inspection, list(map(str, errors)), source, seconds)
 
 

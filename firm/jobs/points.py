@@ -1,6 +1,7 @@
 """Composes, executes and resumes several runs, the points of one folder."""
 
 import itertools
+import shlex
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -155,7 +156,8 @@ def run_points(
             show()
         summarise(outcomes, out)
     if left := sweep.pending():
-        print(f"{len(left)} runs are executed by other processes; then run `firm resume {out}`")
+        again = shlex.join(["firm", "resume", str(out)])
+        print(f"{len(left)} runs are executed by other processes; then run `{again}`")
         return None
     return sweep
 

@@ -79,7 +79,8 @@ def check_free(path: str | Path, config: Mapping[str, Any]) -> None:
     check_not_held(path)
     if path.exists() and (not path.is_dir() or any(path.iterdir())):
         is_resumable = "resume" in config and (path / CONFIG_NAME).exists()
-        again = f"continue it with `firm resume {path}` or " if is_resumable else ""
+        line = shlex.join(["firm", "resume", str(path)])
+        again = f"continue it with `{line}` or " if is_resumable else ""
         raise UserError(
             f"the run directory {path} exists and is not empty; {again}choose another path."
         )

@@ -1,6 +1,7 @@
 """User errors: reported in one line, with exit code 2 and no traceback."""
 
 import os
+import select
 import signal
 import sys
 import threading
@@ -22,6 +23,20 @@ class UserError(ValueError):
 
 class Terminated(KeyboardInterrupt):
     """Raised when this process receives SIGTERM; like Ctrl-C, this is not a defect."""
+
+
+def _is_output_closed() -> bool:
+    """Returns whether the reader of the standard output has closed it; if so, the rest is lost."""
+    try:
+        output = sys.stdout.fileno()
+    except (OSError, ValueError):  # it is no file
+        return False
+    asked = select.poll()
+    asked.register(output, 0)  # errors are always reported
+    is_closed = bool(asked.poll(0))
+    if is_closed:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), output)  # for the flush at the end
+    return is_closed
 
 
 @contextmanager
@@ -60,13 +75,17 @@ def exit_on_user_error() -> Iterator[None]:
     Invalid values, files and rewards raise ValueError or OSError, or make every client fail. Since
     a defect may do so, too, the line says how to get a traceback unless the error is a `UserError`.
     A SystemExit raised by user code, which would end the program silently, is reported in the same
-    way. Other exceptions keep their traceback. As in shells, the exit code is 130 after Ctrl-C and
-    143 after SIGTERM; notes added to the interrupt are printed. It is 1 after `ProcessLost`.
+    way. Other exceptions keep their traceback. As in shells, the exit code is 130 after Ctrl-C,
+    143 after SIGTERM, and 141, without a line, if the reader of the output, such as `head`, has
+    closed it; notes added to the interrupt are printed. It is 1 after `ProcessLost`.
     """
     try:
         with interrupted_by_sigterm():
             yield
+            sys.stdout.flush()
     except (ValueError, OSError, RoundFailed, ProcessLost) as error:
+        if isinstance(error, BrokenPipeError) and _is_output_closed():
+            raise SystemExit(128 + signal.SIGPIPE) from None
         if os.environ.get("FIRM_TRACEBACK"):
             raise
         rank = os.environ.get("RANK", "0")  # of a launcher's process; the first needs no label

@@ -104,9 +104,8 @@ class Sweep:
             manifest = _read(path)
             if not resume:
                 raise UserError(
-                    f"there is already a {kind} at {path}; continue it with `firm resume "
-                    f"{path}` or "
-                    "choose another path."
+                    f"there is already a {kind} at {path}; continue it with "
+                    f"`{shlex.join(['firm', 'resume', str(path)])}` or choose another path."
                 )
             sweep = cls(path)
             fixed = [

@@ -15,6 +15,7 @@ rejects causes a warning and does not end the run.
 
 import logging
 import re
+import shlex
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
@@ -335,7 +336,8 @@ class Tracker(SeriesTracker):
             logger.warning(
                 "W&B is offline (%s); upload with: wandb sync %s",
                 printable(reason),
-                printable(Path(run.dir).parent),  # of the files' folder, as `wandb sync` expects
+                # of the files' folder, as `wandb sync` expects
+                shlex.quote(printable(Path(run.dir).parent)),
             )
         run.define_metric("round")
         run.define_metric("*", step_metric="round")

@@ -1,6 +1,7 @@
 """The command `firm`: every word reaches its job, and shipped configurations are found by name."""
 
 import json
+import os
 import subprocess
 import sys
 
@@ -42,6 +43,15 @@ def test_the_shipped_configurations_are_listed_with_a_line_each(capsys):
     assert all(len(line.split()) > 3 for line in lines)
 
 
+def test_a_reader_that_has_enough_ends_a_command_in_silence():
+    reads, writes = os.pipe()
+    os.close(reads)
+    command = [sys.executable, "-m", "firm", "configs", "--all"]
+    ended = subprocess.run(command, stdout=writes, stderr=subprocess.PIPE, check=False)
+    os.close(writes)
+    assert (ended.returncode, ended.stderr) == (141, b"")
+
+
 def test_words_before_the_first_key_are_the_run(tmp_path, refusal):
     run = tmp_path / "nothing"
     for command in ("chat", "explore", "evaluate"):
@@ -61,6 +71,8 @@ def test_keys_of_a_sweeps_runs_need_no_prefix(refusal):
     assert (cfg.seeds, str(cfg.out)) == ([1], "x")
     line = refusal(main, ["sweep", "--roundz", "3"])
     assert "unknown key roundz" in line
+    line = refusal(main, ["study", "--help", "guard.max_kl"])
+    assert "guard.max_kl is a key of the runs: see `firm align --help guard.max_kl`" in line
 
 
 def test_a_run_s_configuration_is_the_base_of_a_sweep(refusal):
