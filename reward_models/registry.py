@@ -393,9 +393,11 @@ def check_name(name: str) -> None:
         known = sorted({*REWARD_MODELS, *offers.names})
         hint = did_you_mean(name, known).removeprefix("; ")
         hint = f"known: {', '.join(known)};" if hint == "." else hint
-        raise ValueError(
-            f"there is no reward model {name!r}: {hint} a function of your own needs `file`."
-        )
+        own = "a function of your own needs `file`."
+        if ".py" in name:
+            own = "a function of a file is `file: FILE.py` and `name: FUNCTION`, or in short "
+            own += "FILE.py:FUNCTION for `firm init`."
+        raise ValueError(f"there is no reward model {name!r}: {hint} {own}")
 
 
 def _import_installed(name: str) -> None:

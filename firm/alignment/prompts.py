@@ -299,7 +299,10 @@ def _read_messages(value: Any, *, drops_answer: bool) -> tuple[ChatMessage, ...]
     if value is None:
         return ()
     if not isinstance(value, Sequence):
-        raise ValueError(f"chat messages must be a list, got a JSON {type(value).__name__}.")
+        raise ValueError(
+            "a prompt must be a text or a list of chat messages, got a JSON "
+            f"{type(value).__name__}: correct it."
+        )
     messages = [plain_message(turn, number) for number, turn in enumerate(value, start=1)]
     while drops_answer and messages and messages[-1]["role"] == "assistant":
         messages.pop()

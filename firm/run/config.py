@@ -365,8 +365,11 @@ def _lay_section(
     elif isinstance(value, Mapping):
         entries = [(key, (), item) for key, item in _with_text_keys(value, path)]
     else:
-        own = {f.name for form in forms for f in init_fields(form)} & {"name", "path", "source"}
+        known = {f.name for form in forms for f in init_fields(form)}
+        own, file, colon, name = known & {"name", "path", "source"}, *str(value).rpartition(":")
         hint = f"; set {join(path, min(own))}" if path and own else ""
+        if colon and file.endswith(".py") and {"name", "file"} <= known:
+            hint = f"; set {join(path, 'file')} {file} and {join(path, 'name')} {name}"
         raise UserError(f"{path or 'the file'} must be a section of keys, got {value!r}{hint}.")
     section = old or (PartialConfig.of(forms[0]) if len(forms) == 1 else None)
     for key, rest, item in sorted(entries, key=lambda entry: entry[0] != "name"):

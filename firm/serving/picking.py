@@ -91,6 +91,9 @@ class PickedModel:
                 " This is the nearest measured preference; --merge writes the adapter at the exact "
                 "one."
             )
+        elif (nearer := self._nearer()) is not None:
+            why = nearer.collapse or "another model has larger rewards"
+            nearby = f" The model nearer to the target, {nearer.name}, is left out: {why}."
         else:
             nearby = " It was trained for the nearest available preference."
         is_apart = self.front.has_validation
@@ -103,6 +106,14 @@ class PickedModel:
             "evaluation.num_validation_prompts above 0 select on others."
         )
         return f"Measured on {prompts} at the end of its run.{selected}{nearby}"
+
+    def _nearer(self) -> Point | None:
+        """Returns the model nearest to the target if it is nearer than the one that is picked."""
+        target = _scale(self.preference)
+        known = [point for point in self.front.points if point.preference is not None]
+        found = min(known, key=lambda point: math.dist(_scale(point.preference), target))
+        own = math.dist(_scale(self.parts[0][0].preference), target)
+        return found if math.dist(_scale(found.preference), target) < own - 1e-6 else None
 
     @property
     def made(self) -> str:

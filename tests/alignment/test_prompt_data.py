@@ -247,7 +247,10 @@ def test_limits_leave_out_what_is_too_short_or_too_long(tmp_path):
         ('["secret"]', r"line 2: got a JSON list"),
         ('{"text": "secret"}', r"line 2: no prompt in fields text"),
         ('{"prompt": " "}', r"line 2: no prompt in an empty text"),
-        ('{"prompt": 3}', r"line 2: chat messages must be a list, got a JSON int"),
+        (
+            '{"prompt": 3}',
+            "line 2: a prompt must be a text or a list of chat .* got a JSON int",
+        ),
         ('{"prompt": ["secret"]}', r"line 2: chat message 1 must have a `role`"),
         ('{"prompt": []}', r"line 2: chat messages must end with a message .* got none"),
         ('{"prompt": [{"role": "", "content": "x"}]}', r"line 2: chat message 1 must have a"),

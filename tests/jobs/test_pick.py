@@ -94,6 +94,12 @@ def test_the_nearest_adapter_is_named_with_what_it_earned(front, capsys):
     printed = capsys.readouterr().out
     assert "nearest available preference" not in printed
     assert "selected by rewards on validation prompts" in printed
+    points = [
+        replace(p, collapse="one reply" if p.name == "middle" else None) for p in whole.points
+    ]
+    replace(whole, points=tuple(points)).save(front)
+    pick(front, "positivity=4,brevity=6")
+    assert "nearer to the target, middle, is left out: one reply." in capsys.readouterr().out
 
 
 def require(front, text, *arguments):

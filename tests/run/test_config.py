@@ -243,6 +243,10 @@ BAD_FILES = [
     ("targets: [a, 1]", "{file}: targets.1 must be str, got 1."),
     ("batch: 8", "{file}: batch must be a section of keys, got 8."),
     ("rewards: [a]", "{file}: rewards must be a mapping of names, got ['a']; write {{a: b}}."),
+    (
+        "rewards: {helpful: own.py:brief}",
+        "{file}: rewards.helpful must be a section of keys, got 'own.py:brief'",
+    ),
     ("[1, 2]", "{file}: the file must be a section of keys, got [1, 2]."),
     ("rate: 1\nlimit: [1", "{file}: malformed YAML, line 2: "),
     ("rate: 1\nlimit: 1\nrate: 2", "{file}: malformed YAML, line 3: key 'rate' twice; correct it."),
