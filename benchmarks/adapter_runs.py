@@ -1,8 +1,9 @@
 """Makes the runs of family E of docs/protocol.md: rates, small uploads, clients under privacy.
 
-    python benchmarks/adapter_runs.py rates --seeds 198 199
+    python benchmarks/adapter_runs.py rates --seeds 198 199 --adapters "LoRA r = 16" "LoRA-XS r = 8"
     python benchmarks/adapter_runs.py uploads --seeds 200 201 202 203 204
-    python benchmarks/adapter_runs.py privacy --seeds 200 201 202
+    python benchmarks/adapter_runs.py privacy --seeds 200 201 202 \\
+        --adapters "LoRA r = 16" "LoRA-XS r = 8"
     python benchmarks/private.py docs/results/data/protocol --kept 0.5 --bisect   # levels to add
 
 Each seed of a part is one file, to which models that it lacks are added. The part rates measures

@@ -750,10 +750,10 @@ def curve_of(models: Models, method: str) -> list[tuple[float, Mapping[str, floa
 def gain_at(models: Models, method: str, kl: float, *, smaller: bool = False) -> float:
     """Returns the gain over the base model in the mean of the rewards at a KL, or the smaller one.
 
-    NaN beyond the largest KL of the run.
+    NaN beyond the KL at which the run ends; an adapter that its guard undid may have a larger one.
     """
     points = curve_of(models, method)
-    if kl > max(own for own, _ in points):
+    if kl > points[-1][0]:
         return float("nan")
     base = models["base"]["test"]
     keys = [key for key in base if key.startswith("reward ")]
@@ -767,7 +767,7 @@ def at_common_kl(models: Models, method: str, kl: float) -> float:
     Where one of the two ends at a smaller KL, at the smaller of the two ends.
     """
     sides = METHODS[0], method
-    kl = min(kl, *(max(own for own, _ in curve_of(models, side)) for side in sides))
+    kl = min(kl, *(curve_of(models, side)[-1][0] for side in sides))
     own, other = (gain_at(models, side, kl) for side in sides)
     return own - other
 
@@ -1390,7 +1390,7 @@ def draw_reward_kl(stem: Path, folder: Path = PROTOCOL) -> None:
     for smaller, title in ((False, "gain in the mean of the rewards"), (True, "smaller gain")):
         series = []
         for place, method in enumerate(METHODS):
-            end = min(max(kl for kl, _ in curve_of(models, method)) for models in data)
+            end = min(curve_of(models, method)[-1][0] for models in data)
             grid = np.linspace(0, end, 21)
             values = [[gain_at(m, method, kl, smaller=smaller) for kl in grid] for m in data]
             series.append(Series.of(LegendEntry(method, f"var(--objective-{place})"), grid, values))

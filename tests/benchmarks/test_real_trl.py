@@ -51,8 +51,9 @@ def test_sides_are_compared_at_the_smaller_end_if_one_ends_early():
     models = seed_models(lift=0.1)
     assert at_common_kl(models, "TRL's GRPO", 2.0) == pytest.approx(0.05)
     models["TRL's GRPO 4"] = model(0.5, 0.5, 0.4)
-    del models["TRL's GRPO 2"]
+    models["TRL's GRPO 2"] = model(3.0, 0.5, 0.4)  # from where its guard went back
     assert at_common_kl(models, "TRL's GRPO", 2.0) == pytest.approx(0.075)
+    assert np.isnan(gain_at(models, "TRL's GRPO", 2.0))
 
 
 def test_claims_are_open_until_all_seeds_are_there(tmp_path):
