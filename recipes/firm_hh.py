@@ -15,7 +15,14 @@ from contextlib import closing
 
 from firm.federation import Processes, ProcessesEngine
 from firm.jobs import alignment_loading as loading
-from firm.jobs.alignment import claim_folder, open_task, print_result, progress_of, write_result
+from firm.jobs.alignment import (
+    claim_folder,
+    notes_at_start,
+    open_task,
+    print_result,
+    progress_of,
+    write_result,
+)
 from firm.jobs.alignment_config import KEYS, AlignmentConfig, client_names
 from firm.jobs.fetch import fetch_policy
 from firm.jobs.loop import train
@@ -39,6 +46,8 @@ def main(cfg: AlignmentConfig) -> None:
 
     # The policy with its adapter, the reward models and the prompts; each process loads its own.
     loaded = loading.load(cfg, processes, on_event=progress.event)
+    if processes.is_server:
+        progress.event("started", alarms=notes_at_start(cfg, loaded))
     cfg = loading.set_threads(cfg, loaded, on_event=progress.event)
 
     # Reward models have different scales. Calibrations to [0, 1], fitted to replies of the base
@@ -47,7 +56,9 @@ def main(cfg: AlignmentConfig) -> None:
 
     # A client has a shard of the prompts, an optimizer, value heads and random streams. The clients
     # of a process share its policy; each loads its adapter into it before training.
-    clients = loading.build_clients(loaded, cfg, calibrations, on_event=progress.event)
+    clients = loading.build_clients(
+        loaded, cfg, calibrations, on_event=progress.event, on_measured=progress.event
+    )
     engine = loading.build_engine(clients, cfg, processes, out=out, on_event=progress.event)
     if not processes.is_server:  # its clients work for the first process until the run ends
         assert isinstance(engine, ProcessesEngine)

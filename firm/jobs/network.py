@@ -85,7 +85,7 @@ OWN_KEYS = (
     *("processes_per_client", "resume", "strategy.privacy.noise_seed", "tracking", *SERVER_KEYS),
 )
 """Keys of a run that each party sets for itself; all other keys must be equal everywhere."""
-OWN_REWARD_KEYS = ("batch_size", "device", "dtype", "path", "url")
+OWN_REWARD_KEYS = ("batch_size", "device", "dtype", "file", "path", "url")
 """Keys of a reward model that each party sets for itself."""
 
 
@@ -122,7 +122,7 @@ class AlignmentController(SitesController):
             meeting_timeout=federation.meeting_timeout,
             on_event=progress.event,
         )
-        setup = {"calibrations": as_figures(calibrations)}
+        setup = {"calibrations": as_figures(calibrations), "name": self._name}
         certificates = certificates_digest(kit) if cfg.strategy.secure else None
         if problems := engine.meet(fingerprint(cfg, loaded, certificates), setup):
             raise UserError(f"the sites cannot start: {'; '.join(problems)}.")
@@ -145,12 +145,14 @@ def site_process(kit: Path) -> None:
     own = compose(SiteConfig, [kit / "site.yaml"], [])
     names = clients_by_site(federation_of(kit))[site_name(kit)]
     cfg = with_fast_dtypes(kit_config(kit, own.overrides))
+    if own.own_prompts:  # which nothing measures
+        cfg = replace(cfg, data=replace(cfg.data, hold_out=0.0))
     processes = Processes.join(per_client=own.processes_per_client)
     loaded = load(cfg, processes, measures=False)
     shared = fingerprint(cfg, loaded, certificates_digest(kit) if cfg.strategy.secure else None)
     run = digest_of_run(shared)
-    states = kit / "states" / run / f"process_{processes.rank}"
-    set_site_threads(cfg, loaded, states.parent / THREADS)
+    states = kit / "states" / run
+    set_site_threads(cfg, loaded, states / THREADS)
     shards = None
     if own.own_prompts:
         data, equal = loaded.data.train, PromptPartitionConfig()
@@ -160,7 +162,8 @@ def site_process(kit: Path) -> None:
         calibrations = as_calibrations(setup["calibrations"])
         hosted = processes.hosted(names)
         clients = build_clients(loaded, cfg, calibrations, hosted, shards=shards)
-        engine = own_engine(clients, cfg, processes, states=DiskStates(states))
+        kept = states / check_name(setup["name"], "a run's name") / f"process_{processes.rank}"
+        engine = own_engine(clients, cfg, processes, states=DiskStates(kept))
         if processes.size == 1:
             return engine
         assert isinstance(engine, LocalEngine)
@@ -177,6 +180,7 @@ def site_process(kit: Path) -> None:
     def build_all(setup: Mapping[str, Any]) -> Engine:
         # The other processes wait for a broadcast and would die on malformed data from the server.
         as_calibrations(setup["calibrations"])
+        check_name(setup["name"], "a run's name")
         processes.broadcast(setup)
         engine = build(setup)
         if cfg.strategy.secure:

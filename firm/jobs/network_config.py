@@ -20,7 +20,7 @@ from firm.base.fields import (
 from firm.base.sanitize import check_name
 from firm.jobs.alignment_config import AlignmentConfig
 from firm.network.site_policy import SitePolicy
-from firm.run.config import compose
+from firm.run.config import compose, to_dict
 from firm.run.errors import UserError
 from firm.run.shipped import CONFIGS
 
@@ -148,9 +148,33 @@ def kit_config(kit: Path, overrides: Mapping[str, Any]) -> AlignmentConfig:
     """Returns the run's configuration for one party, with this party's overrides.
 
     Plugins are code, so each party names its own; the kit's plugins are not imported.
+
+    Raises:
+        UserError: The configuration is invalid, cannot run over a network, or has a reward function
+            in a file that the kit names and not the party.
     """
-    own = [("plugins", []), *overrides.items()]
-    return _for_sites(compose(AlignmentConfig, [kit / "run.yaml"], own))
+    plain = [("plugins", [])]
+    cfg = _for_sites(compose(AlignmentConfig, [kit / "run.yaml"], [*plain, *overrides.items()]))
+    given = _files(to_dict(compose(AlignmentConfig, [kit / "run.yaml"], plain)))
+    for key, file in _files(to_dict(cfg)).items():
+        if file == given.get(key):
+            raise UserError(
+                f"{key} must be set in this party's own overrides, to its own copy of {file}: code "
+                "that a kit names is not run."
+            )
+    return cfg
+
+
+def _files(settings: Mapping[str, Any], path: str = "") -> dict[str, str]:
+    """Returns the files of reward functions in a configuration, by key."""
+    found: dict[str, str] = {}
+    for key, value in settings.items():
+        place = f"{path}.{key}" if path else key
+        if isinstance(value, Mapping):
+            found |= _files(value, place)
+        elif key == "file" and value:
+            found[place] = str(value)
+    return found
 
 
 def _for_sites(cfg: AlignmentConfig) -> AlignmentConfig:

@@ -61,8 +61,14 @@ class Agreement:
         requests = strategy.requests(self._objectives).items()
         return {kind.task: _with_defaults(kind, agreed) for kind, agreed in requests}
 
-    def request(self, task: str, content: Any) -> Request:
+    def request(self, task: str, content: Any, clients: Sequence[str] | None = None) -> Request:
         """Returns the request to execute at the site, from the fields of a message.
+
+        Args:
+            task: Name of the task.
+            content: The fields.
+            clients: Clients of the site that are asked, by default all: a request has the settings
+                of single clients for these alone.
 
         Raises:
             Refused: The request differs from the agreement.
@@ -82,7 +88,8 @@ class Agreement:
         fields = self._fields(request.round)[task].items()
         decided = {name: own for name, own in fields if own is not DECIDED_BY_SERVER}
         agreed = replace(request, objectives=self._objectives, **decided)
-        sent, arrived = agreed.to_network(*self._clients), request.of(*self._clients)
+        asked = self._clients if clients is None else clients
+        sent, arrived = agreed.to_network(*asked), request.of(*asked)
         for name in decided:
             if difference := _difference(name, getattr(sent, name), getattr(arrived, name)):
                 raise Refused(difference)

@@ -17,7 +17,7 @@ from firm.base.inside import open_inside
 from firm.run.errors import UserError
 from firm.run.lock import hold, name_holders
 
-SOON, MANY = 20.0, 5
+SOON, MANY = 300.0, 5
 """A process that ends within `SOON` seconds of its start has failed; after `MANY` failures in a row
 it is not restarted."""
 

@@ -85,6 +85,7 @@ def provision(
         SignatureBuilder(),
     ]
     draft = folder / ".draft"
+    draft.mkdir(mode=0o700, parents=True)  # it has the authority's key until all are moved
     with contextlib.redirect_stdout(io.StringIO()):  # FLARE prints a report
         Provisioner(str(draft), builders).provision(project)
     made = draft / name / "prod_00"

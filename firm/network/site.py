@@ -114,7 +114,7 @@ class Site:
             raise Refused("a client is requested twice")
         if self._engine is None:
             raise Refused("this site has not met the server yet")
-        request = self._agreement.request(task, message.get("request"))
+        request = self._agreement.request(task, message.get("request"), clients)
         self.ledger.check(clients, task)
         replies, failures = self._engine.map(request, clients)
         for reply in replies:

@@ -45,6 +45,7 @@ from firm.jobs.alignment_loading import (
     build_clients,
     common_calibrations,
     load,
+    with_fast_dtypes,
 )
 from firm.run.command_line import parse
 
@@ -84,7 +85,7 @@ def config_of(arguments: str) -> AlignmentConfig:
             "out, or use `firm network`."
         )
     # a message is for one client; the server's `timeout` limits its time
-    return replace(cfg, engine="local", max_rows=None, client_timeout=None)
+    return with_fast_dtypes(replace(cfg, engine="local", max_rows=None, client_timeout=None))
 
 
 def fields_of(cfg: AlignmentConfig) -> dict[str, Any]:

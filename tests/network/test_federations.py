@@ -344,6 +344,21 @@ def test_the_plugins_that_a_kit_names_are_not_imported_but_a_party_s_own_are(tmp
     assert kit_config(tmp_path, {}).plugins == ()
     own = [str(tmp_path / "ours.py")]
     assert kit_config(tmp_path, {"plugins": own}).plugins == tuple(own)
+
+
+def test_a_reward_function_in_a_file_is_each_partys_own(tmp_path):
+    run = compose(
+        AlignmentConfig,
+        [SMOKE],
+        [("rewards", {"brief": {"name": "brief", "file": "kit/theirs.py"}})],
+    )
+    (tmp_path / "run.yaml").write_text(to_yaml(run))
+    with pytest.raises(UserError, match=r"rewards\.brief\.file must be set in this party's own"):
+        kit_config(tmp_path, {"data.train.source": "ours.jsonl"})
+    own = kit_config(tmp_path, {"rewards.brief.file": "ours.py"})
+    assert own.rewards["brief"].file == "ours.py"
+    assert jobs_network._is_own("rewards.brief.file")
+    assert not jobs_network._is_own("rewards.brief.name")
     assert (tmp_path / "ours").exists()
     assert not (tmp_path / "theirs").exists()
 

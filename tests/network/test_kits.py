@@ -1,5 +1,6 @@
 import json
 import re
+import shutil
 import stat
 import subprocess
 import sys
@@ -43,6 +44,18 @@ def test_keys_are_for_their_owner_alone(made):
         (key,) = (kit / "startup").glob("*.key")
         assert stat.S_IMODE(key.stat().st_mode) == 0o600
     assert stat.S_IMODE((made["server"].parent / "authority").stat().st_mode) == 0o700
+
+
+def test_keys_are_for_their_owner_alone_while_they_are_made(tmp_path, monkeypatch):
+    modes, move = [], shutil.move
+
+    def watched(source, target):
+        modes.append(stat.S_IMODE((tmp_path / "kits/.draft").stat().st_mode))
+        return move(source, target)
+
+    monkeypatch.setattr(kits.shutil, "move", watched)
+    kits.provision(tmp_path / "kits", name="small", host="localhost", port=8123, sites=["bank"])
+    assert set(modes) == {0o700}
 
 
 def test_certificates_name_their_party_and_end(made):

@@ -47,6 +47,27 @@ def test_the_agreed_request_is_carried_out_with_the_sites_own_values(start):
 
 
 @pytest.mark.parametrize(
+    "own", [{"preferences": {"a": (0.3, 0.7), "b": (0.6, 0.4)}}, {"ranks": {"a": 1, "b": 2}}]
+)
+def test_a_request_has_the_settings_of_the_clients_that_it_asks_alone(start, own):
+    cfg = FirmConfig(**own)
+    agreement = Agreement(cfg, objectives=OBJECTIVES, num_rounds=3, clients=("a", "b"))
+    request = LocalTraining(
+        round=1,
+        objectives=OBJECTIVES,
+        adapter=start.adapter,
+        accepted={},
+        **cfg.local_training(OBJECTIVES),
+    )
+    for clients in (("a",), ("b",), ("a", "b")):
+        content = unpack(pack(request.to_network(*clients)))
+        assert agreement.request("local_training", content, clients).round == 1
+        if len(clients) == 1:
+            with pytest.raises(Refused):
+                agreement.request("local_training", content, ("a", "b"))
+
+
+@pytest.mark.parametrize(
     ("change", "reason"),
     [
         ({"options": {}}, "options must be "),

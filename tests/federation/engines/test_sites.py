@@ -87,9 +87,19 @@ def _run(engine, state, num_rounds=3, strategy="firm", cfg=None, before=lambda r
     return state, rows
 
 
-def test_a_network_gives_the_adapter_of_one_process(new_network, new_clients, start, same):
-    over_network, rows = _run(new_network()[0], start)
-    alone, own_rows = _run(LocalEngine(new_clients()), start)
+@pytest.mark.parametrize(
+    "cfg",
+    [
+        None,
+        FirmConfig(
+            clients_per_round=2, preferences={"client_1": (0.3, 0.7), "client_2": (0.6, 0.4)}
+        ),
+    ],
+    ids=["all", "sampled"],
+)
+def test_a_network_gives_the_adapter_of_one_process(new_network, new_clients, start, same, cfg):
+    over_network, rows = _run(new_network(cfg=cfg)[0], start, cfg=cfg)
+    alone, own_rows = _run(LocalEngine(new_clients()), start, cfg=cfg)
     assert same(over_network.adapter, alone.adapter)
     assert over_network.accepted == alone.accepted
     assert [row["clients"] for row in rows] == [row["clients"] for row in own_rows]
