@@ -83,7 +83,7 @@ register(
         "Norm, {}",
         "norm ratio",
         reference=1.0,
-        axis={"type": "log", "tickformat": "~g", "nticks": 6},
+        axis={"type": "log", "tickformat": "~g", "nticks": 3},
         of=_log_norm_ratio,
     ),
     _gradient(

@@ -232,7 +232,12 @@ def build_page(explorer: Explorer) -> Any:
             ]
         with gradio.Row():
             line = gradio.Textbox(
-                show_label=False, placeholder=ASKED, scale=6, elem_id="line", max_lines=4
+                label=ASKED,
+                show_label=False,
+                placeholder=ASKED,
+                scale=6,
+                elem_id="line",
+                max_lines=4,
             )
             ask = gradio.Button("Ask", variant="primary", scale=1, elem_id="ask")
             restart = gradio.Button("Start over", scale=1, elem_id="restart")

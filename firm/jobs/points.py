@@ -134,7 +134,7 @@ def run_points(
         print(printable(f"{name}: {line}", max_length=500), flush=True)
 
     def show() -> None:
-        if set(sweep.pending()) < set(points):
+        if sweep.pending() and set(sweep.pending()) < set(points):
             with drawing("The page of the finished runs"):
                 show_finished(sweep, _unfinished_note(sweep, outcomes))
 

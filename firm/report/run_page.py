@@ -12,7 +12,12 @@ from markupsafe import Markup
 from firm.base.quantities import shown
 from firm.report import formats
 from firm.report import run_figures as figures
-from firm.report.comparison import RunComparison, best_comparison, comparison_table
+from firm.report.comparison import (
+    RunComparison,
+    best_comparison,
+    comparison_of,
+    comparison_table,
+)
 from firm.report.drawing import MUTED, LegendEntry, constant
 from firm.report.formats import NBSP
 from firm.report.front_sections import front_sections
@@ -265,8 +270,12 @@ def _trade_off(run: Setting) -> Section | None:
     record = run.records[0]
     has_several, by_round = len(record.objectives) > 1, bool(record.evaluations.get("validation"))
     data = "pairs" if record.learns_from_pairs else "prompts"
+    more = [prose("run-plane-equal")[1]] if front_rows(record) else []
+    if by_round and comparison_of(record, "test"):
+        more.append(prose("run-plane-others", data=data)[1])
     title, text = prose(
         f"run-plane-{'validation' if by_round else 'test'}",
+        more=" ".join(more),
         better="Up and to the right" if has_several else "Up",
         data=data,
         bars=prose(f"bars-{data}")[1],
@@ -313,6 +322,8 @@ def _quantities(run: Setting, name: str) -> Section:
     is_of_pairs = name == "scores" and run.records[0].learns_from_pairs
     title, text = prose("quantities-pairs") if is_of_pairs else TEXTS[name]
     panels, keys = figures.quantity_panels(run, name)
+    if name in ("scores", "training") and figures.GLOBAL_MODEL not in keys:  # nothing was validated
+        text = prose(f"quantities-{'pairs' if is_of_pairs else name}-blind")[1]
     drawn = {panel.name.partition("-")[0] for panel in panels}
     helps = [q.help for q in shown(name) if q.name in drawn]
     constants = {panel.name: value for panel in panels if (value := constant(panel))}
@@ -361,8 +372,9 @@ def _origin(run: Setting) -> Provenance:
     rows = []
     for name, calibration in (record.header.get("calibration") or {}).items():
         values = {
-            key.replace("_", " "): formats.number(own) if isinstance(own, int | float) else own
+            key.replace("_", " "): formats.number(own) if isinstance(own, float) else own
             for key, own in calibration.items()
+            if own != 0 or key != "num_samples"  # none in this run: the map was given
         }
         rows.append([name, ", ".join(f"{key} {own}" for key, own in values.items())])
     colors = {name: figures.objective_color(record, name) for name in record.objectives}

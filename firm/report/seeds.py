@@ -25,7 +25,8 @@ class Difference:
 
     def text(self, digits: int = 3) -> str:
         """Returns the difference with its interval."""
-        return f"{self.mean:+.{digits}f} [{self.low:+.{digits}f}, {self.high:+.{digits}f}]"
+        mean, low, high = (round(own, digits) + 0.0 for own in (self.mean, self.low, self.high))
+        return f"{mean:+.{digits}f} [{low:+.{digits}f}, {high:+.{digits}f}]"  # no -0.000
 
 
 def mean_difference(values: ArrayLike, *, level: float = 0.95) -> Difference:

@@ -371,7 +371,13 @@ def _summary(groups: Sequence[Sequence[Setting]]) -> list[str]:
     unfinished = [s.name for s in settings if not len(main.finals(s))]
     if unfinished:
         sentences.append(f"Without a final evaluation so far: {', '.join(unfinished)}.")
-    return [*sentences, seeds_text(settings)]
+    counts = [len(setting.runs) for setting in settings]
+    if max(counts) == 1:
+        return [*sentences, seeds_text(settings)]
+    errors = (
+        f"Here: means ± standard deviations over {span_text(counts)} seeds; figures have errors."
+    )
+    return [*sentences, errors]
 
 
 def _facts(settings: Sequence[Setting]) -> dict[str, str]:

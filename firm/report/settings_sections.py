@@ -53,7 +53,7 @@ TRAINING: dict[str, Sequence[tuple[Kind, str]]] = {
     "drift": [("round", "drift"), ("round", "stationarity"), ("client", "entropy")],
 }
 """Quantities of sections, by kind and name; a program may not have registered all of them."""
-LOG_AXIS = {"type": "log", "tickformat": "~g", "nticks": 6}
+LOG_AXIS = {"type": "log", "tickformat": "~g", "nticks": 3}
 """Axis of the bound on stationarity: a linear one would show only the first orders of magnitude."""
 
 

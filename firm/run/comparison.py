@@ -5,6 +5,8 @@ from dataclasses import dataclass, replace
 from math import isclose
 from typing import Any
 
+from scipy.special import stdtrit
+
 from firm.base.quantities import QUANTITIES, drawn
 
 CLEAR_Z = 2.0
@@ -46,14 +48,17 @@ class Measure:
     def is_clear(self) -> bool:
         """True if the mean differs clearly from zero, by at least ``CLEAR_Z`` standard errors.
 
-        The interval of a share's change must exclude zero. Without a standard error because all
-        prompts changed alike, the sign test decides.
+        With few prompts, Student's t asks for more. The interval of a share's change must exclude
+        zero. Without a standard error because all prompts changed alike, the sign test decides.
         """
         if self.interval:
             return self.interval[0] > 0 or self.interval[1] < 0
         if self.se == 0 and self.mean != 0:
             return (self.num_prompts or 0) >= CLEAR_ALIKE
-        return self.z is not None and abs(self.z) >= CLEAR_Z
+        if self.z is None or self.num_prompts == 1:
+            return False
+        least = stdtrit(self.num_prompts - 1, 0.975) if self.num_prompts else CLEAR_Z
+        return abs(self.z) >= max(CLEAR_Z, float(least))
 
 
 @dataclass(frozen=True)

@@ -116,6 +116,10 @@ def test_without_validation_prompts_the_models_are_compared_at_the_end(make_run)
     assert "After 3 rounds on 4 clients. Below: the change of each objective's mean score" in over
     assert "The base and the aligned model on the test prompts. Up" in over
     assert "on the validation prompts; the colour" not in over
+    assert "Bold:" not in over
+    validated = Tags(write(make_run("validated", num_done=3))).text
+    assert "Bold:" in validated
+    assert "The test prompts are others" in validated
 
 
 def test_the_page_carries_the_figures_as_they_were_drawn(make_run):

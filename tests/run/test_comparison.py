@@ -11,6 +11,8 @@ from firm.run.comparison import Measure, compare
         (Measure(0.1, 0.04, 50), True),
         (Measure(-0.1, 0.04, 50), True),
         (Measure(0.1, 0.06, 50), False),
+        (Measure(18.6, 5.0, 2), False),  # Student's t of one degree of freedom asks for 12.7
+        (Measure(18.6, 5.0, 1), False),
         (Measure(0.5, 0.0, 6), True),  # every pair is ranked rightly, none was
         (Measure(0.5, 0.0, 5), False),
         (Measure(0.0, 0.0, 50), False),
