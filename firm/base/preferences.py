@@ -168,7 +168,7 @@ def order_shares(
         others = ", and the others do not sum to 1" if has_rest else ""
         raise ValueError(
             f"{key} has no share for {', '.join(missing)}{others}, got {words!r}; add "
-            f"{missing[0]}=0 if it does not matter."
+            f"{missing[0]}=SHARE, or {missing[0]}=0 if it does not matter."
         )
     if sum(shares.values()) <= 0:
         raise ValueError(f"{key} must have a share above 0, got {words!r}.")

@@ -223,6 +223,11 @@ def _check_enough(num_examples: int, num_clients: int, min_examples: int) -> Non
             f"got {num_clients} clients and min_examples {min_examples}."
         )
     if num_examples < num_clients * min_examples:
+        if num_clients == 1:
+            raise ValueError(
+                f"{num_examples} examples are left to train on, at least {min_examples} are "
+                "needed; add examples, or hold out fewer."
+            )
         raise ValueError(
             f"{num_examples} examples cannot give {num_clients} clients at least {min_examples} "
             "each; use fewer clients or more examples."

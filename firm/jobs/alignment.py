@@ -66,7 +66,7 @@ from firm.jobs.workspace import show_layout
 from firm.report import formats
 from firm.report.page import alarms
 from firm.report.record import read_record
-from firm.report.run_front import front_of_run, front_rows, split_at
+from firm.report.run_front import SCORES_NAME, front_of_run, front_rows, split_at
 from firm.report.run_page import update_report
 from firm.report.tables import Frame, Setting
 from firm.run.comparison import prompts_text
@@ -85,8 +85,6 @@ from firm.run.sweep import sweep_folder
 from firm.run.tracking import check_installed, open_tracker
 from firm.serving.model_card import markdown_table, markdown_text, model_card, model_name
 
-SCORES_NAME = "test_scores.safetensors"
-"""Scores and rewards of the aligned model by row of the test data, in the run's directory."""
 FREE_KEYS = (
     *("client_timeout", "engine", "hub", "max_rows", "name"),
     *("out", "paper", "plan", "plugins", "resume", "tracking"),

@@ -470,7 +470,7 @@ def main(cfg: InitConfig) -> None:
 def _in_words(written: Written) -> list[str]:
     """Returns lines that summarize the inspection and the resulting settings."""
     config, found = written.config, written.inspection
-    lines = [f"{config.policy.path} is aligned to {' and '.join(config.rewards)}"]
+    lines = [f"{config.policy.path} is aligned to {' and '.join(config.pairs or config.rewards)}"]
     if found is None:
         lines += [f"model    default settings; {note}" for note in written.notes]
     else:

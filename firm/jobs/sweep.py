@@ -16,7 +16,6 @@ from firm.base.preferences import NamedShares, grid, in_order, in_words, prefere
 from firm.base.sanitize import legible
 from firm.federation.strategies import StrategyConfig
 from firm.fronts.front import Front, seed_hypervolumes
-from firm.jobs.alignment import SCORES_NAME
 from firm.jobs.alignment_config import AlignmentConfig
 from firm.jobs.configs import SweepConfig
 from firm.jobs.plan.tables import print_plans
@@ -25,7 +24,7 @@ from firm.jobs.workspace import show_layout
 from firm.report.front_page import front_figure, write_front_page
 from firm.report.page import PAGE_NAME
 from firm.report.record import final_row, is_base, read_record
-from firm.report.run_front import num_scored, point_of, values_by_prompt
+from firm.report.run_front import SCORES_NAME, num_scored, point_of, values_by_prompt
 from firm.report.static import save_figure
 from firm.run.config import compose, to_dict, to_yaml
 from firm.run.errors import UserError

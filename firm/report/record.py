@@ -15,8 +15,8 @@ from firm.run.sweep import Sweep
 if TYPE_CHECKING:  # it imports numpy, which records need not
     from firm.report.drawing import Error
 
-ONE_SIDED = 1.645
-"""Standard errors of a one-sided bound at 95 % confidence."""
+ONE_SIDED = 0.95
+"""Confidence of a bound on a constrained reward."""
 
 
 @dataclass(frozen=True)
@@ -128,21 +128,39 @@ class Record:
         """Sentences on whether the strategy's constraints hold on the test prompts.
 
         A constraint holds, or is missed, if the one-sided bound of the mean reward at 95 %
-        confidence is on that side of it, by the standard error over prompts; otherwise it is open.
+        confidence is on that side of it; otherwise it is open. The bounds are those of
+        ``firm.fronts.confidence`` from the values by prompt, or Student's without them.
         """
+        import numpy as np
+
+        from firm.fronts.confidence import half_width, lower_bound, upper_bound
+        from firm.report.run_front import SCORES_NAME, values_by_prompt
+
+        values = values_by_prompt(self.path / SCORES_NAME, self.objectives)
         bounds = (self.settings.get("strategy") or {}).get("min_rewards") or {}
         found, row = [], final_row(self) or {}
         for name, bound in bounds.items():
             mean, se = (score(row, "rewards", name, part) for part in ("mean", "se"))
             if mean is None or se is None:
                 continue
-            gap, width = mean - bound, ONE_SIDED * se
-            verdict = "holds" if gap >= width else "is missed" if gap < -width else "is open"
+            num = score(row, "rewards", name, "num_prompts") or row.get("num_prompts") or 0
+            width = half_width(se, int(num), ONE_SIDED)
+            low, high = mean - width, mean + width
+            if name in values:
+                known = np.array(values[name])
+                own, known = {"is_bounded": self._is_bounded(name)}, known[np.isfinite(known)]
+                low, high = (side(known, ONE_SIDED, **own) for side in (lower_bound, upper_bound))
+            verdict = "holds" if low >= bound else "is missed" if high < bound else "is open"
             found.append(
                 f"{name} >= {bound:g} {verdict}: reward {mean:.3f} ± {se:.3f}, one-sided 95 % "
-                f"bounds {mean - width:.3f} and {mean + width:.3f}"
+                f"bounds {low:.3f} and {high:.3f}"
             )
         return found
+
+    def _is_bounded(self, name: str) -> bool:
+        """Returns whether an objective's rewards are calibrated to [0, 1]."""
+        own = (self.header.get("calibration") or {}).get(name) or {}
+        return own.get("method", "none") != "none"
 
     def extra_scores(self) -> list[str]:
         """Names of the scores other than the objectives, in order of appearance."""

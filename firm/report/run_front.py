@@ -19,6 +19,9 @@ from firm.report.record import Record, final_row, rewards_of
 from firm.report.tables import Setting
 from firm.run.rows import Row
 
+SCORES_NAME = "test_scores.safetensors"
+"""Scores and rewards of the aligned model by row of the test data, in the run's directory."""
+
 
 def split_at(split: str, preference: Sequence[float]) -> str:
     """Returns the name of a split in the rows of a preference."""

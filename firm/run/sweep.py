@@ -113,6 +113,9 @@ class Sweep:
                 for each in (manifest, asked)
             ]
             if changed := differences({k: fixed[0][k] for k in asked}, fixed[1]):
+                # what differs in the points follows from the configuration
+                own = [text for text in changed if text.startswith("config.")]
+                changed = [text.removeprefix("config.") for text in own] or changed
                 more = f" and {len(changed) - 3} more" if len(changed) > 3 else ""
                 raise UserError(
                     f"the {kind} at {path} has another configuration: {', '.join(changed[:3])}"

@@ -10,9 +10,10 @@ from safetensors.torch import load_file
 
 from firm.cli.main import COMMANDS
 from firm.fronts import Front
-from firm.jobs.alignment import SCORES_NAME, align
+from firm.jobs.alignment import align
 from firm.report import read_record
 from firm.report.record import final_row
+from firm.report.run_front import SCORES_NAME
 from firm.run.yaml_text import read_yaml
 from tests.runs import read_adapter, read_rows
 from tests.smoke import FRONT, SMOKE, config, run

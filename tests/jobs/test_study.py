@@ -209,7 +209,7 @@ def test_a_study_with_a_failed_setting_shows_the_others_and_continues_when_it_is
     assert "Runs that are not finished" not in page
     assert (out / "points/firm-seed_0/metrics.jsonl").read_bytes() == finished
     changed = ["resume", str(out), "--settings.server.overrides.strategy.num_local_steps", "2"]
-    assert "has another configuration: config.settings.server" in refusal(firm, changed)
+    assert "has another configuration: settings.server" in refusal(firm, changed)
 
 
 def test_an_interrupted_study_shows_the_runs_that_are_finished_and_goes_on_with_their_base_alone(

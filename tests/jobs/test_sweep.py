@@ -214,7 +214,7 @@ def test_a_finished_sweep_is_told_again_without_running_anything(swept):
 def test_a_sweep_of_another_configuration_is_refused_and_stays_as_it_is(swept):
     before = (swept / "sweep.json").read_bytes()
     with pytest.raises(
-        UserError, match=r"has another configuration: config\.overrides\.rounds was 1, is 2"
+        UserError, match=r"has another configuration: overrides\.rounds was 1, is 2"
     ):
         main(replace(CONFIG, overrides={**TINY, "rounds": 2}, out=swept, resume=True))
     with pytest.raises(UserError, match="there is already a sweep"):

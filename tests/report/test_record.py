@@ -1,8 +1,12 @@
 import pytest
+import torch
+from safetensors.torch import save_file
+from scipy.stats import t
 
 from firm.report import read_record
 from firm.report.record import final_row
 from firm.report.run_figures import trade_off_planes
+from firm.report.run_front import SCORES_NAME
 from firm.report.run_page import run_page
 from firm.run.errors import UserError
 from tests.runs import read_rows, write_rows
@@ -109,20 +113,35 @@ def test_constraints_hold_are_missed_or_stay_open_by_their_one_sided_bounds(make
         last["rewards"][name] = {**last["rewards"][name], "mean": mean, "se": 0.1}
     write_rows(run_path, rows)
     record = read_record(run_path)
+    reach = 0.1 * t.ppf(0.95, last["num_prompts"] - 1)
+    low, high = 0.7 - reach, 0.7 + reach
     for bounds, expected in (
-        ({"helpful": 0.53}, ["helpful >= 0.53 holds: reward 0.700 ± 0.100, one-sided 95 % bounds"]),
-        ({"helpful": 0.54}, ["helpful >= 0.54 is open"]),
-        ({"helpful": 0.86, "harmless": 0.67}, ["helpful >= 0.86 is open", "harmless >= 0.67 is"]),
-        ({"helpful": 0.87}, ["helpful >= 0.87 is missed"]),
+        ({"helpful": low - 0.01}, ["helpful >= 0.", "holds: reward 0.700 ± 0.100, one-sided"]),
+        ({"helpful": low + 0.01}, ["helpful >= 0.", "is open"]),
+        ({"helpful": high - 0.01}, ["helpful >= 0.", "is open"]),
+        ({"helpful": high + 0.01}, ["helpful >= 0.", "is missed"]),
         ({"unknown": 0.5}, []),
     ):
         record.settings["strategy"] = {"min_rewards": bounds}
         found = record.constraint_outcomes
-        assert len(found) == len(expected)
-        assert all(text.startswith(start) for text, start in zip(found, expected, strict=True))
+        assert len(found) == bool(expected)
+        assert all(part in text for text in found for part in expected)
         assert [text for text in run_page(record).summary if text.startswith("Constraint ")] == [
             f"Constraint {text}." for text in found
         ]
+
+
+def test_few_equal_rewards_leave_a_constraint_open(make_run):
+    run_path = make_run()
+    save_file(
+        {"prompt": torch.arange(4), "rewards/helpful": torch.full((4,), 0.413)},
+        run_path / SCORES_NAME,
+    )
+    record = read_record(run_path)
+    for bound, verdict in ((0.1, "holds"), (0.3, "is open"), (0.6, "is open"), (0.9, "is missed")):
+        record.settings["strategy"] = {"min_rewards": {"helpful": bound}}
+        (text,) = record.constraint_outcomes
+        assert text.startswith(f"helpful >= {bound:g} {verdict}: ")
 
 
 def test_the_validation_of_an_earlier_adapter_that_was_kept_is_no_point_of_the_course(make_run):

@@ -246,7 +246,7 @@ def test_a_sweep_that_is_killed_leaves_no_process_behind_and_goes_on_where_it_wa
 @pytest.mark.parametrize(
     ("config", "points", "resume", "message"),
     [
-        ({"a": 2}, POINTS, True, r"has another configuration: config\.a was 1, is 2"),
+        ({"a": 2}, POINTS, True, r"has another configuration: a was 1, is 2"),
         ({"a": 1}, {"one": {"n": 1}}, True, r"points\.two\.n was 2, is 'absent'|was 2, is absent"),
         ({"a": 1}, POINTS, False, "there is already a sweep at"),
     ],
@@ -284,8 +284,8 @@ def test_only_keys_without_a_finished_point_change(tmp_path):
     assert [each["all"] for each in changes] == [1, 2, 1]
     before = (path / "sweep.json").read_bytes()
     for own, all, message in (
-        ({"a": {"n": 5}, "a.b": {"n": 3}}, 1, r"config\.own\.a\.b\.n was 2, is 3"),
-        ({"a": {"n": 5}, "a.b": {"n": 2}}, 2, r"config\.all was 1, is 2"),
+        ({"a": {"n": 5}, "a.b": {"n": 3}}, 1, r"own\.a\.b\.n was 2, is 3"),
+        ({"a": {"n": 5}, "a.b": {"n": 2}}, 2, r"all was 1, is 2"),
     ):
         with pytest.raises(UserError, match=message):
             opened(own, all)
