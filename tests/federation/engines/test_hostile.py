@@ -35,7 +35,7 @@ def test_the_suite_notices_what_it_looks_for(monkeypatch):
 
 
 def test_the_suite_notices_a_site_that_obeys(monkeypatch):
-    def obey(self, task, content):
+    def obey(self, task, content, clients=None):
         kind = hostile.TASKS[task].request
         reading = hostile.Reading(hostile.OBJECTIVES, hostile.START)
         return kind.read(content, reading)
