@@ -26,9 +26,10 @@ pytest.importorskip("nvflare", reason="the extra `network` is not installed")
 from nvflare.apis.fl_constant import ConfigVarName, SystemConfigs
 from nvflare.fuel.utils.config_service import ConfigService
 
+from firm.alignment import Calibration
 from firm.cli.main import main
 from firm.federation import LocalEngine, Processes, RoundFailed, ServerState
-from firm.federation.serialization import unpack
+from firm.federation.serialization import pack, unpack
 from firm.federation.strategies import STRATEGIES
 from firm.jobs import alignment
 from firm.jobs import network as jobs_network
@@ -361,6 +362,42 @@ def test_a_reward_function_in_a_file_is_each_partys_own(tmp_path):
     assert not jobs_network._is_own("rewards.brief.name")
     assert (tmp_path / "ours").exists()
     assert not (tmp_path / "theirs").exists()
+
+
+@pytest.mark.slow
+def test_a_site_keeps_the_states_of_each_run_by_its_name(kits, tmp_path, monkeypatch):
+    kit = tmp_path / "hospital"
+    shutil.copytree(kits / "hospital", kit)
+    (kit / "site.yaml").write_text(to_yaml({"kit": str(kit), "own_prompts": True}))
+    (kit / "run.yaml").write_text(
+        to_yaml(compose(AlignmentConfig, [kit / "run.yaml"], [("data.hold_out", 0.5)]))
+    )
+    answers, told = [], {}
+    loads, new = jobs_network.fingerprint, jobs_network.DiskStates
+
+    def noted(cfg, loaded, *others):
+        assert cfg.data.hold_out == 0  # all prompts of a site's own are trained on
+        told.update(loads(cfg, loaded, *others))
+        return told
+
+    monkeypatch.setattr(jobs_network, "fingerprint", noted)
+    monkeypatch.setattr(jobs_network.link, "serve", lambda profile, answer: answers.append(answer))
+    names = compose(AlignmentConfig, [kit / "run.yaml"], []).objectives
+    calibrations = {name: Calibration("none").to_dict() for name in names}
+    kept: list[Path] = []
+    monkeypatch.setattr(jobs_network, "DiskStates", lambda path: kept.append(path) or new(path))
+    for name in ("first", "second"):
+        jobs_network.site_process(kit)
+        setup = {"calibrations": calibrations, "name": name}
+        meeting = {"do": "meet", "fingerprint": told, "setup": setup, "number": 1}
+        assert "problem" not in unpack(answers[-1](pack(meeting)))
+    first, second = kept
+    assert first.parts[-2:] == ("first", "process_0")
+    assert second == first.parents[1] / "second/process_0"
+    jobs_network.site_process(kit)
+    meeting["setup"] = {"calibrations": calibrations, "name": "../first"}
+    assert unpack(answers[-1](pack(meeting)))["problem"] == "ValueError"
+    assert len(kept) == 2
 
 
 # --- What must be the same, and what crosses ------------------------------------------------------
