@@ -5,8 +5,6 @@ from dataclasses import dataclass, replace
 from math import isclose
 from typing import Any
 
-from scipy.special import stdtrit
-
 from firm.base.quantities import QUANTITIES, drawn
 
 CLEAR_Z = 2.0
@@ -57,6 +55,8 @@ class Measure:
             return (self.num_prompts or 0) >= CLEAR_ALIKE
         if self.z is None or self.num_prompts == 1:
             return False
+        from scipy.special import stdtrit  # late: configurations need no library that takes seconds
+
         least = stdtrit(self.num_prompts - 1, 0.975) if self.num_prompts else CLEAR_Z
         return abs(self.z) >= max(CLEAR_Z, float(least))
 
