@@ -43,6 +43,7 @@ def test_the_shipped_configurations_are_listed_with_a_line_each(capsys):
     assert all(len(line.split()) > 3 for line in lines)
 
 
+@pytest.mark.slow
 def test_a_reader_that_has_enough_ends_a_command_in_silence():
     reads, writes = os.pipe()
     os.close(reads)

@@ -238,6 +238,7 @@ def test_losses_are_those_of_the_whole_shard_without_dropout():
     assert workspace.model.training
 
 
+@pytest.mark.slow
 def test_a_loss_of_known_targets_is_their_mean_over_all_samples(new_plugins, monkeypatch):
     @loss("known")
     def known(outputs, targets):

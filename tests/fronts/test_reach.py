@@ -165,6 +165,7 @@ def test_of_all_seeds_at_a_trade_off_the_one_that_gains_most_answers(name):
         assert answer == max(found, key=lambda seed: found[seed])
 
 
+@pytest.mark.slow
 def test_a_conditioned_model_is_what_was_measured_at_its_preference(build_point, build_front):
     ends = [build_point((0.9, 0.1), preference=(1, 0)), build_point((0.1, 0.9), preference=(0, 1))]
     for middle, weak in (((0.6, 0.45), False), ((0.2, 0.2), True)):

@@ -185,6 +185,7 @@ def test_a_model_is_chosen_on_validation_prompts_and_certified_on_test_prompts()
     assert "fail: a >= 0.6 (bound 0." in certificate(other, "a>=0.6", parts).describe()
 
 
+@pytest.mark.slow
 def test_rewards_of_a_conditioned_model_are_not_interpolated_across_one_that_was_measured():
     front = replace(measured(np.random.default_rng(0), [0.9, 0.05, 0.1]), is_conditioned=True)
     pairs = zip(front.points, (0.2, 0.1, 0.8), strict=True)

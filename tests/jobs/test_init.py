@@ -358,6 +358,7 @@ def test_a_fault_of_the_program_is_not_taken_for_a_model_that_cannot_be_read(
         init(InitConfig(POLICY, {"brief": "brevity"}, str(data), out=tmp_path / "own.yaml"))
 
 
+@pytest.mark.slow
 def test_a_file_that_is_stopped_before_it_is_whole_does_not_stay(tmp_path, data, monkeypatch):
     def stops(*arguments):
         raise KeyboardInterrupt

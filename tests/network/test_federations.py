@@ -347,6 +347,7 @@ def test_the_plugins_that_a_kit_names_are_not_imported_but_a_party_s_own_are(tmp
     assert kit_config(tmp_path, {"plugins": own}).plugins == tuple(own)
 
 
+@pytest.mark.slow
 def test_a_reward_function_in_a_file_is_each_partys_own(tmp_path):
     run = compose(
         AlignmentConfig,

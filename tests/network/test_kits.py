@@ -46,6 +46,7 @@ def test_keys_are_for_their_owner_alone(made):
     assert stat.S_IMODE((made["server"].parent / "authority").stat().st_mode) == 0o700
 
 
+@pytest.mark.slow
 def test_keys_are_for_their_owner_alone_while_they_are_made(tmp_path, monkeypatch):
     modes, move = [], shutil.move
 

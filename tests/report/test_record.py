@@ -131,6 +131,7 @@ def test_constraints_hold_are_missed_or_stay_open_by_their_one_sided_bounds(make
         ]
 
 
+@pytest.mark.slow
 def test_few_equal_rewards_leave_a_constraint_open(make_run):
     run_path = make_run()
     save_file(

@@ -227,18 +227,21 @@ def test_a_reply_of_the_client_can_be_sent_back(served):
     assert second == result
 
 
+@pytest.mark.slow
 def test_a_reply_without_text_can_be_sent_back(served):
     refused = {"role": "assistant", "content": None, "refusal": "No."}
     body = translate({"messages": [*MESSAGES, refused, *MESSAGES]}, served, "tiny").body
     assert body["messages"][2] == {"role": "assistant", "content": ""}
 
 
+@pytest.mark.slow
 def test_hh_rlhfs_form_has_no_messages_of_tools(served):
     result = {"role": "tool", "tool_call_id": "1", "content": "3"}
     with pytest.raises(RequestRefused, match="the form of HH-RLHF"):
         translate({"messages": [result]}, replace(served, chat_template=HH_TEMPLATE), "tiny")
 
 
+@pytest.mark.slow
 def test_penalties_look_back_no_further_than_the_context(served):
     for given, taken in ((-1, 256), (10**9, 256), (64, 64), (0, 0)):
         request = {"messages": MESSAGES, "repeat_last_n": given}

@@ -46,6 +46,7 @@ def test_the_agreed_request_is_carried_out_with_the_sites_own_values(start):
     assert torch.equal(request.adapter["first"], start.adapter["first"])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "own", [{"preferences": {"a": (0.3, 0.7), "b": (0.6, 0.4)}}, {"ranks": {"a": 1, "b": 2}}]
 )

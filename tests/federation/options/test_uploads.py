@@ -242,6 +242,7 @@ def test_bits_are_whole_and_from_2_to_16(bits):
         UploadConfig(bits=bits)
 
 
+@pytest.mark.slow
 def test_few_bits_are_refused_beside_a_norm_limit_as_they_lengthen_updates():
     FirmConfig(max_update_norm=1.0, upload=UploadConfig(bits=4))
     with pytest.raises(ValueError, match="bits 4 or more"):

@@ -306,6 +306,7 @@ def test_a_round_fails_when_more_are_lost_than_a_sum_bears(task, new_network, st
         fedavg(start, names, engine, cfg)
 
 
+@pytest.mark.slow
 def test_a_sum_of_fewer_updates_than_the_quorum_is_not_opened(new_network, start):
     names = ["a", "b", "c", "d", "e", "f"]
     cfg = FedAvgConfig(secure="masks", masks=MasksConfig(num_colluders=0), quorum=5)
@@ -317,6 +318,7 @@ def test_a_sum_of_fewer_updates_than_the_quorum_is_not_opened(new_network, start
     assert fedavg(start, names, engine, cfg)[1]["round"]["secure"]["num_updates"] == 6
 
 
+@pytest.mark.slow
 def test_a_model_that_the_guard_went_back_to_is_summed_again_in_one_process(new_clients, start):
     cfg = FedAvgConfig(secure="masks", clients_per_round=2, masks=TRUSTING)
     engine = cfg.around(LocalEngine(new_clients()), len(NAMES))
