@@ -345,6 +345,8 @@ def test_the_plugins_that_a_kit_names_are_not_imported_but_a_party_s_own_are(tmp
     assert kit_config(tmp_path, {}).plugins == ()
     own = [str(tmp_path / "ours.py")]
     assert kit_config(tmp_path, {"plugins": own}).plugins == tuple(own)
+    assert (tmp_path / "ours").exists()
+    assert not (tmp_path / "theirs").exists()
 
 
 @pytest.mark.slow
@@ -361,8 +363,6 @@ def test_a_reward_function_in_a_file_is_each_partys_own(tmp_path):
     assert own.rewards["brief"].file == "ours.py"
     assert jobs_network._is_own("rewards.brief.file")
     assert not jobs_network._is_own("rewards.brief.name")
-    assert (tmp_path / "ours").exists()
-    assert not (tmp_path / "theirs").exists()
 
 
 @pytest.mark.slow
