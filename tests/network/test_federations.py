@@ -729,7 +729,7 @@ def test_sites_of_two_processes_and_of_stacked_clients_give_the_adapter_of_one(r
     for name, value in read_adapter(folder / "server/runs/run").items():
         torch.testing.assert_close(value, expected[name], atol=2e-6, rtol=0)
     assert all(len(row["clients"]) == 4 for row in _rows(folder, "round"))
-    assert len(list((folder / "hospital/states").glob("*/process_*/client_*"))) == 4
+    assert len(list((folder / "hospital/states").glob("*/run/process_*/client_*"))) == 4
     followed = parties["submit"].printed.read_text().splitlines()
     assert [line for line in followed if line.startswith("round 2/2")]
 
