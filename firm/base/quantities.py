@@ -25,6 +25,8 @@ RESERVED = ("kind", "round", "client", "num_examples", "bytes_down", "bytes_up")
 CENTERED = {"autorangeoptions": {"include": [-0.2, 0.2]}}
 """Axis of correlations, wide enough that values near zero look like it."""
 PERCENT = {"rangemode": "tozero", "tickformat": "~%"}
+LOG = {"type": "log", "tickformat": "~g", "nticks": 3}
+"""Axis of ratios; with more ticks plotly labels each digit of a decade."""
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from firm.base.quantities import CENTERED, PERCENT, Quantity, register
+from firm.base.quantities import CENTERED, LOG, PERCENT, Quantity, register
 from firm.base.schema import (
     ByObjective,
     Correlation,
@@ -83,7 +83,7 @@ register(
         "Norm, {}",
         "norm ratio",
         reference=1.0,
-        axis={"type": "log", "tickformat": "~g", "nticks": 3},
+        axis=LOG,
         of=_log_norm_ratio,
     ),
     _gradient(

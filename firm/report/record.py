@@ -131,13 +131,15 @@ class Record:
         confidence is on that side of it; otherwise it is open. The bounds are those of
         ``firm.fronts.confidence`` from the values by prompt, or Student's without them.
         """
+        bounds = (self.settings.get("strategy") or {}).get("min_rewards") or {}
+        if not bounds:
+            return []
         import numpy as np
 
         from firm.fronts.confidence import half_width, lower_bound, upper_bound
         from firm.report.run_front import SCORES_NAME, values_by_prompt
 
         values = values_by_prompt(self.path / SCORES_NAME, self.objectives)
-        bounds = (self.settings.get("strategy") or {}).get("min_rewards") or {}
         found, row = [], final_row(self) or {}
         for name, bound in bounds.items():
             mean, se = (score(row, "rewards", name, part) for part in ("mean", "se"))
@@ -148,8 +150,11 @@ class Record:
             low, high = mean - width, mean + width
             if name in values:
                 known = np.array(values[name])
-                own, known = {"is_bounded": self._is_bounded(name)}, known[np.isfinite(known)]
-                low, high = (side(known, ONE_SIDED, **own) for side in (lower_bound, upper_bound))
+                known = known[np.isfinite(known)]
+                # a stranger's file may hold anything
+                is_bounded = self._is_bounded(name) and bool(((known >= 0) & (known <= 1)).all())
+                sides = (lower_bound, upper_bound)
+                low, high = (side(known, ONE_SIDED, is_bounded=is_bounded) for side in sides)
             verdict = "holds" if low >= bound else "is missed" if high < bound else "is open"
             found.append(
                 f"{name} >= {bound:g} {verdict}: reward {mean:.3f} ± {se:.3f}, one-sided 95 % "

@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from firm.base.quantities import QUANTITIES, Kind, Quantity, shown
+from firm.base.quantities import LOG, QUANTITIES, Kind, Quantity, shown
 from firm.fronts.measures import preference_correlation
 from firm.report import formats
 from firm.report.criteria import Criterion
@@ -53,8 +53,6 @@ TRAINING: dict[str, Sequence[tuple[Kind, str]]] = {
     "drift": [("round", "drift"), ("round", "stationarity"), ("client", "entropy")],
 }
 """Quantities of sections, by kind and name; a program may not have registered all of them."""
-LOG_AXIS = {"type": "log", "tickformat": "~g", "nticks": 3}
-"""Axis of the bound on stationarity: a linear one would show only the first orders of magnitude."""
 
 
 # --- Criteria -------------------------------------------------------------------------------------
@@ -288,7 +286,8 @@ def quantities_of(section: str) -> list[Quantity]:
     if section == "further":
         return [q for q in shown("further") if q.kind != "evaluation" and q.by != "pair"]
     found = [QUANTITIES[place] for place in TRAINING[section] if place in QUANTITIES]
-    return [replace(q, axis=LOG_AXIS) if q.name == "stationarity" else q for q in found]
+    # a linear axis would show only the first orders of magnitude of the bound on stationarity
+    return [replace(q, axis=LOG) if q.name == "stationarity" else q for q in found]
 
 
 def quantities_section(

@@ -143,6 +143,9 @@ def test_few_equal_rewards_leave_a_constraint_open(make_run):
         record.settings["strategy"] = {"min_rewards": {"helpful": bound}}
         (text,) = record.constraint_outcomes
         assert text.startswith(f"helpful >= {bound:g} {verdict}: ")
+    values = {"prompt": torch.arange(4), "rewards/helpful": torch.full((4,), 7.0)}
+    save_file(values, run_path / SCORES_NAME)  # a stranger's
+    assert "is open" in record.constraint_outcomes[0]
 
 
 def test_the_validation_of_an_earlier_adapter_that_was_kept_is_no_point_of_the_course(make_run):

@@ -284,9 +284,9 @@ class LocalEngine:
             BaseException
         ) as error:  # a client may run arbitrary code, which must not end the run
             logger.debug("%s failed in round %d", name, request.round, exc_info=True)
-            own = error.__cause__ if isinstance(error, WithheldError) else None
-            reason = f"{type(error).__name__}: {error}" if own is None else str(error)
-            own = error if own is None else own
+            is_withheld = isinstance(error, WithheldError)
+            own = (error.__cause__ if is_withheld else None) or error
+            reason = str(error) if is_withheld else f"{type(error).__name__}: {error}"
             for each in (error, own):
                 traceback.clear_frames(each.__traceback__)  # may hold a whole autograd graph
             outcome = Failure(name, reason, bytes_down, kind=error_kind(own), cause=error)

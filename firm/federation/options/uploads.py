@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 BITS_OF_LENGTH = 4
-"""Fewest bits that leave the length of an update as it is, to 2 %; error feedback adds to it."""
+"""Fewest bits that hardly change the length of an update; with fewer, error feedback adds to it."""
 
 
 @option
@@ -43,7 +43,7 @@ class UploadConfig(Option):
         super().check(cfg)
         if cfg.max_update_norm is not None and self.bits < BITS_OF_LENGTH:
             raise ValueError(
-                f"upload.bits {self.bits} makes updates up to 1.8 times as long, so that "
+                f"upload.bits {self.bits} makes updates longer than they are, so that "
                 f"max_update_norm would refuse honest clients: use upload.bits {BITS_OF_LENGTH} or "
                 "more, or max_update_norm null."
             )
