@@ -24,9 +24,9 @@ class Difference:
         return self.low > 0 or self.high < 0
 
     def text(self, digits: int = 3) -> str:
-        """Returns the difference with its interval."""
-        mean, low, high = (round(own, digits) + 0.0 for own in (self.mean, self.low, self.high))
-        return f"{mean:+.{digits}f} [{low:+.{digits}f}, {high:+.{digits}f}]"  # no -0.000
+        """Returns the difference with its interval; its ends keep the signs that rounding hides."""
+        mean = round(self.mean, digits) + 0.0  # no -0.000
+        return f"{mean:+.{digits}f} [{self.low:+.{digits}f}, {self.high:+.{digits}f}]"
 
 
 def mean_difference(values: ArrayLike, *, level: float = 0.95) -> Difference:

@@ -197,7 +197,7 @@ def test_logprobs_are_those_of_the_tokens(ask):
         assert token.logprob == token.top_logprobs[0].logprob < 0
 
 
-def test_tools_and_their_results_are_taken(ask):
+def test_tools_are_taken_and_results_refused_where_prompts_have_no_place_for_them(ask):
     assert ask(tools=[TOOL], tool_choice="auto").choices[0].finish_reason
     call = {"id": "1", "type": "function", "function": {"name": "add", "arguments": "{}"}}
     conversation = [
@@ -205,7 +205,8 @@ def test_tools_and_their_results_are_taken(ask):
         {"role": "assistant", "tool_calls": [call]},
         {"role": "tool", "tool_call_id": "1", "content": "3"},
     ]
-    assert ask(messages=conversation, tools=[TOOL]).choices[0].finish_reason
+    with pytest.raises(openai.BadRequestError, match="the form of HH-RLHF"):
+        ask(messages=conversation, tools=[TOOL])
 
 
 def test_a_developer_s_message_is_the_system_s(ask):
