@@ -126,7 +126,8 @@ class KLGuard:
             )
             return after, [_end_alarm(self.stopped)]
         self._kls = [*self._kls, kl][-NUM_RECENT:]  # inside: the region moves along
-        self._good = _checkpoint(before)  # the KL measured now is that of the round's start
+        if before.round != self.undone_round:  # which has the adapter of an earlier round
+            self._good = _checkpoint(before)  # the KL measured now is that of the round's start
         return after, []
 
     @property

@@ -196,6 +196,13 @@ COMMANDS = {
         "ServeConfig",
         over="run",
     ),
+    "report": Command(
+        "Rewrites a run's page as one file, or prints a study's differences.",
+        "report",
+        "ReportConfig",
+        check="check_run_folder",
+        positional="run",
+    ),
     "workspace": Command(
         "Saves a workspace in W&B with the main figures of a run's page.",
         "workspace",
@@ -343,7 +350,8 @@ def _with_prefix(arguments: Sequence[str], config: type, below: type) -> list[st
     result = list[str]()
     for before, word in pairwise(["", *arguments]):
         key = word.removeprefix("--").partition("=")[0].partition(".")[0]
-        if before == "--help" and key in others - own:
+        if before in ("-h", "--help") and key in others - own:
+            word = word.removeprefix("--")
             raise UserError(f"{word} is a key of the runs: see `firm align --help {word}`.")
         is_below = word.startswith("--") and key in others - own
         result.append(f"--overrides.{word[2:]}" if is_below else word)

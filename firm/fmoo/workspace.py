@@ -253,26 +253,26 @@ class Workspace:
         if len(chosen) == 0:
             raise ValueError("There are no samples to evaluate on.")
         self.model.eval()
-        parts = [
-            self.model(self.prepare(data.inputs[part])) for part in chosen.split(EVALUATION_BATCH)
-        ]
-        self.model.train()
         losses = torch.zeros(len(data.objectives), dtype=torch.float64)
-        accuracies = torch.zeros_like(losses)
-        # a loss is a mean over the targets that it knows, so it has to see them all
-        for j, (loss, outputs) in enumerate(
-            zip(data.losses, zip(*parts, strict=True), strict=True)
-        ):
-            output, targets = torch.cat(outputs), data.targets[chosen, j]
-            losses[j] = LOSSES[loss](output, targets).cpu().double()
-            accuracies[j] = _accuracy(loss, output, targets)
+        counts, hits = torch.zeros_like(losses), torch.zeros_like(losses)
+        for part in chosen.split(EVALUATION_BATCH):
+            outputs = self.model(self.prepare(data.inputs[part]))
+            for j, (loss, output) in enumerate(zip(data.losses, outputs, strict=True)):
+                targets = data.targets[part, j]
+                # a loss is a mean over the targets that it knows
+                if num_known := int((~targets.isnan()).sum()):
+                    losses[j] += LOSSES[loss](output, targets).cpu().double() * num_known
+                    counts[j] += num_known
+                hits[j] += _accuracy(loss, output, targets) * len(part)
+        self.model.train()
+        losses /= counts
         for name, loss in zip(data.objectives, losses.tolist(), strict=True):
             if not math.isfinite(loss):
                 raise ValueError(
                     f"the loss of {name!r} is {loss}: look for NaN, infinity or very large values "
                     "in the data, or lower lr."
                 )
-        return ObjectiveMetrics(losses, accuracies if data.has_accuracies else None)
+        return ObjectiveMetrics(losses, hits / len(chosen) if data.has_accuracies else None)
 
 
 def _check_modules(model: nn.Module) -> None:

@@ -85,7 +85,10 @@ def interpolated(front: Front, eligible: Front) -> list[tuple[Front, list[list[i
         own = eligible.of_seed(seed)
         if front.is_conditioned:
             own = front.of_seed(seed)
-            own = replace(own, points=tuple(p for p in own.points if p.preference is not None))
+            points = [p for p in own.points if p.preference is not None]
+            if eligible.has_validation:  # rewards on test prompts are not comparable
+                points = [p for p in points if p.name in front.validation]
+            own = replace(own, points=tuple(points))
         cells = [
             [i for i in cell if own.points[i].collapse is None]
             for cell in neighbourhoods(own.preferences())

@@ -59,6 +59,7 @@ class Data(ABC):
         given: Mapping[str, Sequence[Prompt]],
         *,
         measures: bool,
+        holds_out: bool = True,
         on_note: Callable[[str], None],
     ) -> DataSplits:
         """Returns the data of a run.
@@ -68,6 +69,8 @@ class Data(ABC):
             tokenizer: The policy's tokenizer; needed only for limits on tokens.
             given: Rows that a Python program passed as objects, by name.
             measures: Whether to load held-out data.
+            holds_out: Whether to leave held-out data out of the training data; false for data that
+                nothing measures.
             on_note: Receives notes for the user.
         """
 
@@ -122,6 +125,7 @@ class PromptData(Data):
         given: Mapping[str, Sequence[Prompt]],
         *,
         measures: bool,
+        holds_out: bool = True,
         on_note: Callable[[str], None],
     ) -> DataSplits:
         """Returns the prompts of `data`; see `Data`."""
@@ -144,7 +148,7 @@ class PromptData(Data):
 
         prompts = prompts_of("train")
         validation, test = [], []
-        if share := cfg.data.hold_out:
+        if holds_out and (share := cfg.data.hold_out):
             parts = hold_out(prompts, USES, share, seed=hold_out_seed(cfg), key="data.train")
             prompts = parts["train"]
             if not (num_validation := cfg.evaluation.num_validation_prompts):
@@ -199,6 +203,7 @@ class PairData(Data):
         given: Mapping[str, Sequence[Prompt]],
         *,
         measures: bool,
+        holds_out: bool = True,
         on_note: Callable[[str], None],
     ) -> DataSplits:
         """Returns the pairs of all objectives; see `Data`.
@@ -239,7 +244,7 @@ class PairData(Data):
                     raise ValueError(f"pairs.{name}: {error}") from error
 
             own = pairs_of(config.split, name)
-            for use, limit in limits.items():
+            for use, limit in limits.items() if holds_out else ():
                 split = getattr(config, use)
                 if split is not None:
                     held_out[use] += pairs_of(split, f"{name}/{use}")[:limit] if limit else []

@@ -109,10 +109,15 @@ def load(
     processes: Processes,
     *,
     measures: bool = True,
+    holds_out: bool = True,
     given: Given | None = None,
     on_event: Callable[..., None] | None = None,
 ) -> LoadedRun:
-    """Loads data, models and reward models in this process, unless they are in `given`."""
+    """Loads data, models and reward models in this process, unless they are in `given`.
+
+    Held-out data are loaded if this process `measures`, and left out of the training data if the
+    run `holds_out`.
+    """
     if on_event and processes.is_server:
         on_event("loading")
     given = given or Given()
@@ -139,7 +144,12 @@ def load(
 
     is_measured = processes.is_server and measures
     splits = data_of(cfg).load(
-        cfg, tokenizer, given.rows, measures=is_measured, on_note=notes.append
+        cfg,
+        tokenizer,
+        given.rows,
+        measures=is_measured,
+        holds_out=holds_out,
+        on_note=notes.append,
     )
     check_prompts(splits.prompts, tokenizer, cfg.policy.prompt, on_note=notes.append)
     configs = reward_configs(cfg)

@@ -421,6 +421,18 @@ class ServeConfig:
 
 
 @configuration
+class ReportConfig:
+    """A page as a single file, or a study's values in the terminal."""
+
+    run: Path
+    """Run, sweep or study whose report.html is rewritten as one file that needs no network."""
+    rounds: list[NonNegativeInt] = field(default_factory=list)
+    """Evaluated rounds of a study, whose values are printed instead."""
+    against: str | None = None
+    """Setting of a study; the others' differences from it, paired by seed, are printed instead."""
+
+
+@configuration
 class WorkspaceConfig:
     """A workspace in W&B."""
 

@@ -145,10 +145,8 @@ def site_process(kit: Path) -> None:
     own = compose(SiteConfig, [kit / "site.yaml"], [])
     names = clients_by_site(federation_of(kit))[site_name(kit)]
     cfg = with_fast_dtypes(kit_config(kit, own.overrides))
-    if own.own_prompts:  # which nothing measures
-        cfg = replace(cfg, data=replace(cfg.data, hold_out=0.0))
     processes = Processes.join(per_client=own.processes_per_client)
-    loaded = load(cfg, processes, measures=False)
+    loaded = load(cfg, processes, measures=False, holds_out=not own.own_prompts)
     shared = fingerprint(cfg, loaded, certificates_digest(kit) if cfg.strategy.secure else None)
     run = digest_of_run(shared)
     states = kit / "states" / run

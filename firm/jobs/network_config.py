@@ -21,6 +21,7 @@ from firm.base.sanitize import check_name
 from firm.jobs.alignment_config import AlignmentConfig
 from firm.network.site_policy import SitePolicy
 from firm.run.config import compose, to_dict
+from firm.run.differences import leaves
 from firm.run.errors import UserError
 from firm.run.shipped import CONFIGS
 
@@ -155,26 +156,14 @@ def kit_config(kit: Path, overrides: Mapping[str, Any]) -> AlignmentConfig:
     """
     plain = [("plugins", [])]
     cfg = _for_sites(compose(AlignmentConfig, [kit / "run.yaml"], [*plain, *overrides.items()]))
-    given = _files(to_dict(compose(AlignmentConfig, [kit / "run.yaml"], plain)))
-    for key, file in _files(to_dict(cfg)).items():
-        if file == given.get(key):
+    own = dict(leaves(overrides))
+    for key, file in leaves(to_dict(cfg)):
+        if file and key.endswith(".file") and key not in own:
             raise UserError(
                 f"{key} must be set in this party's own overrides, to its own copy of {file}: code "
                 "that a kit names is not run."
             )
     return cfg
-
-
-def _files(settings: Mapping[str, Any], path: str = "") -> dict[str, str]:
-    """Returns the files of reward functions in a configuration, by key."""
-    found: dict[str, str] = {}
-    for key, value in settings.items():
-        place = f"{path}.{key}" if path else key
-        if isinstance(value, Mapping):
-            found |= _files(value, place)
-        elif key == "file" and value:
-            found[place] = str(value)
-    return found
 
 
 def _for_sites(cfg: AlignmentConfig) -> AlignmentConfig:

@@ -112,7 +112,14 @@ def run_points(
         replace_text(out / STUDY_NAME, to_yaml(cfg))
 
     sweep = Sweep.open(
-        out, settings, points, resume=cfg.resume, kind=kind, own_keys=own_keys, on_change=change
+        out,
+        settings,
+        points,
+        resume=cfg.resume,
+        kind=kind,
+        own_keys=own_keys,
+        lists=("seeds", "preferences"),
+        on_change=change,
     )
     if not (out / STUDY_NAME).exists():
         replace_text(out / STUDY_NAME, to_yaml(cfg))  # the manifest lacks the free keys

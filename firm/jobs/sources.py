@@ -7,7 +7,7 @@ from pathlib import Path
 from firm.alignment.policy_config import is_gguf
 from firm.base.preferences import FRONT_NAME
 from firm.jobs.alignment_config import AlignmentConfig, every_source
-from firm.jobs.configs import PickConfig, PointsConfig, WorkspaceConfig
+from firm.jobs.configs import PickConfig, PointsConfig, ReportConfig, WorkspaceConfig
 from firm.jobs.network_config import AdminConfig, ServerConfig, SiteConfig, federation_of
 from firm.run.config import lay_out
 from firm.run.errors import UserError
@@ -89,7 +89,7 @@ def check_kit(cfg: ServerConfig | SiteConfig | AdminConfig) -> None:
     federation_of(cfg.kit)
 
 
-def check_run_folder(cfg: WorkspaceConfig) -> None:
+def check_run_folder(cfg: ReportConfig | WorkspaceConfig) -> None:
     """Raises `UserError` unless a folder holds a run, or the runs of a study or sweep."""
     if not cfg.run.is_dir():
         check_run(cfg.run)
@@ -150,4 +150,5 @@ def _missing(key: str, kind: str, path: str) -> UserError:
     beside = [each.name for each in place.parent.iterdir()] if place.parent.is_dir() else []
     alike = difflib.get_close_matches(place.name, beside, n=1)
     near = f" (did you mean {place.parent / alike[0]}?)" if alike else ""
-    return UserError(f"{key}: there is no {kind} {path}{near}; correct it.")
+    start = "" if place.is_absolute() else f" (relative paths start in {Path.cwd()})"
+    return UserError(f"{key}: there is no {kind} {path}{near}; correct it{start}.")

@@ -14,7 +14,7 @@ prints the results of a study.
 A page is one self-contained file that needs no network; pages of a sweep or study share the
 plotly.min.js in its folder. A section that cannot be drawn, because the files of a run contain
 invalid values, becomes a note on the page and a warning; it never ends a run.
-`python -m firm.report FOLDER` embeds plotly into the page of a run, sweep or study.
+`firm report FOLDER` embeds plotly into the page of a run, sweep or study.
 """
 
 from typing import TYPE_CHECKING

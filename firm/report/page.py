@@ -34,7 +34,7 @@ FOOTER = "One file, no network needed."
 UNFINISHED = "Rewritten during the run: reload to see the latest."
 SHARED = (
     "No network needed. The figures need {}; to share the page as a single file, embed it with "
-    "python -m firm.report FOLDER."
+    "firm report FOLDER."
 )
 NUM_OPEN_SAMPLES = 4
 """Number of samples shown unfolded."""
@@ -367,9 +367,9 @@ def left_out_notes(records: Iterable[Record]) -> list[str]:
 
 
 def untrained_notes(records: Iterable[Record]) -> list[str]:
-    """Returns a sentence for each run whose rounds were all undone."""
+    """Returns a sentence for each run with rounds that left the adapter it started from."""
     return [
-        f"{record.name} left its untrained adapter, of {record.kept_adapter}."
+        f"{record.name} left the adapter that it started from, of {record.kept_adapter}."
         for record in records
         if (final_row(record) or {}).get("adapter_round") == 0 and record.last_round
     ]

@@ -148,11 +148,12 @@ class Record:
             num = score(row, "rewards", name, "num_prompts") or row.get("num_prompts") or 0
             width = half_width(se, int(num), ONE_SIDED)
             low, high = mean - width, mean + width
-            if name in values:
-                known = np.array(values[name])
-                known = known[np.isfinite(known)]
-                # a stranger's file may hold anything
-                is_bounded = self._is_bounded(name) and bool(((known >= 0) & (known <= 1)).all())
+            known = np.array(values.get(name, ()))
+            known = known[np.isfinite(known)]
+            is_bounded = self._is_bounded(name)
+            # a stranger's file may hold anything
+            is_valid = not is_bounded or bool(((known >= 0) & (known <= 1)).all())
+            if len(known) and is_valid:
                 sides = (lower_bound, upper_bound)
                 low, high = (side(known, ONE_SIDED, is_bounded=is_bounded) for side in sides)
             verdict = "holds" if low >= bound else "is missed" if high < bound else "is open"

@@ -86,16 +86,18 @@ def values_by_prompt(file: Path, objectives: Sequence[str]) -> dict[str, tuple[f
     try:
         table = load_file(file)
         # renumbered, since the sizes of a stranger's indices would be allocated
-        prompts = np.unique(table.pop("prompt").numpy(), return_inverse=True)[1]
+        prompts = np.unique(table.pop("prompt").double().numpy(), return_inverse=True)[1]
     except (OSError, SafetensorError, KeyError):
         return {}
     values = {}
-    for key, own in table.items():
+    for key, tensor in table.items():
         kind, _, name = key.rpartition("/")
-        if kind == "rewards" or (kind == "scores" and name not in objectives) or key == KL:
-            known = np.isfinite(own.numpy())
+        is_shown = kind == "rewards" or (kind == "scores" and name not in objectives) or key == KL
+        if is_shown and tensor.shape == prompts.shape:
+            own = tensor.double().numpy()
+            known = np.isfinite(own)
             counts = np.bincount(prompts, known)
-            sums = np.bincount(prompts, np.where(known, own.numpy(), 0.0))
+            sums = np.bincount(prompts, np.where(known, own, 0.0))
             with np.errstate(invalid="ignore"):
                 values[name] = tuple((sums / counts).round(6).tolist())
     return values

@@ -29,7 +29,7 @@ def _is_output_closed() -> bool:
     """Returns whether the reader of the standard output has closed it; if so, the rest is lost."""
     try:
         output = sys.stdout.fileno()
-    except (OSError, ValueError):  # it is no file
+    except (AttributeError, OSError, ValueError):  # it is no file
         return False
     asked = select.poll()
     asked.register(output, 0)  # errors are always reported
@@ -82,7 +82,8 @@ def exit_on_user_error() -> Iterator[None]:
     try:
         with interrupted_by_sigterm():
             yield
-            sys.stdout.flush()
+            if sys.stdout is not None:  # it was closed before the program started
+                sys.stdout.flush()
     except (ValueError, OSError, RoundFailed, ProcessLost) as error:
         if isinstance(error, BrokenPipeError) and _is_output_closed():
             raise SystemExit(128 + signal.SIGPIPE) from None

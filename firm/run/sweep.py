@@ -18,7 +18,7 @@ import threading
 import time
 import traceback
 import uuid
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager, redirect_stderr, redirect_stdout, suppress
@@ -78,6 +78,7 @@ class Sweep:
         resume: Resume,
         kind: str = "sweep",
         own_keys: Mapping[str, Sequence[str]] | None = None,
+        lists: Collection[str] = (),
         on_change: Callable[[], None] = lambda: None,
     ) -> Self:
         """Creates a sweep or, depending on `resume`, returns the one with this configuration.
@@ -91,6 +92,8 @@ class Sweep:
             own_keys: Path of the keys that concern a point alone, or it and others with the same
                 path, by the point's name. They may change unless one of these points is finished;
                 before any point is finished, all keys may. By default, no key may change.
+            lists: Keys of lists from which the points follow, such as seeds. All points and the
+                first entry of each list stay, and further ones may be added.
             on_change: Called before a changed configuration is stored.
 
         Raises:
@@ -109,10 +112,13 @@ class Sweep:
                 )
             sweep = cls(path)
             fixed = [
-                {**each, "config": sweep._fixed_part(each["config"], own_keys)}
+                {
+                    "config": sweep._fixed_part(each["config"], own_keys, lists),
+                    "points": {n: p for n, p in each["points"].items() if n in manifest["points"]},
+                }
                 for each in (manifest, asked)
             ]
-            if changed := differences({k: fixed[0][k] for k in asked}, fixed[1]):
+            if changed := differences(*fixed):
                 # what differs in the points follows from the configuration
                 own = [text for text in changed if text.startswith("config.")]
                 changed = [text.removeprefix("config.") for text in own] or changed
@@ -121,9 +127,9 @@ class Sweep:
                     f"the {kind} at {path} has another configuration: {', '.join(changed[:3])}"
                     f"{more}; use its configuration or choose another path."
                 )
-            if differences(manifest["config"], asked["config"]):
+            if differences({key: manifest[key] for key in asked}, asked):
                 on_change()
-                sweep.manifest["config"] = asked["config"]
+                sweep.manifest |= asked
                 replace_text(path / SWEEP_NAME, json_text(sweep.manifest, indent=2))
             return sweep
         is_resumed(path, resume, SWEEP_NAME)
@@ -136,8 +142,12 @@ class Sweep:
                 place_new(path / SWEEP_NAME, manifest)
         return cls.open(path, config, points, resume=True, kind=kind)
 
-    def _fixed_part(self, config: Any, own_keys: Mapping[str, Sequence[str]] | None) -> Any:
+    def _fixed_part(
+        self, config: Any, own_keys: Mapping[str, Sequence[str]] | None, lists: Collection[str]
+    ) -> Any:
         """Returns the part of a configuration that must not change; see `open`."""
+        firsts = {key: value[:1] for key, value in config.items() if key in lists}
+        config = {**config, **firsts}
         if own_keys is None:
             return config
         paths = {name: tuple(path) for name, path in own_keys.items()}

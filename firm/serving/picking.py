@@ -86,16 +86,15 @@ class PickedModel:
         pairs = zip(_scale(self.preference), trained, strict=True)
         if all(math.isclose(chosen, given, abs_tol=1e-6) for chosen, given in pairs):
             nearby = ""
-        elif self.front.is_conditioned:
-            nearby = (
-                " This is the nearest measured preference; --merge writes the adapter at the exact "
-                "one."
-            )
         elif (nearer := self._nearer()) is not None:
             why = nearer.collapse or "another model has larger rewards"
             nearby = f" The model nearer to the target, {nearer.name}, is left out: {why}."
+        elif self.front.is_conditioned:
+            nearby = " This is the nearest measured preference."
         else:
             nearby = " It was trained for the nearest available preference."
+        if nearby and self.front.is_conditioned:
+            nearby += " --merge writes the adapter at the exact one."
         is_apart = self.front.has_validation
         if self.certificate is not None:
             is_apart = self.certificate.num_models == 1

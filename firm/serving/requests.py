@@ -458,10 +458,11 @@ def _engine_body(
     for message in body["messages"]:
         if message["role"] == "developer":  # OpenAI's later name
             message["role"] = "system"
-        if message["role"] == "tool" and served.chat_template == HH_TEMPLATE:
+        is_tool = message["role"] == "tool" or "tool_calls" in message
+        if is_tool and served.chat_template == HH_TEMPLATE:
             raise RequestRefused(
-                "messages must have no role tool: this model's prompts have the form of HH-RLHF, "
-                "which has none.",
+                "messages must have no tool_calls and no role tool: this model's prompts have the "
+                "form of HH-RLHF, which has no place for them.",
                 param="messages",
             )
     if "max_completion_tokens" in body:  # OpenAI's later name

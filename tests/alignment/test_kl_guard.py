@@ -138,6 +138,14 @@ def test_too_many_undone_updates_end_the_run_with_the_last_good_adapter():
     assert len(alarms) == 3
 
 
+def test_an_undone_round_has_the_adapter_of_an_earlier_one():
+    guard = KLGuard(GuardConfig())
+    state, alarms = rounds(guard, [0.0, 9.0, 0.0, 9.0])  # round 3 starts from round 2's state
+    assert state.adapter["a"].tolist() == [0.0, 0.0]
+    assert guard.good_round == 0
+    assert all("continues from the adapter of round 0" in alarm for alarm in alarms)
+
+
 @pytest.mark.parametrize("config", [GuardConfig(kl_growth=None, max_kl=None)])
 def test_a_guard_that_is_off_does_nothing(config):
     guard = KLGuard(config)

@@ -51,6 +51,11 @@ def test_a_reader_that_has_enough_ends_a_command_in_silence():
     ended = subprocess.run(command, stdout=writes, stderr=subprocess.PIPE, check=False)
     os.close(writes)
     assert (ended.returncode, ended.stderr) == (141, b"")
+    closed = (
+        f"{sys.executable} -c 'from firm.run.errors import *\nwith exit_on_user_error(): pass' >&-"
+    )
+    ended = subprocess.run(closed, shell=True, capture_output=True, check=False)
+    assert (ended.returncode, ended.stderr) == (0, b"")
 
 
 def test_words_before_the_first_key_are_the_run(tmp_path, refusal):
@@ -72,8 +77,9 @@ def test_keys_of_a_sweeps_runs_need_no_prefix(refusal):
     assert (cfg.seeds, str(cfg.out)) == ([1], "x")
     line = refusal(main, ["sweep", "--roundz", "3"])
     assert "unknown key roundz" in line
-    line = refusal(main, ["study", "--help", "guard.max_kl"])
-    assert "guard.max_kl is a key of the runs: see `firm align --help guard.max_kl`" in line
+    for asked in (["--help", "guard.max_kl"], ["-h", "--guard.max_kl"]):
+        line = refusal(main, ["study", *asked])
+        assert "guard.max_kl is a key of the runs: see `firm align --help guard.max_kl`" in line
 
 
 def test_a_run_s_configuration_is_the_base_of_a_sweep(refusal):

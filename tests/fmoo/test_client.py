@@ -254,6 +254,28 @@ def test_a_loss_of_known_targets_is_their_mean_over_all_samples(new_plugins, mon
     torch.testing.assert_close(workspace.evaluate(data).losses, whole, rtol=1e-6, atol=0)
 
 
+@pytest.mark.slow
+def test_a_model_with_outputs_of_any_form_is_evaluated(new_plugins):
+    @loss("likelihood")
+    def likelihood(outputs, targets):
+        mean, spread = outputs
+        return nn.functional.gaussian_nll_loss(mean[:, 0], targets, spread.exp().expand_as(targets))
+
+    class Pairs(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.own, self.spread = _model(), nn.Parameter(torch.zeros(()))
+
+        def forward(self, inputs):
+            return [(output, self.spread) for output in self.own(inputs)]
+
+    data = _data()
+    targets = torch.linspace(-1, 1, 2 * len(data)).reshape(-1, 2)
+    data = TaskData(data.inputs, targets, data.objectives, ("likelihood", "likelihood"))
+    workspace = Workspace(Pairs(), data, LocalConfig(lr=0.2, rotation=0))
+    assert workspace.evaluate(data).losses.isfinite().all()
+
+
 def test_accuracy_counts_right_labels():
     workspace = _workspace()
     with torch.no_grad():

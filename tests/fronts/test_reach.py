@@ -90,6 +90,11 @@ def test_the_ends_are_the_best_sound_models(build_point, build_front):
     front = build_front([*points, over, broken])
     assert reaching(front, (1, 0)) == [(points[0], pytest.approx(1))]
     assert reaching(front, (0, 1)) == [(points[-1], pytest.approx(1))]
+    # of a dominated model without validation rewards those on test prompts are not comparable
+    known = {p.name: {n: own / 2 for n, own in p.rewards.items()} for p in points}
+    low = build_point((0.0, 0.0), preference=(0.9, 0.1))
+    partly = replace(build_front([*points, low]), validation=known, is_conditioned=True)
+    assert reaching(partly, (1, 0)) == [(points[0], pytest.approx(1))]
     with pytest.raises(ValueError, match="none of the 1 models has a preference and is neither"):
         reaching(build_front([broken]), (1, 0))
     with pytest.raises(ValueError, match="the target trade-off"):

@@ -60,10 +60,11 @@ def load(tmp_path):
     own.write_text(json.dumps({**data, "policy": {"path": "unused"}, "rewards": {
         "brief": {"name": "brevity"}, "joy": {"name": "positivity"}}}))  # fmt: skip
 
-    def loaded(*arguments, measures=True):
+    def loaded(*arguments, measures=True, **options):
         cfg = parse(AlignmentConfig, ["--config", str(own), *arguments])
         notes = []
-        splits = data_of(cfg).load(cfg, None, {}, measures=measures, on_note=notes.append)
+        options |= {"measures": measures, "on_note": notes.append}
+        splits = data_of(cfg).load(cfg, None, {}, **options)
         return splits, notes
 
     return loaded
@@ -82,6 +83,8 @@ def test_what_is_held_out_is_trained_on_nowhere_and_measured_by_the_server_only(
     site, _ = load(measures=False)
     assert texts(site.train) == texts(whole.train)
     assert site.validation == site.test == []
+    own, _ = load(measures=False, holds_out=False)  # of a site, which nothing measures
+    assert len(own.train) == 300
 
 
 def test_seeds_may_share_what_is_held_out(load):

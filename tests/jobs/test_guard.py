@@ -170,7 +170,9 @@ def test_a_ceiling_ends_the_run_with_the_last_adapter_below_it(tmp_path, capsys)
     assert "of round 0: the last whose KL was inside the guard's trust region" in printed
     assert "inside the guard&#39;s trust region" in (folder / "report.html").read_text()
     (note,) = untrained_notes([read_record(folder)])  # which pages of several runs have
-    assert note.startswith("run left its untrained adapter, of round 0: the last whose KL")
+    assert note.startswith(
+        "run left the adapter that it started from, of round 0: the last whose KL"
+    )
 
 
 def test_a_resumed_run_repeats_its_rows_to_the_tracker_without_their_alarms(tmp_path):

@@ -276,7 +276,7 @@ def test_an_answer_that_names_no_rewards_is_shown(tmp_path, data):
             [*MODEL, "--rewards", "{x: brevty}"],
             "rewards.x: there is no reward model 'brevty': did y",
         ),
-        ([*MODEL, "--rewards", "{x: own.py:f}"], "rewards.x: there is no file own.py; correct it."),
+        ([*MODEL, "--rewards", "{x: own.py:f}"], "rewards.x: there is no file own.py; correct it"),
         ([*MODEL, "--rewards", "{x: /no/such}"], "rewards.x: there is no folder /no/such; correct"),
     ],
 )

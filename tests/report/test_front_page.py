@@ -7,6 +7,7 @@ from statistics import fmean, stdev
 import numpy as np
 import pytest
 
+from firm.cli.main import COMMANDS
 from firm.fronts import (
     Front,
     Point,
@@ -18,7 +19,6 @@ from firm.fronts import (
     seed_hypervolumes,
 )
 from firm.report import formats, read_record
-from firm.report.__main__ import main
 from firm.report.formats import measure
 from firm.report.front_page import (
     front_clouds,
@@ -30,6 +30,8 @@ from firm.report.ledger import total_bytes
 from firm.run.comparison import Measure
 from firm.run.errors import UserError
 from tests.runs import figures_in
+
+cli = COMMANDS["report"].run
 
 OBJECTIVES = ("helpful", "harmless", "humorous")
 PREFERENCES = {
@@ -144,7 +146,7 @@ def test_the_page_of_a_sweep_can_be_made_one_file(make_sweep, tmp_path, capsys):
     assert "The figures need plotly.min.js;" in linked
     (tmp_path / "sweep.json").write_text("{}")
     for _ in range(2):  # what is one file already stays as it is
-        main([str(tmp_path)])
+        cli([str(tmp_path)])
         whole = path.read_text()
         assert " src=" not in re.sub(r"<script nonce.*", "", whole)
         assert "plotly.js v" in whole
@@ -155,7 +157,7 @@ def test_the_page_of_a_sweep_can_be_made_one_file(make_sweep, tmp_path, capsys):
     assert figures[0] == figures[1] != ""
     path.unlink()
     with pytest.raises(SystemExit):
-        main([str(tmp_path)])
+        cli([str(tmp_path)])
     assert "there is no page" in capsys.readouterr().err
 
 

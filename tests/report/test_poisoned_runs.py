@@ -15,12 +15,14 @@ import numpy as np
 import pytest
 import yaml
 
+from firm.cli.main import COMMANDS
 from firm.fronts import Front, Point
 from firm.report import page, read_record, run_page, update_report, write_report
-from firm.report.__main__ import main
 from firm.report.front_page import write_front_page
 from firm.report.settings_page import study_figures, write_settings_page
 from tests.runs import figures_in, read_rows, write_rows
+
+cli = COMMANDS["report"].run
 
 Place = tuple[str | int, ...]
 
@@ -269,7 +271,7 @@ def test_the_command_draws_a_poisoned_run(run_path, capsys):
     rows[last(rows, "client")] |= {"kl": math.nan, "client\ud800": "\udfff", "bytes_up": 10**400}
     rows[last(rows, "round")]["alarms"] = ["half a character: \ud800"]
     write_rows(run_path, rows)
-    main([str(run_path)])
+    cli([str(run_path)])
     assert capsys.readouterr().out.strip() == str(run_path / "report.html")
     html = (run_path / "report.html").read_text(encoding="utf-8")
     assert "half a character: \\ud800" in html

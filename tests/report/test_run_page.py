@@ -7,11 +7,13 @@ from pathlib import Path
 
 import pytest
 
+from firm.cli.main import COMMANDS
 from firm.report import read_record, write_report
 from firm.report import run_figures as figures
-from firm.report.__main__ import main
 from firm.report.run_page import run_page, update_report
 from tests.runs import edit_rows, figures_in, read_rows, write_rows
+
+cli = COMMANDS["report"].run
 
 HOSTILE = (
     "</script><script>alert(1)</script>",
@@ -209,7 +211,7 @@ def test_the_points_of_a_sweep_share_plotly(point, tmp_path, final):
 
 def test_the_page_of_a_point_can_be_made_one_file(point, tmp_path, capsys):
     update_report(point, final=True)
-    main([str(point)])
+    cli([str(point)])
     assert capsys.readouterr().out.strip() == str(point / "report.html")
     html = (point / "report.html").read_text()
     assert not [a for a in Tags(html).of("script") if "src" in a]
@@ -475,13 +477,13 @@ def test_a_run_with_secure_aggregation_tells_what_was_hidden_at_what_price(make_
 
 def test_the_command_writes_the_final_page(make_run, capsys):
     run_path = make_run()
-    main([str(run_path)])
+    cli([str(run_path)])
     assert capsys.readouterr().out.strip() == str(run_path / "report.html")
     assert "plotly.js v" in (run_path / "report.html").read_text(encoding="utf-8")
 
 
 def test_the_command_refuses_what_is_no_run_in_one_line(tmp_path, capsys):
     with pytest.raises(SystemExit) as stop:
-        main([str(tmp_path / "nothing")])
+        cli([str(tmp_path / "nothing")])
     assert stop.value.code == 2
     assert len(capsys.readouterr().err.splitlines()) == 1

@@ -2,8 +2,10 @@
 
 import pytest
 
-from firm.report.__main__ import main
+from firm.cli.main import COMMANDS
 from tests.runs import write_classic_run
+
+cli = COMMANDS["report"].run
 
 
 @pytest.fixture
@@ -25,14 +27,14 @@ def study(tmp_path):
 
 
 def test_figures_at_given_rounds_are_means_over_seeds_with_standard_errors(study, capsys):
-    main([str(study), "--rounds", "5", "15"])
+    cli([str(study), "--rounds", "5", "15"])
     lines = [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()]
     assert "ours, left 0.550 ± 0.050 0.850 ± 0.050" in lines
     assert "theirs, left 0.450 ± 0.050 0.550 ± 0.150" in lines
 
 
 def test_differences_are_paired_by_seed_and_count_what_is_not_better_in_between(study, capsys):
-    main([str(study), "--rounds", "15", "5", "--against", "theirs"])
+    cli([str(study), "--rounds", "15", "5", "--against", "theirs"])
     paired = capsys.readouterr().out.split("Difference from theirs")[1].splitlines()
     lines = [" ".join(line.split()) for line in paired]
     # 0.0 and 0.2 at round 5; 0.2 and 0.4 at round 15, after 0.3 and -0.1 at round 10
@@ -51,12 +53,12 @@ def test_differences_are_paired_by_seed_and_count_what_is_not_better_in_between(
 )
 def test_unknown_rounds_and_settings_end_in_one_line(study, capsys, options, message):
     with pytest.raises(SystemExit):
-        main([str(study), *options])
+        cli([str(study), *options])
     assert message in capsys.readouterr().err
 
 
 def test_differences_at_the_end_are_paired_by_seed_with_intervals(study, capsys):
-    main([str(study), "--against", "theirs"])
+    cli([str(study), "--against", "theirs"])
     printed = capsys.readouterr().out
     assert printed.startswith("Differences from theirs on the test split, by seed")
     (ours,) = [" ".join(line.split()) for line in printed.splitlines() if "ours" in line]
@@ -65,5 +67,5 @@ def test_differences_at_the_end_are_paired_by_seed_with_intervals(study, capsys)
 
 def test_a_folder_without_runs_is_refused(tmp_path, capsys):
     with pytest.raises(SystemExit):
-        main([str(tmp_path), "--against", "theirs"])
+        cli([str(tmp_path), "--against", "theirs"])
     assert "pass a study's folder" in capsys.readouterr().err

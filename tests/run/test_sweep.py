@@ -293,6 +293,34 @@ def test_only_keys_without_a_finished_point_change(tmp_path):
     assert json.loads(before)["config"]["own"]["a"] == {"n": 5}
 
 
+def test_points_are_added_and_none_is_taken_away(tmp_path):
+    path, keys = tmp_path / "sweep", {"one": ("own", "a"), "two": ("own", "a")}
+
+    def opened(seeds: list[int], points: dict, own: dict = {"a": 1}, *, resume=True) -> Sweep:  # noqa: B006
+        config = {"seeds": seeds, "own": own}
+        more = {name: keys.get(name, ("own", "b")) for name in points}
+        options = {"own_keys": more, "lists": ["seeds", "others"]}
+        return Sweep.open(path, config, points, resume=resume, **options)
+
+    first = opened([0, 1], POINTS, resume=False)
+    for name in POINTS:
+        with Run.create(first.run_path(name), {}):
+            pass
+    for given in ({"seeds": [0, 1, 2]}, {"seeds": [0, 2, 1], "own": {"a": 1, "b": 2}}):
+        points = {"new": {"n": 3}, **POINTS} | {name: {} for name in given.get("own", {})}
+        assert opened(points=points, **given).id == first.id
+        assert list(Sweep(path).manifest["points"]) == list(points)
+        assert Sweep(path).pending() == [name for name in points if name not in POINTS]
+    before = (path / "sweep.json").read_bytes()
+    for given, points, message in (
+        ([1, 0, 2], Sweep(path).manifest["points"], r"seeds\.0 was 0, is 1"),
+        ([0, 2], {"one": {"n": 1}}, r"points\.\S+ was \S+, is absent"),
+    ):
+        with pytest.raises(UserError, match=message):
+            opened(given, points, {"a": 1, "b": 2})
+    assert (path / "sweep.json").read_bytes() == before
+
+
 def test_a_folder_that_holds_something_else_is_left_as_it_is(tmp_path):
     (tmp_path / "notes.txt").write_text("mine")
     for resume in (False, "auto"):

@@ -236,9 +236,14 @@ def test_a_reply_without_text_can_be_sent_back(served):
 
 @pytest.mark.slow
 def test_hh_rlhfs_form_has_no_messages_of_tools(served):
-    result = {"role": "tool", "tool_call_id": "1", "content": "3"}
-    with pytest.raises(RequestRefused, match="the form of HH-RLHF"):
-        translate({"messages": [result]}, replace(served, chat_template=HH_TEMPLATE), "tiny")
+    call = {"id": "1", "type": "function", "function": {"name": "add", "arguments": "{}"}}
+    for message in (
+        {"role": "tool", "tool_call_id": "1", "content": "3"},
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+    ):
+        request = {"messages": [*MESSAGES, message, *MESSAGES]}
+        with pytest.raises(RequestRefused, match="the form of HH-RLHF"):
+            translate(request, replace(served, chat_template=HH_TEMPLATE), "tiny")
 
 
 @pytest.mark.slow
