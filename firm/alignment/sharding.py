@@ -109,6 +109,8 @@ class ShardedTeam(Team):
             set_preferences(self.policy, preferences)
 
     def _lost(self, error: Exception) -> TeamLost:
+        if isinstance(error, RuntimeError) and "onnection" in str(error):
+            return self.lost()
         return TeamLost(
             f"process {self.rank} of the client's {self.size} could not finish a pass of the "
             f"sharded policy ({type(error).__name__}: {first_line(error).rstrip('.')}), for which "

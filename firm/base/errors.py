@@ -25,6 +25,10 @@ class WithheldError(RuntimeError):
     """Raised in the place of an error whose text may quote data; the error is its cause."""
 
 
+class Terminated(KeyboardInterrupt):
+    """Raised when this process receives SIGTERM; like Ctrl-C, this is not a defect."""
+
+
 class ProcessLost(RuntimeError):
     """Raised when another process of the run is gone; the last checkpoint is still valid.
 

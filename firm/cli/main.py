@@ -1,5 +1,8 @@
 """The `firm` command: a table of jobs, each a function of one configuration."""
 
+import atexit
+import gc
+import os
 import sys
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -87,7 +90,7 @@ class Command:
             cfg = self.parse(argv, description=description)
             if self.check:
                 load(self.check, "sources")(cfg)
-            if self.begins:
+            if self.begins and os.environ.get("RANK", "0") == "0":
                 print(self.begins, flush=True)
             load(self.job)(cfg)
 
@@ -267,6 +270,7 @@ Shipped configurations are found by name from any folder: `firm plan --config hh
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Runs the command in the first arguments; without a command, prints all of them."""
+    atexit.register(gc.freeze)  # collecting the objects of all libraries takes seconds at the exit
     accept_any_text()
     arguments = list(sys.argv[1:] if argv is None else argv)
     if arguments[:1] == ["help"]:

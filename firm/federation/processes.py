@@ -8,9 +8,10 @@ The others host clients, or work as a team with the process that does.
 import os
 import signal
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, wait
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from types import FrameType
@@ -20,7 +21,7 @@ import torch
 import torch.distributed as dist
 
 from firm.base.devices import communicates, num_accelerators, process_group_backend
-from firm.base.errors import ProcessLost, TeamLost
+from firm.base.errors import ProcessLost, TeamLost, Terminated
 from firm.federation.serialization import pack, unpack
 
 _LAUNCHER = ("WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
@@ -117,6 +118,22 @@ class Processes:
         except RuntimeError as error:
             raise self._lost(rank) from error
 
+    def tell_others(self, message: Any, *, timeout: float) -> None:
+        """Sends a message to all other processes, as far as they take it within so many seconds."""
+
+        def tell(rank: int) -> None:
+            with suppress(ProcessLost):
+                self.send(message, rank)
+
+        told = [
+            threading.Thread(target=tell, args=(rank,), daemon=True) for rank in range(1, self.size)
+        ]
+        for each in told:
+            each.start()
+        end = time.monotonic() + timeout
+        for each in told:
+            each.join(max(0.0, end - time.monotonic()))
+
     def receive(self, rank: int) -> Any:
         """Returns the next message of another process; raises ``ProcessLost`` if it is gone."""
         while isinstance(message := self.expect(rank).result(), str) and message == ACCOMPANY:
@@ -148,28 +165,29 @@ class Processes:
         self._is_ending = True
         hosted = self.hosted(self.clients, rank)
         work = f", which worked on {', '.join(hosted)}," if hosted else ""
+        remedy = "; repair the cause, then resume from the last checkpoint" if self.clients else ""
         return ProcessLost(
             f"process {rank} of the run's {self.size}{work} is gone; unless it was killed, see its "
-            "own message above; repair the cause, then resume from the last checkpoint."
+            f"own message above{remedy}."
         )
 
     def _stopped(self, signum: int, frame: FrameType | None) -> None:
-        """Ends this process: the launcher then ends all of them, and the server reports it.
+        """Ends this process, which the launcher stops if another one has ended, or on request.
 
         A process that ends already, with the message of a lost connection, is not interrupted.
+
+        Raises:
+            ProcessLost: The server is gone, or, seen from the server, another process.
+            Terminated: All processes were there: the launcher itself was asked to end.
         """
         if self._is_ending:
             return
         self._is_ending = True
-        if self.is_server:
-            others = [self.expect(rank) for rank in range(1, self.size)]
-            for other in wait(others, timeout=_MOMENT, return_when=FIRST_EXCEPTION).done:
-                if error := other.exception():
-                    raise error
-        raise ProcessLost(
-            "the launcher stopped this process, because another process of the run has ended; see "
-            "its message above; repair the cause, then resume from the last checkpoint."
-        )
+        others = [self.expect(rank) for rank in (range(1, self.size) if self.is_server else [0])]
+        for other in wait(others, timeout=_MOMENT, return_when=FIRST_EXCEPTION).done:
+            if error := other.exception():
+                raise error
+        raise Terminated
 
     def broadcast(self, message: Any = None) -> Any:
         """Returns the server's message on all processes; only the server passes one."""
@@ -230,10 +248,14 @@ class Team:
         try:
             yield
         except RuntimeError as error:
-            raise TeamLost(
-                f"a process of the client's {self.size} is gone; see its message above; repair the "
-                "cause, then resume from the last checkpoint."
-            ) from error
+            raise self.lost() from error
+
+    def lost(self) -> TeamLost:
+        """Returns the error of a lost connection to another member."""
+        return TeamLost(
+            f"a process of the client's {self.size} is gone; unless it was killed, see its message "
+            "above; repair the cause, then resume from the last checkpoint."
+        )
 
     @contextmanager
     def unanimous(self) -> Iterator[None]:

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
 
-from firm.base.errors import ProcessLost, RoundFailed
+from firm.base.errors import ProcessLost, RoundFailed, Terminated
 from firm.base.sanitize import printable
 from firm.base.user_code import describe_error, is_raised_by_user
 
@@ -19,10 +19,6 @@ _MAX_LINE = 4_000
 
 class UserError(ValueError):
     """Raised on invalid user input; one line states the problem, the input and a remedy."""
-
-
-class Terminated(KeyboardInterrupt):
-    """Raised when this process receives SIGTERM; like Ctrl-C, this is not a defect."""
 
 
 def _is_output_closed() -> bool:
@@ -109,5 +105,6 @@ def exit_on_user_error() -> Iterator[None]:
         is_sigterm = isinstance(interrupt, Terminated)
         notes = getattr(interrupt, "__notes__", ())
         words = "; ".join(["terminated" if is_sigterm else "interrupted", *notes])
-        sys.stderr.write(f"{printable(words, max_length=_MAX_LINE)}\n")
+        if os.environ.get("RANK", "0") == "0":  # all processes of a launcher end
+            sys.stderr.write(f"{printable(words, max_length=_MAX_LINE)}\n")
         raise SystemExit(128 + (signal.SIGTERM if is_sigterm else signal.SIGINT)) from None

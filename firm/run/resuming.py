@@ -1,13 +1,14 @@
 """Resuming of runs: the folder given to `firm resume`, and the command printed after Ctrl-C."""
 
 import difflib
+import os
 import shlex
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal
 
-from firm.base.errors import RoundFailed
+from firm.base.errors import ProcessLost, RoundFailed
 from firm.run.errors import UserError
 from firm.run.files import read_text, refuse_links
 from firm.run.plugins import code_in
@@ -99,19 +100,32 @@ def study_to_resume(path: Path) -> Any:
 def continued_later(path: Path) -> Iterator[None]:
     """Adds a note with the command that resumes a run or study to what ends it early.
 
-    That is a `KeyboardInterrupt` or a `RoundFailed`.
+    That is a `KeyboardInterrupt`, a `RoundFailed` or, in the first process, a `ProcessLost`. The
+    command starts as many processes as the launcher has.
 
     No note is added if the folder contains neither.
 
     Args:
         path: Folder of the run or study.
     """
+    launcher = _launcher()  # before the processes join, which removes its variables
     try:
         yield
-    except (KeyboardInterrupt, RoundFailed) as end:
+    except (KeyboardInterrupt, RoundFailed, ProcessLost) as end:
+        if isinstance(end, ProcessLost) and os.environ.get("RANK", "0") != "0":
+            raise
         files = [path / name for name in (CONFIG_NAME, STUDY_NAME)]
         if file := next((file for file in files if file.exists()), None):
             allowed = ["--allow_code"] if code_in({"base": str(file)}) else []
-            line = shlex.join(["firm", "resume", str(path), *allowed])
+            line = shlex.join([*launcher, "firm", "resume", str(path), *allowed])
             end.add_note(f"continue with: {line}")
         raise
+
+
+def _launcher() -> list[str]:
+    """Returns the words that start this program's processes; none without a launcher."""
+    size, num_local = (int(os.environ.get(f"{own}WORLD_SIZE", 1)) for own in ("", "LOCAL_"))
+    if size == 1:
+        return []
+    nodes = ["--nnodes", str(size // num_local)] if size > num_local else []
+    return ["torchrun", *nodes, "--nproc_per_node", str(num_local), "-m"]

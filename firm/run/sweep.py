@@ -26,12 +26,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Self
 
+from firm.base.errors import Terminated
 from firm.base.inside import LinkFound, give, make_folder, open_inside, place_new, replace_text
 from firm.base.json_text import json_text
 from firm.base.sanitize import by_reason, check_name
 from firm.run.differences import differences
 from firm.run.directory import Row, Run
-from firm.run.errors import Terminated, UserError, interrupted_by_sigterm
+from firm.run.errors import UserError, interrupted_by_sigterm
 from firm.run.files import (
     file_errors,
     make_private_folder,

@@ -2,7 +2,7 @@
 
 import pytest
 
-from firm.base.errors import RoundFailed
+from firm.base.errors import ProcessLost, RoundFailed
 from firm.run import Run, Sweep, UserError, continued_later, exit_on_user_error
 from firm.run.resuming import is_resumed
 
@@ -47,6 +47,25 @@ def test_an_interrupt_tells_how_a_run_continues(is_begun, tmp_path, capsys):
     assert end.value.code == 130
     line = f"; continue with: firm resume '{folder}'" if is_begun else ""
     assert capsys.readouterr().err == f"interrupted{line}\n"
+
+
+def test_the_line_of_a_run_in_several_processes_starts_as_many(tmp_path, capsys, monkeypatch):
+    folder = tmp_path / "run"
+    Run.create(folder, CONFIG).close()
+    for nodes, rank, ends, told in (
+        ("", "0", KeyboardInterrupt(), "interrupted"),
+        ("", "0", ProcessLost("process 1 is gone"), "error: process 1 is gone"),
+        (" --nnodes 2", "0", KeyboardInterrupt(), "interrupted"),
+        ("", "1", KeyboardInterrupt(), ""),  # the first process says it
+    ):
+        sizes = {"WORLD_SIZE": "8" if nodes else "4", "LOCAL_WORLD_SIZE": "4", "RANK": rank}
+        for name, value in sizes.items():
+            monkeypatch.setenv(name, value)
+        with pytest.raises(SystemExit), exit_on_user_error(), continued_later(folder):
+            raise ends
+        line = f"; continue with: torchrun{nodes} --nproc_per_node 4 -m firm resume {folder}"
+        printed = capsys.readouterr().err
+        assert printed.startswith(f"{told}{line}") if told else printed == ""
 
 
 def test_a_failed_round_tells_how_the_run_continues(tmp_path, capsys):

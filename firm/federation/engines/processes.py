@@ -112,12 +112,8 @@ class ProcessesEngine:
                 self._processes.send({"do": "restore_client_states", "states": hosted}, rank)
 
     def close(self) -> None:
-        """Stops the other processes; a process that is already gone is ignored."""
-        for rank in range(1, self._processes.size):
-            try:
-                self._processes.send({"do": "stop"}, rank)
-            except ProcessLost:
-                continue
+        """Stops the other processes; one that is gone, or does not respond, is ignored."""
+        self._processes.tell_others({"do": "stop"}, timeout=GRACE)
 
     def _answer(self, rank: int, clients: Sequence[str]) -> Any:
         patience = self._local.patience(len(clients))

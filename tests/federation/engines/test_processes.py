@@ -107,12 +107,16 @@ def test_two_members_sum_gather_and_fail_together(two_processes):
 
 def test_the_end_of_a_process_is_not_interrupted_by_its_launcher(monkeypatch):
     """The launcher stops all processes once one is gone, also those that are saying so."""
-    process = Processes(rank=1, size=2)
-    with pytest.raises(engine.ProcessLost, match="the launcher stopped this process"):
-        process._stopped(signal.SIGTERM, None)
-    process._stopped(signal.SIGTERM, None)  # a second time: nothing
+    monkeypatch.setattr(engine, "_received", lambda rank: threading.Event().wait())
+    for rank in (0, 1):  # both are there, so the launcher itself was asked to end
+        process = Processes(rank=rank, size=2)
+        with pytest.raises(engine.Terminated):
+            process._stopped(signal.SIGTERM, None)
+        process._stopped(signal.SIGTERM, None)  # a second time: nothing
     other = Processes(rank=0, size=2)
     monkeypatch.setattr(engine, "_received", lambda rank: (_ for _ in ()).throw(RuntimeError()))
+    with pytest.raises(engine.ProcessLost, match="process 0 of the run's 2 is gone"):
+        Processes(rank=1, size=2)._stopped(signal.SIGTERM, None)
     lost = other.expect(1)
     with pytest.raises(engine.ProcessLost, match="process 1 of the run's 2 is gone"):
         lost.result(10)

@@ -36,6 +36,7 @@ finally:
 
 TWO_PROCESSES = """
 import os, signal, sys, time
+from contextlib import closing
 from firm.federation import LocalEngine, Processes, ProcessesEngine
 from firm.base.errors import ProcessLost
 from firm.federation.engines import processes
@@ -57,7 +58,9 @@ class Client:
     def restore(self, state):
         if self.name == "client_1" and how == "killed":
             os.kill(os.getpid(), signal.SIGKILL)
-        time.sleep(3 if self.name == "client_1" else 0)
+        if self.name == "client_1":
+            time.sleep(6)
+            open(sys.argv[2], "w").close()
 
 
 joined = Processes.join()
@@ -73,9 +76,10 @@ try:
     if how == "killed between rounds":
         engine.client_states({})
     fields = {"round": 1, "objectives": ("a",), "adapter": {}, "num_local_steps": 1}
-    engine.map(LocalTraining(**fields, weighting="firm"), names)
+    with closing(engine):  # which waits for no process that does not respond
+        engine.map(LocalTraining(**fields, weighting="firm"), names)
 except ProcessLost as error:
-    print("lost:", error)
+    print("after it woke" if os.path.exists(sys.argv[2]) else "lost:", error)
 """
 
 
@@ -178,8 +182,10 @@ def test_what_cannot_be_interrupted_ends_its_process_with_a_line(program):
         ),
     ],
 )
-def test_a_process_that_is_killed_or_frozen_is_named_with_its_clients(two_processes, how, told):
-    server, _ = two_processes(TWO_PROCESSES, how)
+def test_a_process_that_is_killed_or_frozen_is_named_with_its_clients(
+    two_processes, how, told, tmp_path
+):
+    server, _ = two_processes(TWO_PROCESSES, how, str(tmp_path / "woke"))
     assert told in server.stdout, server.stderr
 
 
