@@ -87,7 +87,7 @@ def measure(title: str, model: torch.nn.Module, *, vocabulary_size: int, num_tok
     def loop(num_objectives: int) -> torch.Tensor:
         return jacobian(coefficients[:num_objectives] @ forward(), parameters)
 
-    gradients = PerSequenceGradients(model, parameters)  # once, as a trainer does
+    gradients = PerSequenceGradients(model, parameters, checks_once=True)  # as a trainer does
 
     def per_sequence(num_objectives: int) -> torch.Tensor:
         with gradients:

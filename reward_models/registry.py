@@ -250,8 +250,13 @@ def _check_call(
     signature = inspect.signature(function)
     if _is_shipped(function):
         _check_options(name, signature, options)
+    known = signature.parameters
+    has_rest = any(own.kind is own.VAR_KEYWORD for own in known.values())
+    given = [own for own in ("prompts", "completions") if own in known or has_rest]
     try:
-        signature.bind_partial(*bound, prompts=[], completions=[], **options)
+        if not given and "completion_ids" not in known:
+            raise TypeError("it has no parameter 'completions'")
+        signature.bind_partial(*bound, **dict.fromkeys(given), **options)
     except TypeError as error:
         raise ValueError(
             f"the reward function {name!r} cannot be called with prompts, completions"

@@ -240,6 +240,11 @@ def _in_memory(source: Any, name: str) -> _Table | _Tables:
 
     if isinstance(source, datasets.DatasetDict):
         return {str(key): _Table(rows, f"{name}, {key} row") for key, rows in source.items()}
+    if isinstance(source, Mapping) or hasattr(source, "columns"):
+        raise ValueError(
+            f"{name} must be a list of texts or rows, or a dataset, got {type(source).__name__}: "
+            "pass a list, or datasets.Dataset.from_dict(columns) or .from_pandas(frame)."
+        )
     if not isinstance(source, datasets.Dataset):
         source = [{"prompt": row} if isinstance(row, str) else row for row in source]
     return _Table(source, f"{name}, row")

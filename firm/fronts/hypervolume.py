@@ -140,8 +140,8 @@ def bootstrap_hypervolume(
             excluded as well.
         reference: Reference point, shape [M]. Resampled points that are not above it add nothing.
         generator: Random generator that draws the prompts.
-        groups: Prompt index of each row, from 0 to P - 1, shape [R]; rows of a prompt are drawn
-            together. By default every row has its own prompt.
+        groups: Prompt of each row, as numbers, shape [R]; rows of a prompt are drawn together. By
+            default every row has its own prompt.
         num_resamples: Number of resamples.
         level: Share of the resamples inside the interval, in (0, 1).
     """
@@ -158,6 +158,7 @@ def bootstrap_hypervolume(
     check_finite(np.nan_to_num(points, posinf=np.inf, neginf=-np.inf), name="points")
     num_points, num_rows, num_objectives = points.shape
     groups = np.arange(num_rows) if groups is None else np.asarray(groups)
+    groups = np.unique(groups, return_inverse=True)[1]
     num_prompts = int(groups.max()) + 1
     corner = as_reference(reference, num_objectives)
     counts = generator.multinomial(

@@ -171,7 +171,7 @@ class LowRankCompressor(Compressor):
         padding = (0, rows * columns - jacobian.numel())
         matrix = torch.nn.functional.pad(jacobian.reshape(-1), padding).view(rows, columns)
         width = min(rank + self.oversampling, rows, columns)
-        test = torch.randn(columns, width, generator=generator).to(matrix.device)
+        test = torch.randn(columns, width, generator=generator, dtype=torch.float32).to(matrix)
         basis = torch.linalg.qr(matrix @ test).Q  # [rows, width]
         for _ in range(self.power_iterations):
             basis = torch.linalg.qr(matrix @ torch.linalg.qr(matrix.T @ basis).Q).Q

@@ -65,6 +65,10 @@ class PerSequenceGradients:
         model: The module that computes the losses.
         parameters: Weights and biases of the model's `torch.nn.Linear` modules, or a mapping of
             names to them; their order is the order of the columns.
+        checks_once: Whether all losses of equal sizes from equal calls of layers are built alike,
+            as in a trainer's steps. Then only the first of their graphs is walked, which takes
+            longer than a backward pass on an accelerator. By default every graph is checked for
+            uses of parameters that the rows would miss.
 
     Raises:
         ValueError: When there is no parameter, one is listed twice, does not require grad or
@@ -72,8 +76,11 @@ class PerSequenceGradients:
             of modules.
     """
 
-    def __init__(self, model: torch.nn.Module, parameters: Parameters) -> None:
+    def __init__(
+        self, model: torch.nn.Module, parameters: Parameters, *, checks_once: bool = False
+    ) -> None:
         self._model = model
+        self._checks_once = checks_once
         self._parameters = check_parameters(parameters)
         self._columns: dict[torch.Tensor, slice] = {}
         start = 0
@@ -293,10 +300,7 @@ class PerSequenceGradients:
             rows[:, columns].addmm_(coefficients, sums.to(rows.device))
 
     def _check_graphs(self, losses: torch.Tensor) -> None:
-        """Checks the graphs of losses, once for each sequence of layers and rows that built them.
-
-        Walking a graph in Python takes longer than its backward pass on an accelerator.
-        """
+        """Checks the graphs of losses; with `checks_once`, one for each sequence of calls."""
         shared = self._shared
         built = len(losses), shared and shared.num_rows, self._num_jacobians, *self._calls
         self._num_jacobians += 1
@@ -310,7 +314,7 @@ class PerSequenceGradients:
                 "The losses depend on no layer called inside the with block: run the model's "
                 "forward pass there."
             )
-        if self._calls:  # a graph of an earlier block has none in this one
+        if self._checks_once and self._calls:  # a graph of an earlier block has none in this one
             self._checked.add(built)
 
     def _check_graph(self, outputs: Sequence[torch.Tensor], num_sequences: int) -> int:

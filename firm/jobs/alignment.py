@@ -113,7 +113,7 @@ class Chosen(NamedTuple):
     """Why this round, in words."""
 
 
-@dataclass(frozen=True, repr=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class Result:
     """Result of an alignment run; prints as its table of rewards."""
 

@@ -1,11 +1,13 @@
 """Runs on models, rewards and prompts that a program passes as objects."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import datasets
+import torch
 import transformers
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
@@ -30,7 +32,7 @@ from reward_models.registry import as_reward, reward_settings
 
 Reward = Callable[..., Any] | str | Mapping[str, Any] | RewardModelConfig
 """A reward function, a text as in `reward_settings`, or the settings of a reward model."""
-Prompts = str | Path | datasets.Dataset | datasets.DatasetDict | Sequence[str | Mapping[str, Any]]
+Prompts = str | Path | datasets.Dataset | datasets.DatasetDict | Iterable[str | Mapping[str, Any]]
 """Texts or rows, a dataset, or its path (a file, a folder or a name on the hub)."""
 
 
@@ -50,6 +52,8 @@ def align_objects(
 ) -> Result | None:
     """Returns the result of `firm.align`, whose arguments are the same."""
     is_object = isinstance(model, PreTrainedModel)
+    settings = dict(settings or {})
+    _check_arguments(model, rewards, pairs, tokenizer, settings)
     if hasattr(model, "peft_config") or (is_object and adapted_modules(model)):
         raise UserError(
             "model must have no adapter of its own, which the run would replace: merge or unload "
@@ -69,13 +73,12 @@ def align_objects(
             "tokenizer must be given, since the model does not know the path it was loaded from; "
             "pass the model's tokenizer."
         )
-    transformers.utils.logging.disable_progress_bar()
     is_stored = not is_object or (bool(path) and is_stored_at(path, model))
     overrides = {
         "policy.path": path if is_stored else "base",
         **({"policy.dtype": str(model.dtype).removeprefix("torch.")} if is_object else {}),
         **_objectives(rewards, pairs),
-        **(settings or {}),
+        **settings,
         **({f"data.{split}.source": GIVEN for split in DEFAULT_SPLITS} if pairs is None else {}),
         **{
             f"data.{split}.source": str(own)
@@ -103,7 +106,7 @@ def align_objects(
         if prompts is None
         else _splits(prompts, validation_prompts, test_prompts, cfg, share=share),
     )
-    with borrowed(given.model):
+    with borrowed(given.model), _as_in_a_program():
         result = run_alignment(cfg, given)
     if is_object and not is_stored and result:
         with whole_folder(result.path / "base", may_exist=True) as draft:
@@ -117,6 +120,70 @@ def align_objects(
     ):
         keep_test_prompts(result.path, given.rows["test"])
     return result
+
+
+def _check_arguments(
+    model: Any, rewards: Any, pairs: Any, tokenizer: Any, settings: Mapping[str, Any]
+) -> None:
+    """Raises ``UserError`` on arguments of other types, and on settings of what they give."""
+    for name, own in (("rewards", rewards), ("pairs", pairs)):
+        if own is None:
+            continue
+        if not isinstance(own, Mapping):
+            raise UserError(
+                f"{name} must be given by objective, such as {name}={{'helpful': ...}}, got "
+                f"{type(own).__name__}."
+            )
+        if name in settings:
+            raise UserError(
+                f"settings must not have {name} beside the argument {name}, which it would "
+                f"replace: pass all of them in one, or single keys such as "
+                f"{name}.{next(iter(own), 'helpful')}.normalization."
+            )
+    policy = settings.get("policy")
+    if "policy.path" in settings or (isinstance(policy, Mapping) and "path" in policy):
+        raise UserError("settings must not have policy.path: pass it as the argument model.")
+    if settings.get("plan"):
+        raise UserError("settings must not have plan: `firm plan` prints the plan of a run.")
+    if isinstance(tokenizer, str | Path):
+        raise UserError(
+            "tokenizer must be a loaded tokenizer: pass "
+            f"AutoTokenizer.from_pretrained({str(tokenizer)!r})."
+        )
+    if isinstance(model, PreTrainedModel):
+        if not model.can_generate():
+            raise UserError(
+                f"model must generate texts, got {type(model).__name__}: load it by "
+                "AutoModelForCausalLM."
+            )
+        if model.dtype not in (torch.float32, torch.bfloat16, torch.float16):
+            raise UserError(
+                f"model must be float32, bfloat16 or float16, got {model.dtype}: call "
+                "model.float()."
+            )
+        if model.device.type == "meta":
+            raise UserError("model must have weights, got one on the device meta.")
+
+
+@contextmanager
+def _as_in_a_program() -> Iterator[None]:
+    """Sets what a run expects of this process, and restores what the caller had set."""
+    accelerator = torch.accelerator.current_accelerator()
+    kinds = {"cpu"} | ({accelerator.type} if accelerator else set())
+    had_progress = transformers.utils.logging.is_progress_bar_enabled()
+    dtype = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float32)
+    try:
+        with ExitStack() as settings:
+            settings.enter_context(torch.inference_mode(False))
+            settings.enter_context(torch.enable_grad())
+            for kind in sorted(kinds):
+                settings.enter_context(torch.autocast(kind, enabled=False))
+            yield
+    finally:
+        torch.set_default_dtype(dtype)
+        if had_progress:
+            transformers.utils.logging.enable_progress_bar()
 
 
 def _objectives(

@@ -53,9 +53,9 @@ def raco_weights(
     whole = as_gram(gram)
     rows = list(range(len(whole)) if served is None else served)
     weights = np.zeros(len(whole))
-    asked = np.ones(len(whole)) if preference is None else np.array(preference, dtype=np.float64)
-    if len(asked) != len(whole) or asked[rows].any():
-        shares = as_shares(asked, len(whole), name="preference")[rows]
+    asked = np.ones(len(whole)) if preference is None else preference
+    shares = as_shares(asked, len(whole), name="preference")[rows]
+    if shares.any():
         weights[rows] = _clipped(whole[np.ix_(rows, rows)], shares / shares.sum(), c)
     return like(weights, gram)
 

@@ -32,6 +32,7 @@ def check_shares(
     """
     num_objectives = objectives if isinstance(objectives, int) else len(objectives)
     names = "" if isinstance(objectives, int) else f" ({', '.join(objectives)})"
+    values = getattr(values, "tolist", lambda: values)()  # of an array or a tensor
     entries = list(values) if isinstance(values, Iterable) else [None]
     if len(entries) != num_objectives or not all(isinstance(each, Real) for each in entries):
         raise ValueError(

@@ -120,10 +120,15 @@ def torchjd_weights(
     import torch
 
     from firm.solvers.checks import as_gram
+    from firm.solvers.settings import check_shares
 
     options = dict(options or {})
     check_method(method, options, has_preference=preference is not None)
     rows = list(range(len(gram)) if served is None else served)
+    if not rows:
+        raise ValueError("served must name an objective, got none.")
+    if preference is not None:
+        check_shares(preference, len(gram), name="preference")
     matrix = torch.from_numpy(as_gram(gram))[rows][:, rows]
     weights = torch.zeros(len(gram), dtype=torch.float64)
     if not matrix.any():

@@ -47,6 +47,12 @@ def test_a_jacobian_of_the_rank_that_is_sent_comes_back():
     jacobian = (draw_rows(30, 3) @ draw_rows(3, 30, seed=1)).view(2, 450)
     message = LowRankCompressor(3 * 60).compress(jacobian, generator=new_generator())
     torch.testing.assert_close(message.reconstruct(), jacobian, rtol=1e-4, atol=1e-4)
+    torch.set_default_dtype(torch.float64)  # a program's own
+    try:
+        same = LowRankCompressor(3 * 60).compress(jacobian, generator=new_generator())
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert torch.equal(same.reconstruct(), message.reconstruct())
     short = LowRankCompressor(2 * 60).compress(jacobian, generator=new_generator())
     assert (short.reconstruct() - jacobian).norm() > 0.1 * jacobian.norm()
 

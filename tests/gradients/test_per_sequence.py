@@ -754,7 +754,7 @@ def test_a_layer_of_shared_rows_used_around_its_tap_is_named():
 
 def test_a_graph_is_walked_once_for_each_sequence_of_layers_and_rows(monkeypatch):
     model = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.Linear(4, 1))
-    gradients, walks = PerSequenceGradients(model, model.parameters()), []
+    gradients, walks = PerSequenceGradients(model, model.parameters(), checks_once=True), []
     check = gradients._check_graph
     monkeypatch.setattr(
         gradients, "_check_graph", lambda *given: walks.append(given[1]) or check(*given)
@@ -771,3 +771,12 @@ def test_a_graph_is_walked_once_for_each_sequence_of_layers_and_rows(monkeypatch
     assert walks == [5, 6]
     with gradients, pytest.raises(ValueError, match="depend on no layer called inside"):
         gradients.jacobian(torch.ones(5, requires_grad=True) * 2, torch.eye(5))
+
+
+def test_a_penalty_that_a_later_step_adds_is_named():
+    model = torch.nn.Linear(3, 1)
+    gradients, inputs = PerSequenceGradients(model, model.parameters()), torch.randn(5, 3)
+    with gradients:
+        gradients.jacobian(model(inputs)[:, 0], torch.eye(5))
+    with gradients, pytest.raises(ValueError, match="weight 2 times, but only 1"):
+        gradients.jacobian(model(inputs)[:, 0] + model.weight.square().sum(), torch.eye(5))

@@ -12,7 +12,8 @@ import pytest
 import torch
 import yaml
 from peft import AutoPeftModelForCausalLM, LoraConfig, PeftModel
-from transformers import AutoModelForCausalLM, AutoTokenizer, RwkvConfig
+from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer, RwkvConfig
+from transformers.utils import logging
 
 import firm
 from firm.cli.main import COMMANDS
@@ -383,6 +384,10 @@ def test_rewards_are_functions_names_settings_and_paths(model, tmp_path):
         (REWARDS, PROMPTS[:4], {}, "more than 4 distinct prompts, which are held out, got 4"),
         (REWARDS, [*PROMPTS, " "], {}, "prompts, row 61: no prompt in an empty text"),
         (REWARDS, PROMPTS, {"strategy.betta": 1}, "settings: .*betta.*did you mean.*beta"),
+        ([brief], PROMPTS, {}, "rewards must be given by objective, .*got list"),
+        (REWARDS, PROMPTS, {"rewards": {"x": {"name": "brevity"}}}, "beside the argument rewards"),
+        (REWARDS, PROMPTS, {"plan": True}, "settings must not have plan"),
+        (REWARDS, {"prompt": PROMPTS}, {}, "prompts must be a list of texts or rows.* got dict"),
     ],
 )
 def test_bad_arguments_are_one_line(model, rewards, prompts, settings, message, tmp_path):
@@ -391,6 +396,36 @@ def test_bad_arguments_are_one_line(model, rewards, prompts, settings, message, 
         firm.align(model, rewards, prompts, **given)
     assert "\n" not in str(caught.value)
     assert not (tmp_path / "run").exists()
+
+
+def test_models_and_tokenizers_of_other_kinds_are_one_line(model, tokenizer, tmp_path):
+    double = copy.deepcopy(model).double()
+    for given, own, message in (
+        (double, tokenizer, "model must be float32, bfloat16 or float16, got torch.float64"),
+        (AutoModel.from_pretrained(POLICY), tokenizer, "model must generate texts, got LlamaModel"),
+        (model, str(POLICY), "tokenizer must be a loaded tokenizer"),
+    ):
+        with pytest.raises(UserError, match=message):
+            firm.align(given, REWARDS, PROMPTS, tokenizer=own, out=tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.slow
+def test_what_a_program_has_set_changes_no_run_and_stays(result, model, tmp_path):
+    logging.enable_progress_bar()
+    torch.set_default_dtype(torch.float64)
+    try:
+        with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+            run = firm.align(model, REWARDS, PROMPTS, settings=SETTINGS, out=tmp_path / "run")
+            assert not torch.is_grad_enabled()
+        assert torch.get_default_dtype() == torch.float64
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert logging.is_progress_bar_enabled()
+    adapter = read_adapter(run.path)
+    assert all(torch.equal(own, adapter[n]) for n, own in read_adapter(result.path).items())
+    assert run != result
+    assert len({run, result}) == 2
 
 
 def test_trl_s_own_rewards_and_chats_are_taken_as_they_are(model, tmp_path):

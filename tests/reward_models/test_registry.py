@@ -283,6 +283,8 @@ def test_a_name_is_given_once():
 def test_functions_that_cannot_be_called_are_refused_before_the_run():
     with pytest.raises(ValueError, match="'f' cannot be called with prompts, completions"):
         reward_model("f")(lambda texts: texts)
+    own = as_reward("short", lambda completions: [float(len(text)) for text in completions])
+    assert own(["p"], ["abc"]) == [3.0]  # without the keywords that it has no parameters for
     strict = RewardModelConfig(name="strict", options={"limit": 3})
     reward_model("strict")(lambda prompts, completions: [])
     with pytest.raises(ValueError, match=r"reward model of 's': .*completions, limit"):

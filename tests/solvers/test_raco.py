@@ -53,3 +53,5 @@ def test_without_a_radius_conflict_or_gradients_it_is_the_weighted_sum():
     np.testing.assert_allclose(served, [own[0], 0.0, own[1]])
     with pytest.raises(ValueError, match="c must be at least 0 and less than 1, got 1"):
         raco_weights(gram, c=1.0)
+    with pytest.raises(ValueError, match="not all zero"):
+        raco_weights(gram, preference=[0, 0, 0])

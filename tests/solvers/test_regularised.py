@@ -239,6 +239,7 @@ def test_what_is_no_gram_matrix_is_refused(gram, message):
         ({"preference": (1, float("nan"))}, "preference must be finite"),
         ({"preference": (1, 1, 1)}, "one entry for each of the 2 objectives"),
         ({"preference": 1.0}, "one entry for each"),
+        ({"preference": torch.tensor([0.5, -0.5])}, "non-negative"),
     ],
 )
 def test_options_out_of_range_are_refused(options, message):

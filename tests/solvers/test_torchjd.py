@@ -144,6 +144,12 @@ def test_settings_that_do_not_fit_are_refused():
     ):
         with pytest.raises(ValueError, match=re.escape(message)):
             FirmConfig(**options)
+    gram = torch.eye(2, dtype=torch.float64)
+    for preference in ([float("nan"), 0.3], [-1, 0.3], [0.3, 0.3, 0.4], [0, 0], [0.3]):
+        with pytest.raises(ValueError, match="preference must "):
+            torchjd_weights(gram, "upgrad", preference=preference)
+    with pytest.raises(ValueError, match="served must name an objective"):
+        torchjd_weights(gram, "mean", served=[])
 
 
 def test_a_package_that_is_missing_is_named_with_its_command(monkeypatch):

@@ -252,7 +252,7 @@ class Policy:
     @cached_property
     def _per_sequence(self) -> PerSequenceGradients:
         # kept, since it checks the model once, and a graph once per shape of a step
-        return PerSequenceGradients(self.model, self.parameters)
+        return PerSequenceGradients(self.model, self.parameters, checks_once=True)
 
 
 class Estimator(Protocol):
