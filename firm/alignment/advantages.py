@@ -19,7 +19,8 @@ register(
         "KL from the base model",
         "nats per reply",
         "A diverging KL, a collapsing entropy and ever longer replies are signs of "
-        "over-optimisation.",
+        "over-optimisation. It is estimated from sampled replies, and may lie below zero near the "
+        "base model.",
         section="training",
         evaluated="kl",
     ),

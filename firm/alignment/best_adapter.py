@@ -99,9 +99,11 @@ class BestAdapter:
         found = f"({what} {best.mean:.3f})"
         if best.round == last:
             return None, f"the last, and the best on the validation data {found}"
+        if newest.round < last and is_out:
+            inside = "of the adapters inside the guard's trust region, which the last one is not"
+            return best.round, f"the best on the validation data {found} {inside}"
         if newest.round < last:
-            why = "is outside the guard's trust region" if is_out else "was not measured"
-            return best.round, f"the best on the validation data {found}; the last {why}"
+            return best.round, f"the best on the validation data {found}; the last was not measured"
         difference, error = mean_and_error(best.values - newest.values, groups)
         if not (is_out or difference > 0):
             return None, f"the last, and as good as any on the validation data {found}"

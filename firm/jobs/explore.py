@@ -22,8 +22,9 @@ from firm.run.errors import UserError
 from firm.serving.page_guard import PageGuard, is_heard
 
 HELP = (
-    "Move the sliders to choose a trade-off: the gains in the objectives, relative to the largest "
-    "gains on this front, are proportional to the sliders. The base model and the model at this "
+    "Move the sliders to choose a trade-off: the gains in the objectives from their smallest to "
+    "their largest rewards on this front become as nearly proportional to the sliders as the front "
+    "allows, on validation prompts where the run has them. The base model and the model at this "
     "trade-off then reply side by side, with the same sampling noise."
 )
 STYLE = """

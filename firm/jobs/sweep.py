@@ -1,6 +1,7 @@
 """Sweeps preferences to find the trade-offs that each method can reach."""
 
 import math
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -156,8 +157,10 @@ def _write_results(
 def _show_finished(cfg: SweepConfig, objectives: tuple[str, ...], folder: Sweep, note: str) -> None:
     """Writes the results of the methods that have finished runs, and prints the page's path."""
     pending, points = folder.pending(), folder.manifest["points"]
-    begun = {point["method"] for name, point in points.items() if name not in pending}
-    methods = [method for method in cfg.methods if method in begun]
+    begun = Counter(point["method"] for name, point in points.items() if name not in pending)
+    methods = [method for method in cfg.methods if begun[method] > 1]  # a single model is no front
+    if not methods:
+        return
     _, page = _write_results(cfg, folder, objectives, methods, [note])
     print(legible(f"report   {page}"))
 

@@ -125,6 +125,7 @@ def curve(
     """
     rows = zip(points, repeat(None) if ses is None else ses, strict=False)
     kept = [(x, y, se) for (x, y), se in rows if y is not None and isfinite(y)]
+    size = 5 if len(kept) == 1 else size  # a line needs two points
     return scatter(
         key,
         [x for x, _, _ in kept],

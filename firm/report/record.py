@@ -157,8 +157,9 @@ class Record:
                 sides = (lower_bound, upper_bound)
                 low, high = (side(known, ONE_SIDED, is_bounded=is_bounded) for side in sides)
             verdict = "holds" if low >= bound else "is missed" if high < bound else "is open"
+            unit = "reward in [0, 1]" if is_bounded else "reward"
             found.append(
-                f"{name} >= {bound:g} {verdict}: reward {mean:.3f} ± {se:.3f}, one-sided 95 % "
+                f"{name} >= {bound:g} {verdict}: {unit} {mean:.3f} ± {se:.3f}, one-sided 95 % "
                 f"bounds {low:.3f} and {high:.3f}"
             )
         return found

@@ -28,7 +28,7 @@ from firm.run.rows import mean_over_clients
 
 FIELDS = ("scores", "rewards")
 """Evaluated fields of objectives: scores and rewards of replies, or margins and accuracies."""
-NEED_TWO = ("weights", "gradients")
+NEED_TWO = ("weights", "gradients", "advantage_covariance")
 """Sections without meaning for a single objective."""
 NUM_OBJECTIVE_COLORS, NUM_CLIENT_COLORS = 6, 8
 
@@ -75,6 +75,8 @@ def quantity_panels(run: Setting, section: str) -> tuple[list[Panel], list[Legen
         return [], []
     for quantity in shown(section):
         # evaluations of pairs and of replies have fields of equal names
+        if quantity.name in NEED_TWO and len(run.objectives) < 2:
+            continue
         is_main, is_of_pairs = quantity.evaluated in FIELDS, quantity.name.startswith("pair_")
         if is_main and is_of_pairs != run.records[0].learns_from_pairs:
             continue
@@ -181,7 +183,8 @@ def trade_off_planes(record: Record) -> list[Panel]:
         names = record.objectives if index == 0 or is_last else ()
         errors = {name: main_error(record, row, name) for name in names}
         number = row.get("adapter_round", row["round"])
-        label = "base" if is_base(row) else f"round {number}" if is_last else ""
+        names_of_end = ["base"] * is_base(row) + [f"round {number}"] * (is_last and index > 0)
+        label = ", ".join(names_of_end)
         facts = {
             "split": row.get("split", ""),
             "round": str(number),

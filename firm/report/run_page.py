@@ -36,6 +36,7 @@ from firm.report.page import (
     drawn_part,
     left_out_notes,
     prose,
+    untrained_notes,
     write_page,
 )
 from firm.report.plane import ACCURACY
@@ -108,6 +109,7 @@ def run_page(record: Record) -> Page:
         summary=[
             *filter(None, [summary, record.header.get("about")]),
             *([f"The adapter is that of {kept}."] if (kept := record.kept_adapter) else []),
+            *([prose("no-update-kept")[1]] if untrained_notes([record]) else []),
             *(f"Constraint {outcome}." for outcome in outcomes),
             *([f"Signs of reward hacking, so read the samples: {signs}."] if signs else []),
         ],
@@ -173,7 +175,13 @@ def _summary(record: Record, comparison: RunComparison | None) -> str:
     if comparison is None and not record.rounds:
         return prose("summary-first-round")[1]
     if comparison is None:
-        rounds = formats.count(record.last_round, "training round")
+        rounds, status = (
+            formats.count(record.last_round, "training round"),
+            record.run.get("status"),
+        )
+        if status in ("interrupted", "failed"):
+            ended = "was interrupted" if status == "interrupted" else "failed"
+            return prose("summary-stopped", rounds=rounds, ended=ended)[1]
         return prose("summary-running", rounds=rounds)[1]
     lines = [line for line in map(comparison.line, record.objectives) if line and line.change]
     exact = {bool(line.change and line.change.interval) for line in lines}
@@ -201,12 +209,15 @@ def _headlines(record: Record, comparison: RunComparison) -> list[Headline]:
         base = formats.number(line.base.mean if line.base else None)
         aligned = formats.number(line.aligned.mean if line.aligned else None)
         if len(rows) > 1:
-            by_share = sorted(rows, key=lambda row: row["preference"][j])
-            ends = by_share[0], by_share[-1]
-            means = [score(row, record.main_field, name, "mean") for row in ends]
-            value = " → ".join(map(formats.number, means))
-            shares = " → ".join(f"{row['preference'][j]:.2g}" for row in ends)
-            notes = [f"at shares of {shares}", f"base {base}"]
+            by_share: dict[float, list[float]] = {}
+            for row in rows:
+                if (mean := score(row, record.main_field, name, "mean")) is not None:
+                    by_share.setdefault(round(row["preference"][j], 6), []).append(mean)
+            ends = [end(by_share) for end in (min, max)] if by_share else []
+            value = " → ".join(formats.number(fmean(by_share[share])) for share in ends)
+            is_mean = any(len(by_share[share]) > 1 for share in ends)
+            shares = " → ".join(f"{share:.2g}" for share in ends)
+            notes = [f"{'means ' * is_mean}at shares of {shares}", f"base {base}"]
         else:
             value = formats.measure(line.change, is_signed=True)
             verdict = "rose" if line.change and line.change.mean > 0 else "fell"
@@ -233,7 +244,7 @@ def _stats(record: Record, comparison: RunComparison | None) -> list[tuple[str, 
         notes += [f"base {formats.number(line.base.mean)}"] if line.base and name != "kl" else []
         values = [row[name] for row in front if row.get(name) is not None]
         if values and not line.is_score:
-            value = " – ".join(formats.number(end) for end in (min(values), max(values)))
+            value = " to ".join(formats.number(end) for end in (min(values), max(values)))
             notes.insert(0, "by preference")
         stats.append((label, value, ", ".join(notes)))
     sent = formats.size(sum(total_bytes(record, key) for key in ("bytes_up", "bytes_down")))
@@ -319,8 +330,9 @@ def _truth(run: Setting) -> Section:
 
 def _quantities(run: Setting, name: str) -> Section:
     """Returns all registered quantities of a section; constants are named, not drawn."""
-    is_of_pairs = name == "scores" and run.records[0].learns_from_pairs
-    title, text = prose("quantities-pairs") if is_of_pairs else TEXTS[name]
+    is_of_pairs = name in ("scores", "diagnostics") and run.records[0].learns_from_pairs
+    kind = {"scores": "pairs", "diagnostics": "truncation"}.get(name, name)
+    title, text = prose(f"quantities-{kind}") if is_of_pairs else TEXTS[name]
     panels, keys = figures.quantity_panels(run, name)
     if name in ("scores", "training") and figures.GLOBAL_MODEL not in keys:  # nothing was validated
         text = prose(f"quantities-{'pairs' if is_of_pairs else name}-blind")[1]
@@ -330,6 +342,8 @@ def _quantities(run: Setting, name: str) -> Section:
     varying = [panel for panel in panels if panel.name not in constants]
     named = [f"{p.title} {constants[p.name]}" for p in panels if p.name in constants]
     note = f"Constant over the rounds: {'; '.join(named)}." if named else ""
+    traces = {trace["name"] for panel in varying for trace in panel.figure["data"]}
+    keys = [key for key in keys if key.label in traces]
     if not varying:
         return Section(name, title, note, [], is_text=bool(note))
     server = prose("server-weights")[1] if figures.SERVER in keys else ""

@@ -265,12 +265,29 @@ def entries(
     """
     pairs = ["-".join(pair) for pair in combinations(objectives, 2)]
     columns = {"weights": objectives, "gradient_norms": objectives, "cosines": pairs}
-    for key, entry in row.items():
+    for key, entry in {**row, **_known_cosines(row)}.items():
         if key not in ("kind", "round", "client", "split"):
             yield from _numbers((key,), entry, columns.get(key, ()))
     for (kind, name), quantity in QUANTITIES.items():
         if quantity.of and kind == row.get("kind") and (value := quantity.of(row)) is not None:
             yield (name,), value
+
+
+def _known_cosines(row: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the cosines of a row, without those of objectives whose gradients are zero.
+
+    These are logged as 0. So is the gradient of an objective that a client does not serve.
+    """
+    cosines, norms = row.get("cosines"), row.get("gradient_norms")
+    if not cosines or not norms or len(cosines) != len(norms):
+        return {}
+    known = [[all(pair) for pair in combinations(lengths, 2)] for lengths in norms]
+    return {
+        "cosines": [
+            [own if is_known else None for own, is_known in zip(*solve, strict=False)]
+            for solve in zip(cosines, known, strict=True)
+        ]
+    }
 
 
 def _numbers(

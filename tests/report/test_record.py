@@ -116,7 +116,7 @@ def test_constraints_hold_are_missed_or_stay_open_by_their_one_sided_bounds(make
     reach = 0.1 * t.ppf(0.95, last["num_prompts"] - 1)
     low, high = 0.7 - reach, 0.7 + reach
     for bounds, expected in (
-        ({"helpful": low - 0.01}, ["helpful >= 0.", "holds: reward 0.700 ± 0.100, one-sided"]),
+        ({"helpful": low - 0.01}, ["helpful >= 0.", "reward in [0, 1] 0.700 ± 0.100, one-s"]),
         ({"helpful": low + 0.01}, ["helpful >= 0.", "is open"]),
         ({"helpful": high - 0.01}, ["helpful >= 0.", "is open"]),
         ({"helpful": high + 0.01}, ["helpful >= 0.", "is missed"]),

@@ -167,6 +167,23 @@ def test_the_headlines_claim_no_more_than_the_standard_error_allows(make_run, me
     assert (headline.label, headline.notes[0].startswith(verdict)) == ("helpful", True)
 
 
+@pytest.mark.slow
+def test_headlines_of_a_front_are_means_over_all_models_with_a_share(make_run):
+    names = ("a", "b", "c")
+    run_path = make_run(objectives=names)
+    *rows, last = read_rows(run_path)
+    at = [(1, 0, 0), (0.5, 0.5, 0), (0.5, 0, 0.5), (0, 1, 0), (0, 0, 1)]
+    for preference, mean in zip(at, (0.9, 0.5, 0.5, 0.2, 0.4), strict=True):
+        shares = ", ".join(f"{share:g}" for share in preference)
+        own = {**last, "split": f"test at {shares}", "preference": list(preference)}
+        own |= {"commonest_share": 0.1, "empty_share": 0.0}
+        rows.append(own | {"scores": {n: {"mean": mean, "se": 0.1} for n in names}})
+    write_rows(run_path, [*rows, last])
+    first, second, _ = run_page(read_record(run_path)).headlines
+    assert (first.value, first.notes[0]) == ("0.300 → 0.900", "means at shares of 0 → 1")
+    assert second.value == "0.600 → 0.200"  # three models without it, one with nothing else
+
+
 def test_while_the_run_goes_on_plotly_lies_beside_the_page(make_run):
     run_path = make_run(num_done=2, is_over=False)
     html = write(run_path)

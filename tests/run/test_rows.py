@@ -11,7 +11,7 @@ import firm.alignment.client
 import firm.fmoo.client  # noqa: F401  (both packages register quantities)
 from firm.base.schema import LARGEST
 from firm.run import Run
-from firm.run.rows import valid_row, valid_rows
+from firm.run.rows import entries, valid_row, valid_rows
 
 CLIENT = {
     "kind": "client",
@@ -60,6 +60,14 @@ def test_what_is_no_number_is_left_out_alone_and_told(value: Any) -> None:
     row, told = valid_row({**CLIENT, "rewards": reward}, num_objectives=2)
     assert row == CLIENT
     assert told[0].startswith("rewards.harmless of a in round 2: ")
+
+
+@pytest.mark.slow
+def test_a_gradient_of_length_zero_has_no_cosine() -> None:
+    row = {"kind": "client", "round": 1, "client": "a", "cosines": [[0.0, 0.5, 0.0]]}
+    row["gradient_norms"] = [[1.0, 0.0, 2.0]]  # it does not train the second objective
+    found = dict(entries({**row, "cosines": [[0.0, 0.5, 0.0]]}, ["a", "b", "c"]))
+    assert {path[1]: own for path, own in found.items() if path[0] == "cosines"} == {"a-c": 0.5}
 
 
 @pytest.mark.parametrize(
