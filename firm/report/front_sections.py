@@ -3,6 +3,7 @@
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from math import isfinite
+from statistics import fmean
 from typing import Any
 
 import numpy as np
@@ -22,6 +23,7 @@ from firm.report.drawing import (
     figure,
     mean_and_error,
     nonempty,
+    reach,
     series_panel,
 )
 from firm.report.ledger import total_bytes
@@ -174,7 +176,8 @@ def plane_section(fronts: Fronts) -> Section:
 def preference_section(fronts: Fronts) -> Section:
     """Returns each objective's reward against its share of the preference.
 
-    Points are means over the models of a share, or single models with their own error bars.
+    Points are means over the models of a share. Their errors are over these models or, for a single
+    model or seed, means of the models' own errors over the prompts, which all of them answered.
     """
     panels = []
     for index, objective in enumerate(objectives_of(fronts)):
@@ -183,12 +186,16 @@ def preference_section(fronts: Fronts) -> Section:
             front, by_share = fronts[method.name], dict[float, list[Point]]()
             for preference, points in by_preference(front).items():
                 by_share.setdefault(preference[index], []).extend(points)
-            levels, bars = [], []
+            levels, bars, has_seeds = [], list[Error](), len({p.seed for p in front.points}) > 1
             for share, points in sorted(by_share.items()):
                 means, ses = mean_and_error([[p.rewards[objective]] for p in points])
-                is_single = len(points) == 1
                 levels.append((share, float(means[0])))
-                bars.append(errors(front, points[0])[objective] if is_single else float(ses[0]))
+                if len(points) > 1 and has_seeds:
+                    bars.append(float(ses[0]))
+                else:
+                    own = zip(*(reach(errors(front, p)[objective]) for p in points), strict=True)
+                    below, above = (fmean(side or 0.0 for side in each) for each in own)
+                    bars.append((below, above))
             line = curve(method.key, levels, size=8, ses=bars)
             line["hovertemplate"] = "%{fullData.name}<br>share %{x:.3~g}: %{y:.3f}<extra></extra>"
             traces += [line | {"legendgroup": line["name"]}] if levels else []

@@ -36,6 +36,10 @@ NARROW = (250.0, 380.0)
 """Width and height of the axes on a telephone, where labels are nearest, in CSS pixels."""
 LETTER, LINE = 6.8, 16.0
 """Width and height of a letter of a label, in CSS pixels."""
+MANY = 9
+"""Number of models from which on dominated ones have no error bars."""
+MARK = 5.0
+"""Distance from a marker's centre to its edge, in CSS pixels."""
 
 PlanePoint = Mapping[str, float]
 """Rewards by objective, and the KL under `KL`."""
@@ -214,8 +218,12 @@ def _markers(cloud: Cloud, spots: Sequence[Spot], names: tuple[str, str], spans:
             "textfont": {"color": INK},
         }
     if is_mean:
+        is_crowded = len(shown) > MANY  # bars of dominated models would hide the others
         attributes |= {
-            f"error_{name}": error_bars([spot.errors.get(at) for spot in shown], key.color)
+            f"error_{name}": error_bars(
+                [None if is_crowded and s.is_dominated else s.errors.get(at) for s in shown],
+                key.color,
+            )
             for name, at in (("x", x), ("y", y))
         }
     return scatter(
@@ -233,26 +241,41 @@ def _markers(cloud: Cloud, spots: Sequence[Spot], names: tuple[str, str], spans:
 
 
 def _label_sides(spots: Sequence[Spot], names: tuple[str, str], spans: Spans) -> list[str]:
-    """Returns the side of each marker on which its label stands, "" if it would hide another one.
+    """Returns the side of each marker on which its label stands, "" if there is no room for it.
 
-    Labels stand on the side that has more room; those of a path's ends are first.
+    A label covers neither others nor markers, except that the first and the last one, the ends of a
+    path, always stand. The side that has more room comes first.
     """
     sides, last = [""] * len(spots), len(spots) - 1
-    taken: list[tuple[float, float, float]] = []
-    for index in sorted(range(len(spots)), key=lambda i: i not in (0, last)):
-        left, up = (
-            size * (spots[index].place[name] - low) / (high - low)
+    places = [
+        tuple(
+            size * (spot.place[name] - low) / (high - low)
             for name, size, (low, high) in zip(names, NARROW, spans, strict=True)
         )
-        length, is_left = LETTER * len(spots[index].label), left < NARROW[0] / 2
-        left -= 0 if is_left else length
-        is_free = all(
-            abs(left - x) >= max(length, width) or abs(up - y) >= LINE for x, y, width in taken
-        )
-        if length and is_free:
-            sides[index] = "top right" if is_left else "top left"
-            taken.append((left, up, length))
+        for spot in spots
+    ]
+    taken = [(x - MARK, x + MARK, y - MARK, y + MARK) for x, y in places]
+    for index in sorted(range(len(spots)), key=lambda i: i not in (0, last)):
+        x, y = places[index]
+        length = LETTER * len(spots[index].label)
+        boxes = {
+            f"{above} {beside}": (start, start + length, base, base + LINE)
+            for beside, start in (("right", x), ("left", x - length))
+            for above, base in (("top", y + MARK), ("bottom", y - MARK - LINE))
+        }
+        preferred = "right" if x < NARROW[0] / 2 else "left"
+        order = sorted(boxes, key=lambda side: preferred not in side)
+        inside = [side for side in order if boxes[side][0] >= 0 and boxes[side][1] <= NARROW[0]]
+        free = [side for side in inside if not any(_overlap(boxes[side], own) for own in taken)]
+        if length and (free or index in (0, last)):
+            sides[index] = (free or order)[0]
+            taken.append(boxes[sides[index]])
     return sides
+
+
+def _overlap(first: Sequence[float], second: Sequence[float]) -> bool:
+    """Returns whether two boxes, each left, right, bottom and top, have an area in common."""
+    return all(first[i] < second[i + 1] and second[i] < first[i + 1] for i in (0, 2))
 
 
 def _mark(place: PlanePoint, x: str, y: str, key: LegendEntry, symbol: str) -> Trace:

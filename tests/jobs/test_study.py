@@ -12,6 +12,7 @@ from io import StringIO
 from pathlib import Path
 
 import pytest
+import yaml
 
 from firm.cli.main import COMMANDS
 from firm.cli.main import main as firm
@@ -19,14 +20,13 @@ from firm.jobs import study
 from firm.jobs.alignment_config import AlignmentConfig
 from firm.jobs.points import FREE_KEYS
 from firm.jobs.study import main
-from firm.report.__main__ import main as report
 from firm.report.record import read_record
 from firm.run import Sweep, UserError, compose, parse, to_dict
 from firm.serving.model_card import markdown_table
 from tests.nursery import forked_workers
 from tests.smoke import ROOT, SMOKE
 
-cli = COMMANDS["study"].run
+cli, report = COMMANDS["study"].run, COMMANDS["report"].run
 
 
 def test_thousands_of_seeds_are_planned_without_composing_each_run(capsys, monkeypatch):
@@ -235,6 +235,22 @@ def test_an_interrupted_study_shows_the_runs_that_are_finished_and_goes_on_with_
     told = refusal(firm, ["resume", str(out)])
     assert "firm-seed_0 in" in told
     assert "is finished with other settings: estimator.batch_size was 8, is 4" in told
+
+
+@pytest.mark.slow
+def test_a_finished_study_takes_further_seeds(arguments, studied, tmp_path, capsys, refusal):
+    out = tmp_path / "study"
+    shutil.copytree(studied[0], out)
+    before = {path: path.read_bytes() for path in out.glob("points/*/metrics.jsonl")}
+    given = [*arguments[:-1], out, "--resume", "--seeds", "[0, 1]"]
+    with forked_workers():
+        cli(list(map(str, given)))
+    assert "4 runs, 2 unfinished" in capsys.readouterr().out
+    assert {path: path.read_bytes() for path in before} == before
+    finals = (out / "finals.csv").read_text().splitlines()[1:]
+    assert {row.split(",")[1] for row in finals} == {"0", "1"}
+    assert yaml.safe_load((out / "study.yaml").read_text())["seeds"] == [0, 1]
+    assert "seeds.0 was 0, is 1" in refusal(cli, [*given[:-1], "[1, 0]"])
 
 
 def interrupted(*_, **__):
