@@ -221,6 +221,8 @@ def reward_page(report: RewardReport, *, title: str) -> Page:
         longer = f"{longer}, which is within the model's interval"
     accuracy = f"{own.accuracy.value:.0%}"
     summary = prose("summary-reward", count=own.accuracy.num, accuracy=accuracy, longer=longer)[1]
+    if own.accuracy.low <= 0.5:
+        summary = f"{summary} {prose('reward-chance')[1]}"
     name, rule = "calibration", LegendEntry("calibrated", INK, "dash", is_thin=True)
     panel = Panel(name, "Probability and share that is right", calibration)
     return Page(

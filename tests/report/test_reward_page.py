@@ -54,6 +54,7 @@ def test_the_page_says_when_length_would_do_as_well() -> None:
     lengths = np.array([1.0] * 7 + [-1.0] * 3)
     page = reward_page(report({"r": lengths}, lengths), title="Reward model 'r'")
     assert "which is within the model's interval" in page.summary[0]
+    assert page.summary[0].endswith("It is not measurably better than chance.")
     text = render(page, script="plotly.min.js")
     for words in ("0.700 [0.348, 0.933]", "Length bias", "Calibration", "10"):
         assert words in text
@@ -63,4 +64,6 @@ def test_the_page_says_when_length_would_do_as_well() -> None:
         for sign in (1.0, -1.0)
     )
     assert "would be right more often, in 100%." in worse
-    assert better.endswith("would be right in 0%.")
+    assert "would be right in 0%." in better
+    sure = reward_page(report({"r": np.ones(40)}, np.full(40, -1.0)), title="r").summary[0]
+    assert sure.endswith("would be right in 0%.")
