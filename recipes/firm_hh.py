@@ -12,6 +12,7 @@ command `firm align` does the same.
 """
 
 from contextlib import closing
+from dataclasses import replace
 
 from firm.federation import Processes, ProcessesEngine
 from firm.jobs import alignment_loading as loading
@@ -21,6 +22,7 @@ from firm.jobs.alignment import (
     open_task,
     print_result,
     progress_of,
+    run_folder,
     write_result,
 )
 from firm.jobs.alignment_config import KEYS, AlignmentConfig, client_names
@@ -39,6 +41,13 @@ def main(cfg: AlignmentConfig) -> None:
         return
     fetch_policy(cfg.policy.path)
     check_sources(with_shipped_paths(cfg))
+    out = run_folder(cfg)
+    with continued_later(out):  # an interrupted run ends with the command that continues it
+        run(replace(cfg, out=out))
+
+
+def run(cfg: AlignmentConfig) -> None:
+    """Runs the alignment in this process, which may be one of several."""
     processes = Processes.join(per_client=cfg.processes_per_client)  # one, or torchrun's
     # What depends on the machine is measured once; a resumed run keeps it.
     cfg = loading.with_fast_dtypes(loading.with_recorded(cfg), processes)
@@ -66,10 +75,7 @@ def main(cfg: AlignmentConfig) -> None:
             engine.serve()
         return
 
-    with (
-        continued_later(out),
-        open_task(loaded, cfg, calibrations, engine, progress, out) as task,
-    ):
+    with open_task(loaded, cfg, calibrations, engine, progress, out) as task:
         # A round of Algorithm 1 is firm/federation/strategies/firm.py: each client takes K local
         # steps along the direction that its weights λ give, and the server averages the adapters.
         # It starts from a fresh adapter or the last checkpoint's. After each round the task

@@ -377,14 +377,13 @@ def _solve(
 def _step_share(
     client: Client, objectives: Sequence[str], parts: torch.Tensor
 ) -> dict[str, float | None]:
-    """Returns each objective's share of the squared length of all steps, with sum 1.
+    """Returns each served objective's share of the squared length of all steps, with sum 1.
 
-    None if all steps have length 0. As with weights, objectives that the client does not serve have
-    0, so that means over the clients sum to 1, too.
+    None if all steps have length 0, and for objectives that the client does not serve.
     """
     total = parts.sum()
     return {
-        name: (parts[j].item() / total.item() if j in client.served else 0.0) if total > 0 else None
+        name: (parts[j] / total).item() if j in client.served and total > 0 else None
         for j, name in enumerate(objectives)
     }
 

@@ -118,7 +118,7 @@ def run_points(
         resume=cfg.resume,
         kind=kind,
         own_keys=own_keys,
-        lists=("seeds", "preferences"),
+        lists={"seeds": 1, "preferences": 0},  # the first seed draws what all points hold out
         on_change=change,
     )
     if not (out / STUDY_NAME).exists():

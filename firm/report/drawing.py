@@ -143,8 +143,8 @@ def error_bars(errors: Sequence[Error | None], color: str) -> dict[str, Any]:
     if not any(errors):
         return {"visible": False}
     below, above = zip(*map(reach, errors), strict=True)
-    # plotly draws the caps of missing bars, too
-    bars = {"array": list(above), "color": color, "thickness": 1, "width": 3 * all(errors)}
+    caps = 0 if None in errors else 3  # plotly draws the caps of missing bars, too
+    bars = {"array": list(above), "color": color, "thickness": 1, "width": caps}
     return bars if below == above else bars | {"symmetric": False, "arrayminus": list(below)}
 
 

@@ -195,7 +195,7 @@ def preference_section(fronts: Fronts) -> Section:
                 else:
                     own = zip(*(reach(errors(front, p)[objective]) for p in points), strict=True)
                     below, above = (fmean(side or 0.0 for side in each) for each in own)
-                    bars.append((below, above))
+                    bars.append(below if below == above else (below, above))
             line = curve(method.key, levels, size=8, ses=bars)
             line["hovertemplate"] = "%{fullData.name}<br>share %{x:.3~g}: %{y:.3f}<extra></extra>"
             traces += [line | {"legendgroup": line["name"]}] if levels else []

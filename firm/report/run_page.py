@@ -4,6 +4,7 @@ import json
 from collections import Counter
 from collections.abc import Callable
 from functools import partial
+from html import escape
 from pathlib import Path
 from statistics import fmean
 
@@ -170,18 +171,16 @@ def _guarantee(spent: dict[str, float | None]) -> str:
 
 def _summary(record: Record, comparison: RunComparison | None) -> str:
     """Returns a sentence on how far the run is, and on what the headlines show."""
+    status = record.run.get("status")
+    rounds = formats.count(record.last_round, "training round")
+    if comparison is None and status in ("interrupted", "failed"):
+        ended = "was interrupted" if status == "interrupted" else "failed"
+        return prose("summary-stopped", rounds=rounds, ended=ended)[1]
     if not record.evaluations:
         return prose("summary-started")[1]
     if comparison is None and not record.rounds:
         return prose("summary-first-round")[1]
     if comparison is None:
-        rounds, status = (
-            formats.count(record.last_round, "training round"),
-            record.run.get("status"),
-        )
-        if status in ("interrupted", "failed"):
-            ended = "was interrupted" if status == "interrupted" else "failed"
-            return prose("summary-stopped", rounds=rounds, ended=ended)[1]
         return prose("summary-running", rounds=rounds)[1]
     lines = [line for line in map(comparison.line, record.objectives) if line and line.change]
     exact = {bool(line.change and line.change.interval) for line in lines}
@@ -213,7 +212,9 @@ def _headlines(record: Record, comparison: RunComparison) -> list[Headline]:
             for row in rows:
                 if (mean := score(row, record.main_field, name, "mean")) is not None:
                     by_share.setdefault(round(row["preference"][j], 6), []).append(mean)
-            ends = [end(by_share) for end in (min, max)] if by_share else []
+            if not by_share:
+                continue
+            ends = min(by_share), max(by_share)
             value = " → ".join(formats.number(fmean(by_share[share])) for share in ends)
             is_mean = any(len(by_share[share]) > 1 for share in ends)
             shares = " → ".join(f"{share:.2g}" for share in ends)
@@ -343,7 +344,7 @@ def _quantities(run: Setting, name: str) -> Section:
     named = [f"{p.title} {constants[p.name]}" for p in panels if p.name in constants]
     note = f"Constant over the rounds: {'; '.join(named)}." if named else ""
     traces = {trace["name"] for panel in varying for trace in panel.figure["data"]}
-    keys = [key for key in keys if key.label in traces]
+    keys = [key for key in keys if escape(key.label) in traces]
     if not varying:
         return Section(name, title, note, [], is_text=bool(note))
     server = prose("server-weights")[1] if figures.SERVER in keys else ""

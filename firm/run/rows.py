@@ -265,7 +265,7 @@ def entries(
     """
     pairs = ["-".join(pair) for pair in combinations(objectives, 2)]
     columns = {"weights": objectives, "gradient_norms": objectives, "cosines": pairs}
-    for key, entry in {**row, **_known_cosines(row)}.items():
+    for key, entry in {**row, **_known_cosines(row), **_whole_shares(row)}.items():
         if key not in ("kind", "round", "client", "split"):
             yield from _numbers((key,), entry, columns.get(key, ()))
     for (kind, name), quantity in QUANTITIES.items():
@@ -288,6 +288,17 @@ def _known_cosines(row: Mapping[str, Any]) -> dict[str, Any]:
             for solve in zip(cosines, known, strict=True)
         ]
     }
+
+
+def _whole_shares(row: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the shares of a client's step, 0 for objectives that it does not serve.
+
+    As with weights, means over the clients then sum to 1, too.
+    """
+    shares = row.get("step_share")
+    if not isinstance(shares, Mapping) or not any(_is_number(own) for own in shares.values()):
+        return {}
+    return {"step_share": {name: 0.0 if own is None else own for name, own in shares.items()}}
 
 
 def _numbers(

@@ -18,12 +18,13 @@ import threading
 import time
 import traceback
 import uuid
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager, redirect_stderr, redirect_stdout, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Self
 
 from firm.base.errors import Terminated
@@ -79,7 +80,7 @@ class Sweep:
         resume: Resume,
         kind: str = "sweep",
         own_keys: Mapping[str, Sequence[str]] | None = None,
-        lists: Collection[str] = (),
+        lists: Mapping[str, int] = MappingProxyType({}),
         on_change: Callable[[], None] = lambda: None,
     ) -> Self:
         """Creates a sweep or, depending on `resume`, returns the one with this configuration.
@@ -93,8 +94,8 @@ class Sweep:
             own_keys: Path of the keys that concern a point alone, or it and others with the same
                 path, by the point's name. They may change unless one of these points is finished;
                 before any point is finished, all keys may. By default, no key may change.
-            lists: Keys of lists from which the points follow, such as seeds. All points and the
-                first entry of each list stay, and further ones may be added.
+            lists: Keys of lists from which the points follow, with the number of first entries that
+                must not change. All points stay, and further ones may be added.
             on_change: Called before a changed configuration is stored.
 
         Raises:
@@ -144,10 +145,10 @@ class Sweep:
         return cls.open(path, config, points, resume=True, kind=kind)
 
     def _fixed_part(
-        self, config: Any, own_keys: Mapping[str, Sequence[str]] | None, lists: Collection[str]
+        self, config: Any, own_keys: Mapping[str, Sequence[str]] | None, lists: Mapping[str, int]
     ) -> Any:
         """Returns the part of a configuration that must not change; see `open`."""
-        firsts = {key: value[:1] for key, value in config.items() if key in lists}
+        firsts = {key: config[key][:count] for key, count in lists.items() if key in config}
         config = {**config, **firsts}
         if own_keys is None:
             return config

@@ -116,16 +116,19 @@ def as_adapter(arrays: ArrayRecord, like: Adapter) -> Adapter:
 
 
 @cache  # a process of Flower's simulation answers many messages, one of a SuperNode a single one
-def loaded_run(arguments: str) -> tuple[AlignmentConfig, LoadedRun]:
-    """Returns a run's configuration, and its models and data."""
+def loaded_run(arguments: str, has_own_prompts: bool) -> tuple[AlignmentConfig, LoadedRun]:
+    """Returns a run's configuration, and its models and data.
+
+    A node's own prompts are all trained on, since nothing measures them.
+    """
     cfg = config_of(arguments)
-    return cfg, load(cfg, Processes(), measures=False)
+    return cfg, load(cfg, Processes(), measures=False, holds_out=not has_own_prompts)
 
 
 @cache
 def engine_of(arguments: str, calibrations: str, name: str, has_own_prompts: bool) -> LocalEngine:
     """Returns an engine with one client, on its share of the data or on all that is at its node."""
-    cfg, loaded = loaded_run(arguments)
+    cfg, loaded = loaded_run(arguments, has_own_prompts)
     if name not in (names := client_names(cfg)):
         raise ValueError(
             f"partition-id must be below num_clients, {len(names)}, got {name.rpartition('_')[2]}; "
@@ -142,8 +145,9 @@ def train(message: Message, context: Context) -> Message:
     node, asked = context.node_config, message.content["config"]
     name = f"client_{node['partition-id']}"
     arguments = f"{context.run_config['align']} {node.get('align', '')}"
-    engine = engine_of(arguments, asked["calibrations"], name, bool(node.get("own-prompts")))
-    cfg, loaded = loaded_run(arguments)
+    has_own_prompts = bool(node.get("own-prompts"))
+    engine = engine_of(arguments, asked["calibrations"], name, has_own_prompts)
+    cfg, loaded = loaded_run(arguments, has_own_prompts)
     accepted: dict[str, int] = {}
     if STATE in context.state:
         states = unpack(context.state[STATE]["states"])

@@ -374,11 +374,12 @@ def test_a_site_keeps_the_states_of_each_run_by_its_name(kits, tmp_path, monkeyp
     (kit / "run.yaml").write_text(
         to_yaml(compose(AlignmentConfig, [kit / "run.yaml"], [("data.hold_out", 0.5)]))
     )
-    answers, told = [], {}
+    answers, told, loaded_data = [], {}, []
     loads, new = jobs_network.fingerprint, jobs_network.DiskStates
 
     def noted(cfg, loaded, *others):
-        assert cfg.data.hold_out == 0  # all prompts of a site's own are trained on
+        assert cfg.data.hold_out == 0.5  # as at the server
+        loaded_data.append(loaded.data)
         told.update(loads(cfg, loaded, *others))
         return told
 
@@ -393,6 +394,8 @@ def test_a_site_keeps_the_states_of_each_run_by_its_name(kits, tmp_path, monkeyp
         setup = {"calibrations": calibrations, "name": name}
         meeting = {"do": "meet", "fingerprint": told, "setup": setup, "number": 1}
         assert "problem" not in unpack(answers[-1](pack(meeting)))
+    rows = (ROOT / kit_config(kit, {}).data.train.source).read_text().splitlines()
+    assert all(len(data.train) > 0.6 * len(rows) for data in loaded_data)  # a site's own
     first, second = kept
     assert first.parts[-2:] == ("first", "process_0")
     assert second == first.parents[1] / "second/process_0"

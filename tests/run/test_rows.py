@@ -68,6 +68,8 @@ def test_a_gradient_of_length_zero_has_no_cosine() -> None:
     row["gradient_norms"] = [[1.0, 0.0, 2.0]]  # it does not train the second objective
     found = dict(entries({**row, "cosines": [[0.0, 0.5, 0.0]]}, ["a", "b", "c"]))
     assert {path[1]: own for path, own in found.items() if path[0] == "cosines"} == {"a-c": 0.5}
+    row = {"kind": "client", "round": 1, "client": "a", "step_share": {"a": 1.0, "b": None}}
+    assert dict(entries(row, ["a", "b"]))["step_share", "b"] == 0
 
 
 @pytest.mark.parametrize(

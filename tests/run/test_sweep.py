@@ -299,7 +299,7 @@ def test_points_are_added_and_none_is_taken_away(tmp_path):
     def opened(seeds: list[int], points: dict, own: dict = {"a": 1}, *, resume=True) -> Sweep:  # noqa: B006
         config = {"seeds": seeds, "own": own}
         more = {name: keys.get(name, ("own", "b")) for name in points}
-        options = {"own_keys": more, "lists": ["seeds", "others"]}
+        options = {"own_keys": more, "lists": {"seeds": 1, "others": 0}}
         return Sweep.open(path, config, points, resume=resume, **options)
 
     first = opened([0, 1], POINTS, resume=False)
