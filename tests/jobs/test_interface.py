@@ -398,6 +398,7 @@ def test_bad_arguments_are_one_line(model, rewards, prompts, settings, message, 
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.slow
 def test_models_and_tokenizers_of_other_kinds_are_one_line(model, tokenizer, tmp_path):
     double = copy.deepcopy(model).double()
     for given, own, message in (
