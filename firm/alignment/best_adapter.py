@@ -99,11 +99,12 @@ class BestAdapter:
         found = f"({what} {best.mean:.3f})"
         if best.round == last:
             return None, f"the last, and the best on the validation data {found}"
-        if newest.round < last and is_out:
-            inside = "of the adapters inside the guard's trust region, which the last one is not"
-            return best.round, f"the best on the validation data {found} {inside}"
         if newest.round < last:
-            return best.round, f"the best on the validation data {found}; the last was not measured"
+            among, why = "", "was not measured"
+            if is_out:
+                among = " among the adapters that the guard accepts"
+                why = "is outside the guard's trust region"
+            return best.round, f"the best on the validation data {found}{among}; the last {why}"
         difference, error = mean_and_error(best.values - newest.values, groups)
         if not (is_out or difference > 0):
             return None, f"the last, and as good as any on the validation data {found}"

@@ -16,6 +16,7 @@ from firm.alignment.held_out import HELD_OUT, hold_out
 from firm.alignment.policy import borrowed, is_stored_at, read_tokenizer
 from firm.alignment.prompt_data import read_prompts
 from firm.alignment.prompts import Prompt
+from firm.base.devices import accelerator_type
 from firm.base.inside import whole_folder
 from firm.jobs.alignment import Result, run_folder
 from firm.jobs.alignment import align as run_alignment
@@ -106,12 +107,13 @@ def align_objects(
         if prompts is None
         else _splits(prompts, validation_prompts, test_prompts, cfg, share=share),
     )
-    with borrowed(given.model), _as_in_a_program():
-        result = run_alignment(cfg, given)
-    if is_object and not is_stored and result:
-        with whole_folder(result.path / "base", may_exist=True) as draft:
-            model.save_pretrained(draft)
-            tokenizer.save_pretrained(draft)
+    with _as_in_a_program():
+        with borrowed(given.model):
+            result = run_alignment(cfg, given)
+        if is_object and not is_stored and result:
+            with whole_folder(result.path / "base", may_exist=True) as draft:
+                model.save_pretrained(draft)
+                tokenizer.save_pretrained(draft)
     if (
         result
         and "test" in given.rows
@@ -168,16 +170,15 @@ def _check_arguments(
 @contextmanager
 def _as_in_a_program() -> Iterator[None]:
     """Sets what a run expects of this process, and restores what the caller had set."""
-    accelerator = torch.accelerator.current_accelerator()
-    kinds = {"cpu"} | ({accelerator.type} if accelerator else set())
     had_progress = transformers.utils.logging.is_progress_bar_enabled()
     dtype = torch.get_default_dtype()
     torch.set_default_dtype(torch.float32)
+    transformers.utils.logging.disable_progress_bar()
     try:
         with ExitStack() as settings:
             settings.enter_context(torch.inference_mode(False))
             settings.enter_context(torch.enable_grad())
-            for kind in sorted(kinds):
+            for kind in sorted({"cpu", accelerator_type() or "cpu"}):
                 settings.enter_context(torch.autocast(kind, enabled=False))
             yield
     finally:

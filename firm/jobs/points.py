@@ -118,7 +118,8 @@ def run_points(
         resume=cfg.resume,
         kind=kind,
         own_keys=own_keys,
-        lists={"seeds": 1, "preferences": 0},  # the first seed draws what all points hold out
+        # the first seed draws what all points hold out
+        lists={"seeds": 1, "preferences": 0, "resolution": 0},
         on_change=change,
     )
     if not (out / STUDY_NAME).exists():

@@ -21,7 +21,7 @@ from firm.base.inside import open_inside, remove, replace_text
 from firm.base.sanitize import legible, legible_data
 from firm.report import formats
 from firm.report.drawing import LegendEntry, Panel
-from firm.report.record import Record, final_row
+from firm.report.record import Record
 from firm.report.samples import Sample
 from firm.run.comparison import Measure
 from firm.run.errors import UserError
@@ -371,7 +371,7 @@ def untrained_notes(records: Iterable[Record]) -> list[str]:
     return [
         f"{record.name} left the adapter that it started from, of {record.kept_adapter}."
         for record in records
-        if (final_row(record) or {}).get("adapter_round") == 0 and record.last_round
+        if record.kept_no_update
     ]
 
 

@@ -37,7 +37,7 @@ NARROW = (250.0, 380.0)
 LETTER, LINE = 6.8, 16.0
 """Width and height of a letter of a label, in CSS pixels."""
 MANY = 9
-"""Number of models from which on dominated ones have no error bars."""
+"""Number of models above which dominated ones have no error bars."""
 MARK = 5.0
 """Distance from a marker's centre to its edge, in CSS pixels."""
 

@@ -124,6 +124,11 @@ class Record:
         return f"round {final.get('adapter_round')}: {reason}" if reason else ""
 
     @property
+    def kept_no_update(self) -> bool:
+        """Whether rounds have ended, and the run left the adapter that it started from."""
+        return bool(self.last_round) and (final_row(self) or {}).get("adapter_round") == 0
+
+    @property
     def constraint_outcomes(self) -> list[str]:
         """Sentences on whether the strategy's constraints hold on the test prompts.
 

@@ -183,8 +183,8 @@ def trade_off_planes(record: Record) -> list[Panel]:
         names = record.objectives if index == 0 or is_last else ()
         errors = {name: main_error(record, row, name) for name in names}
         number = row.get("adapter_round", row["round"])
-        names_of_end = ["base"] * is_base(row) + [f"round {number}"] * (is_last and index > 0)
-        label = ", ".join(names_of_end)
+        is_end = is_last and index > 0  # which is the base model, too, if no update was kept
+        label = ", ".join(["base"] * is_base(row) + [f"round {number}"] * is_end)
         facts = {
             "split": row.get("split", ""),
             "round": str(number),

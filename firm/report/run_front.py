@@ -86,8 +86,8 @@ def values_by_prompt(file: Path, objectives: Sequence[str]) -> dict[str, tuple[f
     try:
         table = load_file(file)
         # renumbered, since the sizes of a stranger's indices would be allocated
-        prompts = np.unique(table.pop("prompt").double().numpy(), return_inverse=True)[1]
-    except (OSError, SafetensorError, KeyError):
+        prompts = np.unique(table.pop("prompt").numpy().ravel(), return_inverse=True)[1]
+    except (OSError, SafetensorError, KeyError, TypeError):  # NumPy lacks some dtypes
         return {}
     values = {}
     for key, tensor in table.items():

@@ -37,7 +37,6 @@ from firm.report.page import (
     drawn_part,
     left_out_notes,
     prose,
-    untrained_notes,
     write_page,
 )
 from firm.report.plane import ACCURACY
@@ -110,7 +109,7 @@ def run_page(record: Record) -> Page:
         summary=[
             *filter(None, [summary, record.header.get("about")]),
             *([f"The adapter is that of {kept}."] if (kept := record.kept_adapter) else []),
-            *([prose("no-update-kept")[1]] if untrained_notes([record]) else []),
+            *([prose("no-update-kept")[1]] if record.kept_no_update else []),
             *(f"Constraint {outcome}." for outcome in outcomes),
             *([f"Signs of reward hacking, so read the samples: {signs}."] if signs else []),
         ],

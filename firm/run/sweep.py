@@ -94,8 +94,8 @@ class Sweep:
             own_keys: Path of the keys that concern a point alone, or it and others with the same
                 path, by the point's name. They may change unless one of these points is finished;
                 before any point is finished, all keys may. By default, no key may change.
-            lists: Keys of lists from which the points follow, with the number of first entries that
-                must not change. All points stay, and further ones may be added.
+            lists: Keys from which the points follow, with the number of first entries that must not
+                change. All points stay, and further ones may be added.
             on_change: Called before a changed configuration is stored.
 
         Raises:
@@ -148,7 +148,11 @@ class Sweep:
         self, config: Any, own_keys: Mapping[str, Sequence[str]] | None, lists: Mapping[str, int]
     ) -> Any:
         """Returns the part of a configuration that must not change; see `open`."""
-        firsts = {key: config[key][:count] for key, count in lists.items() if key in config}
+        firsts = {
+            key: config[key][:count] if count else None
+            for key, count in lists.items()
+            if key in config
+        }
         config = {**config, **firsts}
         if own_keys is None:
             return config

@@ -24,3 +24,7 @@ def test_values_by_prompt_are_means_of_rows_and_a_stranger_s_indices_cost_nothin
     assert found["parse"][1] == 0.75
     assert found.keys() == {"a", "kl", "parse"}
     assert values_by_prompt(tmp_path / "nothing", ["a"]) == {}
+    for prompts in (torch.zeros(3, 2, dtype=torch.int64), torch.zeros(3, dtype=torch.bfloat16)):
+        own = {"prompt": prompts, "rewards/a": torch.ones(prompts.shape)}
+        save_file(own, tmp_path / "odd.safetensors")
+        assert values_by_prompt(tmp_path / "odd.safetensors", ["a"]) == {}

@@ -296,8 +296,8 @@ def test_only_keys_without_a_finished_point_change(tmp_path):
 def test_points_are_added_and_none_is_taken_away(tmp_path):
     path, keys = tmp_path / "sweep", {"one": ("own", "a"), "two": ("own", "a")}
 
-    def opened(seeds: list[int], points: dict, own: dict = {"a": 1}, *, resume=True) -> Sweep:  # noqa: B006
-        config = {"seeds": seeds, "own": own}
+    def opened(seeds: list[int], points: dict, own: dict | None = None, resume=True) -> Sweep:
+        config = {"seeds": seeds, "own": own or {"a": 1}, "others": len(points)}
         more = {name: keys.get(name, ("own", "b")) for name in points}
         options = {"own_keys": more, "lists": {"seeds": 1, "others": 0}}
         return Sweep.open(path, config, points, resume=resume, **options)
