@@ -125,8 +125,8 @@ MUTATIONS = (
     ),
     Mutation(
         "firm/gradients/compression.py",
-        "generator=generator).to(matrix.device)",
-        "generator=generator)",
+        "dtype=torch.float32).to(matrix)",
+        "dtype=torch.float32)",
         COMPRESSORS,
     ),
     Mutation(
