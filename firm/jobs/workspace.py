@@ -23,7 +23,7 @@ from firm.base.quantities import Quantity, shown
 from firm.base.sanitize import printable
 from firm.jobs.configs import WorkspaceConfig
 from firm.report.record import Record, read_record
-from firm.report.run_figures import NEED_TWO, quantity_title
+from firm.report.run_figures import NEED_TWO, REWARDS, quantity_title
 from firm.report.run_page import TEXTS
 from firm.report.tables import drawn_objectives
 from firm.run.errors import UserError
@@ -32,7 +32,6 @@ from firm.run.tracking import SENT, TrackingConfig, flatten, mean_name, means
 
 logger = logging.getLogger(__name__)
 
-REWARDS = Quantity("rewards", "{}", "mean reward in [0, 1]", by="objective", evaluated="rewards")
 LAYOUT_SECONDS = 10.0
 """Longest wait of a run for its layout; W&B's own limits and retries add up to a minute."""
 MEAN_AND_ERROR = {"groupby_aggfunc": "mean", "groupby_rangefunc": "stderr"}

@@ -129,6 +129,11 @@ class Record:
         return bool(self.last_round) and (final_row(self) or {}).get("adapter_round") == 0
 
     @property
+    def min_rewards(self) -> dict[str, float]:
+        """The strategy's lower bounds of mean rewards, by objective."""
+        return (self.settings.get("strategy") or {}).get("min_rewards") or {}
+
+    @property
     def constraint_outcomes(self) -> list[str]:
         """Sentences on whether the strategy's constraints hold on the test prompts.
 
@@ -136,8 +141,7 @@ class Record:
         confidence is on that side of it; otherwise it is open. The bounds are those of
         ``firm.fronts.confidence`` from the values by prompt, or Student's without them.
         """
-        bounds = (self.settings.get("strategy") or {}).get("min_rewards") or {}
-        if not bounds:
+        if not self.min_rewards:
             return []
         import numpy as np
 
@@ -146,7 +150,7 @@ class Record:
 
         values = values_by_prompt(self.path / SCORES_NAME, self.objectives)
         found, row = [], final_row(self) or {}
-        for name, bound in bounds.items():
+        for name, bound in self.min_rewards.items():
             mean, se = (score(row, "rewards", name, part) for part in ("mean", "se"))
             if mean is None or se is None:
                 continue

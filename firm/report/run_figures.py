@@ -44,6 +44,16 @@ VIEWS = {
 }
 """Legend of the privacy spent, by the key in the row of a round."""
 
+REWARDS = Quantity(
+    "rewards",
+    "{}",
+    "mean reward in [0, 1]",
+    by="objective",
+    lines="clients and mean",
+    evaluated="rewards",
+)
+"""Rewards mapped to [0, 1]; pages draw scores, which they are made of, in the units of the model."""
+
 Lines = dict[LegendEntry, Trace]
 
 
@@ -154,6 +164,18 @@ def evaluation_line(run: Setting, field: str, name: str) -> Trace:
         rows = {row["round"]: row for row in record.evaluations.get("validation", [])}
         ses = [main_error(record, rows[at], name) for at in points]
     return curve(GLOBAL_MODEL, points.items(), width=2.5, size=7, ses=ses)
+
+
+def constraint_panels(run: Setting) -> tuple[list[Panel], list[LegendEntry]]:
+    """Returns the rewards that the strategy bounds from below, by round, and the legend."""
+    panels: list[Panel] = []
+    keys: dict[LegendEntry, None] = {}
+    for name, bound in run.records[0].min_rewards.items():
+        lines = {key: line for key, line in _client_lines(run, REWARDS, name).items() if line["x"]}
+        made = rounds_figure(lines.values(), REWARDS.unit, reference=float(bound))
+        panels += nonempty([Panel(f"constraint-{name}", f"{name}, at least {bound:g}", made)])
+        keys |= dict.fromkeys(lines)
+    return panels, sorted(keys, key=lambda key: not key.is_thin)
 
 
 # --- The trade-off --------------------------------------------------------------------------------

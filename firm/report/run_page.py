@@ -410,6 +410,9 @@ SECTIONS: dict[str, Callable[[Setting], Block | None]] = {
     "evaluation": lambda run: None,  # drawn from the comparison that the head shows, too
     "samples": _samples,
     "scores": partial(_quantities, name="scores"),
+    "constraints": lambda run: Section(
+        "constraints", *prose("constraints"), *figures.constraint_panels(run)
+    ),
     "truth": _truth,
     "hypervolume": volumes_of_run,
     **{name: partial(_quantities, name=name) for name in QUANTITY_SECTIONS[1:]},

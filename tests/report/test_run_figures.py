@@ -42,6 +42,26 @@ def every_figure(record):
     ]
 
 
+def test_a_constrained_reward_is_drawn_against_its_bound(make_run):
+    run_path = make_run()
+    record = read_record(run_path)
+    assert figures.constraint_panels(setting(record)) == ([], [])
+    record.settings["strategy"] = {"name": "constrained", "min_rewards": {"harmless": 0.6}}
+    panels, keys = figures.constraint_panels(setting(record))
+    drawn = traces(panels, "constraint-harmless")
+    assert [key.label for key in keys] == list(drawn)
+    assert drawn["global model, validation"] == {
+        row["round"]: row["rewards"]["harmless"]["mean"]
+        for row in read_rows(run_path, "evaluation", split="validation")
+    }
+    rows = read_rows(run_path, "client")
+    assert drawn["mean over clients"][1] == pytest.approx(
+        fmean(row["rewards"]["harmless"] for row in rows if row["round"] == 1)
+    )
+    (line,) = panels[0].figure["layout"]["shapes"]
+    assert line["y0"] == line["y1"] == 0.6
+
+
 def test_score_curves_hold_the_logged_values(make_run):
     run_path = make_run()
     panels = quantities(read_record(run_path), "scores")
