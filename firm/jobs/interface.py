@@ -30,7 +30,7 @@ def align(
     settings: Mapping[str, Any] | None = None,
     out: str | Path | None = None,
     resume: Resume = False,
-) -> Result | None:
+) -> Result | Any:  # Any for None, which single processes need not check for
     """Aligns a language model to rewards or ranked pairs, and evaluates the result.
 
     The objectives are given by reward models, which score replies to the prompts, or by pairs of

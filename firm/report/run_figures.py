@@ -52,7 +52,7 @@ REWARDS = Quantity(
     lines="clients and mean",
     evaluated="rewards",
 )
-"""Rewards mapped to [0, 1]; pages draw scores, which they are made of, in the units of the model."""
+"""Rewards mapped to [0, 1]. A run's page draws them only against the bounds of constraints."""
 
 Lines = dict[LegendEntry, Trace]
 
