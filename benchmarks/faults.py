@@ -84,7 +84,6 @@ class Config:
 
 @dataclass(frozen=True)
 class Outcome:
-    engine: str
     fault: str
     seconds: float
     """Those of the faulty round beyond the fastest one, or until the run stopped."""
@@ -193,7 +192,6 @@ class Runs:
         usual = min(seconds[number - 1] for number, lost in missed.items() if not lost)
         failures = [f for row in run["rounds"] for f in row["failures"]]
         return Outcome(
-            name,
             fault,
             max(0.0, seconds[FAULTY_ROUND - 1] - usual),
             seconds,
@@ -267,7 +265,7 @@ def member(out: Path) -> None:
         except RuntimeError as error:
             seconds = time.perf_counter() - start
             message = f"the run stops: {error}"
-            outcomes.append(Outcome("processes", fault, seconds, [], message, None))
+            outcomes.append(Outcome(fault, seconds, [], message, None))
         engine.close()
     if joined.is_server:
         out.write_text(json.dumps([vars(outcome) for outcome in outcomes]), encoding="utf-8")

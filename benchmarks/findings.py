@@ -15,6 +15,7 @@ import re
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import product
 from pathlib import Path
 from statistics import fmean
@@ -40,7 +41,8 @@ from benchmarks.protocol_runs import (
     WEIGHTED,
     WEIGHTINGS,
 )
-from firm.fronts import Front, Point, by_preference, hypervolume, non_dominated
+from firm.fronts import Front, Point, by_preference, non_dominated
+from firm.fronts.hypervolume import volumes
 from firm.report.drawing import LegendEntry, Series, series_panel
 from firm.report.seeds import mean_difference
 from firm.report.static import (
@@ -916,20 +918,11 @@ def changed(change: Change, folder: Path = PROTOCOL) -> list[Claim]:
     ]
 
 
-def family_n(folder: Path = PROTOCOL) -> list[Claim]:
-    """Returns the claims of family N: fronts by smooth Tchebycheff scalarisation."""
-    return changed(SMOOTHING, folder)
-
-
-def family_o(folder: Path = PROTOCOL) -> list[Claim]:
-    """Returns the claims of family O: fronts with half the KL coefficient."""
-    return changed(LESS_KL, folder)
-
-
 FAMILIES = (
     family_a, family_b, family_c, family_d, family_e, family_f, family_g, family_h, family_j,
-    family_k, family_l, family_m, family_n, family_o,
+    family_k, family_l, family_m, partial(changed, SMOOTHING), partial(changed, LESS_KL),
 )  # fmt: skip
+"""Functions that return the claims of families A to H and J to O, from a folder of data."""
 HEADER = (
     *("claim", "quantity, first less second", "n", "95 % interval", "margin", "verdict"),
     *("command", "data"),
@@ -1264,14 +1257,7 @@ def changed_table(change: Change, folder: Path = PROTOCOL) -> str:
     return f"{verdict}\n\n{markdown_table([f'n = {count}', *FRONT_HEADER], rows)}"
 
 
-def smoothed_table(folder: Path = PROTOCOL) -> str:
-    """Returns the claims and fronts of family N."""
-    return changed_table(SMOOTHING, folder)
-
-
-def half_kl_table(folder: Path = PROTOCOL) -> str:
-    """Returns the claims and fronts of family O."""
-    return changed_table(LESS_KL, folder)
+smoothed_table, half_kl_table = partial(changed_table, SMOOTHING), partial(changed_table, LESS_KL)
 
 
 def draw_equal_replies(stem: Path, folder: Path = PROTOCOL) -> None:
@@ -1328,9 +1314,7 @@ def real_table(
     return markdown_table(["model", "seeds", *keys], rows)
 
 
-def unseen_table(folder: Path = PROTOCOL) -> str:
-    """Returns the models of SmolLM2 behind family M."""
-    return real_table(folder, "unseen", UNSEEN_SEEDS)
+unseen_table = partial(real_table, questions="unseen", seeds=UNSEEN_SEEDS)
 
 
 def trl_claims(folder: Path = PROTOCOL) -> str:
@@ -1469,7 +1453,7 @@ def older_numbers() -> str:
     separate, folds = (older_front("aligned", method) for method in (SEPARATE, FOLDS))
     rows = []
     for count in range(1, 10):
-        shares, cells = (*FIRST, *FURTHER)[:count], []
+        shares, cells = ALL[:count], []
         for measure in (utility_of, lambda own: volume_above(own, np.zeros(2))):
             own, less = [], []
             for seed, points in separate.items():
@@ -1526,8 +1510,7 @@ def utility_of(points: np.ndarray) -> float:
 
 def volume_above(points: np.ndarray, corner: np.ndarray) -> float:
     """Returns the hypervolume of those of the points [N, 2] that are above a corner."""
-    above = points[(points > corner).all(1)]
-    return hypervolume(above, corner) if len(above) else 0.0
+    return float(volumes(points - corner))
 
 
 def matched_share(points: np.ndarray, others: np.ndarray) -> float:

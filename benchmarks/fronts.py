@@ -24,7 +24,8 @@ from statistics import fmean, stdev
 
 import numpy as np
 
-from firm.fronts import Front, Point, by_preference, hypervolume, preference_correlations
+from firm.fronts import Front, Point, by_preference, preference_correlations
+from firm.fronts.hypervolume import volumes
 from firm.report.front_page import front_figure
 from firm.report.seeds import mean_difference
 from firm.report.static import save_figure
@@ -102,16 +103,16 @@ def _values(points: Mapping[str, list[Point]], values: Callable[[Point], list[fl
 
 
 def _show(title: str, values: Values, reference: Sequence[float], against: str | None) -> None:
-    volumes = {
-        name: {seed: _volume(rows, reference) for seed, rows in by_seed.items()}
+    found = {
+        name: {seed: float(volumes(np.array(rows) - reference)) for seed, rows in by_seed.items()}
         for name, by_seed in values.items()
     }
     rows = []
-    for name, by_seed in volumes.items():
+    for name, by_seed in found.items():
         seeds = " ".join(f"{volume:.3f}" for volume in by_seed.values())
         cells = [name, seeds, _mean(list(by_seed.values()))]
         if against is not None:
-            other = volumes[against]
+            other = found[against]
             shared = sorted(by_seed.keys() & other.keys())
             changes = [by_seed[seed] - other[seed] for seed in shared]
             own, peer = fmean(by_seed[s] for s in shared), fmean(other[s] for s in shared)
@@ -121,11 +122,6 @@ def _show(title: str, values: Values, reference: Sequence[float], against: str |
     heads = ["method", "by seed", "mean ± standard error"]
     heads += [] if against is None else [f"less {against}", "ratio"]
     print_table(f"Hypervolume, {title}", heads, rows)
-
-
-def _volume(rows: list[list[float]], reference: Sequence[float]) -> float:
-    above = [row for row in rows if all(np.array(row) > np.array(reference))]
-    return float(hypervolume(np.array(above), reference)) if above else 0.0
 
 
 def _show_ends(fronts: Mapping[str, Front], against: str | None) -> None:

@@ -134,7 +134,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         device = named_device(options.device)
     except ValueError as error:
         parser.error(str(error))
-    if device.type == options.device == "cpu" or device.type != "cpu":
+    if options.device == "cpu" or device.type != "cpu":
         write_page(options, device)
     else:
         parser.error("there is no accelerator here; give --device cpu --shape tiny.")

@@ -149,6 +149,17 @@ def local_step(
         num_rounds=REPEATS,
     )
     client = AlignmentClient("client_0", prompts, trainer, seed=0)
+    return step_of(client, trainer, solve_per=solve_per)
+
+
+def step_of(
+    client: AlignmentClient,
+    trainer: Any,
+    *,
+    solve_per: Any = "minibatch",
+    clock: Callable[[], float] = time.perf_counter,
+) -> Callable[[], Stages]:
+    """Returns a local step of FIRM, which starts from the same state each time."""
     start = client.state()
     request = LocalTraining(
         round=2,  # the first measures the mismatch of log-probabilities, too
@@ -162,21 +173,22 @@ def local_step(
 
     def step() -> Stages:
         client.restore(start)
-        begin = time.perf_counter()
+        begin = clock()
         update = local_training(client, request)
-        return {"whole": time.perf_counter() - begin, **update.metrics["seconds"]}
+        return {"whole": clock() - begin, **update.metrics["seconds"]}
 
     return step
 
 
 @dataclass
-class _StepTimes(TrainerCallback):
+class StepTimes(TrainerCallback):
     """Notes when each local step of TRL's trainer ends."""
 
+    clock: Callable[[], float] = time.perf_counter
     ends: list[float] = field(default_factory=list)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self.ends.append(time.perf_counter())
+        self.ends.append(self.clock())
 
 
 def trl_step(texts: list[str]) -> Callable[[], Stages]:
@@ -192,7 +204,7 @@ def trl_step(texts: list[str]) -> Callable[[], Stages]:
     )
 
     def step() -> Stages:
-        times = _StepTimes()
+        times = StepTimes()
         with without_needless_warnings(), contextlib.redirect_stdout(io.StringIO()):
             trainer = TrlTrainer(
                 args=TrlConfig(

@@ -28,7 +28,6 @@ import tempfile
 import time
 from argparse import Namespace
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from functools import cache, partial
 from pathlib import Path
 from statistics import median
@@ -37,8 +36,9 @@ from typing import Any
 import torch
 from datasets import Dataset
 from peft import LoraConfig
-from transformers import AutoModelForCausalLM, GenerationConfig, LlamaConfig, TrainerCallback
+from transformers import AutoModelForCausalLM, GenerationConfig, LlamaConfig
 
+from benchmarks.local_step import STAGES, Stages, StepTimes, step_of
 from benchmarks.measure import in_own_process, peak_resident, quiet
 from benchmarks.random_models import LlamaForCausalLM, save_model
 from firm.alignment import (
@@ -62,22 +62,16 @@ from firm.alignment.estimator_config import CriticFreeConfig
 from firm.alignment.policy import move_, without_needless_warnings
 from firm.alignment.stacked.trainer import stacked_trainers
 from firm.base.devices import accelerate_on, peak_bytes, reset_peak_bytes, synchronize
-from firm.federation import RandomStream, ServerState, local_training
+from firm.federation import RandomStream, ServerState
 from firm.federation.engines.stacked import StackedEngine
 from firm.federation.strategies.firm import firm_round
 from firm.federation.strategy_configs import FirmConfig
-from firm.federation.training import LocalTraining
 from firm.run import print_table
 
 GROUP = 4  # replies to a prompt, of the critic-free estimator and of TRL
 ESTIMATORS: dict[str, Callable[..., EstimatorConfig]] = {
     "PPO": PPOConfig, "critic-free": partial(CriticFreeConfig, num_replies=GROUP),
 }  # fmt: skip
-STAGES = (
-    "rollout", "reward", "values", "advantages", "forward", "critic", "backward", "gram", "solve",
-    "step",
-)  # fmt: skip
-Stages = dict[str, float]
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -297,24 +291,7 @@ def local_step(
     )
     trainer._clock = clock = clock_of(options)
     client = client_of("client_0", prompts_of(options), trainer, 0, is_conditioned=is_conditioned)
-    start = client.state()
-    request = LocalTraining(
-        round=2,  # the first measures the mismatch of log-probabilities, too
-        objectives=trainer.objectives,
-        adapter=copy_adapter(trainer.adapter_parameters),
-        num_local_steps=1,
-        weighting="firm",
-        weighting_options={"beta": 0.01},
-        solve_per="minibatch",
-    )
-
-    def step() -> Stages:
-        client.restore(start)
-        begin = clock()
-        update = local_training(client, request)
-        return {"whole": clock() - begin, **update.metrics["seconds"]}
-
-    return step
+    return step_of(client, trainer, clock=clock)
 
 
 def stacked_round(
@@ -376,17 +353,6 @@ def plain_generate(options: Namespace) -> Callable[[], Stages]:
     return step
 
 
-@dataclass
-class _StepTimes(TrainerCallback):
-    """Notes the time at which each step of TRL's trainer ends."""
-
-    clock: Callable[[], float]
-    ends: list[float] = field(default_factory=list)
-
-    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self.ends.append(self.clock())
-
-
 def trl_step(options: Namespace) -> Callable[[], Stages]:
     """Returns a step of TRL's GRPOTrainer, the second one of a new training each time."""
     from trl.trainer.grpo_config import GRPOConfig
@@ -402,7 +368,7 @@ def trl_step(options: Namespace) -> Callable[[], Stages]:
     rows = options.rows or minibatch
 
     def step() -> Stages:
-        times = _StepTimes(clock_of(options))
+        times = StepTimes(clock_of(options))
         with (
             tempfile.TemporaryDirectory() as folder,
             accelerate_on(torch.device(options.device)),

@@ -54,7 +54,7 @@ def main() -> None:
         data = load_data(DatasetConfig()).train if model == "lenet" else table()
         for count in CLIENTS:
             # convolutions too, which a stacked engine would leave to their clients
-            own, workspaces.is_stackable = workspaces.is_stackable, lambda model: True
+            own, workspaces.is_stackable = workspaces.is_stackable, lambda model, losses: True
             rounds = {
                 engine.__name__: round_of(engine, model, data, count, batch_size, cfg)
                 for engine in (StackedEngine, LocalEngine)

@@ -41,7 +41,7 @@ class Judge:
         max_tokens: Longest answer in tokens.
         timeout_s: Longest wait for an answer, in seconds.
         num_retries: Further tries of a request that is not answered with a score.
-        num_requests: JsonServer at a time.
+        num_requests: Requests at a time.
 
     Raises:
         ValueError: An argument is out of range.

@@ -8,6 +8,7 @@ that is not the pad id instead, and so misses an EOS at the end if the two are t
 import inspect
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from hashlib import sha256
 from math import prod
 from pathlib import Path
@@ -16,7 +17,7 @@ from weakref import WeakValueDictionary
 
 import torch
 from peft import PeftConfig, PeftModel
-from peft.utils import SAFETENSORS_WEIGHTS_NAME
+from peft.utils import CONFIG_NAME, SAFETENSORS_WEIGHTS_NAME
 from safetensors import safe_open
 from transformers import (
     AutoConfig,
@@ -41,9 +42,6 @@ from reward_models.formats import check_format, present
 
 UNKNOWN_LENGTH = 10**9
 """Stands for an unknown maximum length; tokenizers without a limit report 10^30."""
-
-ADAPTER_NAME = "adapter_config.json"
-"""Settings of a PEFT adapter; a folder with this file holds no whole checkpoint."""
 
 _adapted: WeakValueDictionary[tuple[str, str, torch.device], PeftModel] = WeakValueDictionary()
 """Base models with adapters, by path, dtype and device: adapters of one base share its weights."""
@@ -281,9 +279,14 @@ def load_sequence_classifier(
     place = named_device(device)
     is_folder = Path(path).expanduser().is_dir()
     location = str(Path(path).expanduser()) if is_folder else str(path)
-    if is_folder and (Path(location) / ADAPTER_NAME).is_file():
-        return _load_adapter(location, dtype, place), AutoTokenizer.from_pretrained(location)
-    with checkpoint_errors("sequence classifier", str(path), key=""), quiet_transformers():
+    errors = partial(checkpoint_errors, "sequence classifier", str(path), key="")
+    if is_folder and (Path(location) / CONFIG_NAME).is_file():
+        adapted = _load_adapter(location, dtype, place)
+        with errors(), quiet_transformers():
+            tokenizer = AutoTokenizer.from_pretrained(location)
+        check_vocabulary(adapted, tokenizer, f"the tokenizer of {path}")
+        return adapted, tokenizer
+    with errors(), quiet_transformers():
         config = AutoConfig.from_pretrained(location)
         if output is None:
             config.num_labels = 1
@@ -322,7 +325,7 @@ def adapter_name(path: str | Path) -> str:
 def adapter_base(path: str | Path) -> str | None:
     """Returns the path or name of the base model of the adapter in a folder; None without one."""
     folder = Path(path).expanduser()
-    if not (folder / ADAPTER_NAME).is_file():
+    if not (folder / CONFIG_NAME).is_file():
         return None
     return str(PeftConfig.from_pretrained(str(folder)).base_model_name_or_path)
 

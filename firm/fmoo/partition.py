@@ -49,6 +49,11 @@ def partition(
         else:
             per_client = cfg.shards_per_client
             shards = shard_partition(groups, count, shards_per_client=per_client, seed=seed)
+        if (smallest := min(map(len, shards))) < least:
+            raise ValueError(
+                f"every client needs at least {least} samples, got one with {smallest} of {name}; "
+                "reduce partition.min_samples or the number of clients."
+            )
     if most is not None:
         generator = torch.Generator().manual_seed(seed)
         orders = (torch.randperm(len(shard), generator=generator).tolist() for shard in shards)

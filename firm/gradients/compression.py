@@ -11,7 +11,7 @@ nor is the transport's framing. A seed counts 8 bytes, on top of the budget.
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any, ClassVar, Literal
 
 import numpy as np
@@ -31,17 +31,22 @@ class JacobianMessage:
     """A client's compressed Jacobian.
 
     Raises:
-        ValueError: When fields do not match, or a tensor holds NaN or infinity.
+        ValueError: When a field has another type, fields do not match, or a tensor holds NaN or
+            infinity.
     """
 
     shape: tuple[int, int]
     """M and d of the compressed Jacobian."""
 
     def __post_init__(self) -> None:
-        if len(self.shape) != 2 or not all(isinstance(n, int) and n > 0 for n in self.shape):
+        if len(self.shape) != 2 or not all(type(n) is int and n > 0 for n in self.shape):
             raise ValueError(
                 f"shape of a message must be M and d, both at least 1, got {self.shape}."
             )
+        for own in fields(self):
+            value = getattr(self, own.name)
+            if own.type is int and type(value) is not int:  # transports keep 4.0 and True
+                raise ValueError(f"{own.name} of a message must be an integer, got {value!r}.")
         for name in vars(self).keys() & SEEDS:
             check_seed(name, getattr(self, name))
         self._check()

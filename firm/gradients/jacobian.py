@@ -18,7 +18,6 @@ def jacobian(
     parameters: Parameters,
     *,
     retain_graph: bool = False,
-    out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Returns the gradient of each loss; leaves the parameters and their ``grad`` unchanged.
 
@@ -30,21 +29,19 @@ def jacobian(
         parameters: Tensors of any float dtype with d entries in total, or a mapping of names to
             tensors; names appear in error messages. Their order is the order of the columns.
         retain_graph: Whether to keep the graph after the last loss.
-        out: Buffer to fill and return instead of a new one: contiguous, on the parameters' device,
-            shape [M, d].
 
     Returns:
         Shape [M, d], on the parameters' device, float32, or float64 if a parameter is; zero where a
         loss does not depend on a parameter.
 
     Raises:
-        ValueError: When there is no loss or no parameter, a parameter does not require grad, `out`
-            does not fit, or a loss has no graph or a loss or gradient is not finite; names which.
+        ValueError: When there is no loss or no parameter, a parameter does not require grad, or a
+            loss has no graph or a loss or gradient is not finite; names which.
     """
     tensors = check_parameters(parameters)
     num_objectives = len(losses)
     check_losses(losses)
-    rows = jacobian_buffer(num_objectives, tensors, out)
+    rows = jacobian_buffer(num_objectives, tensors)
     for objective, loss in enumerate(losses):
         gradients = torch.autograd.grad(
             loss,
@@ -128,30 +125,11 @@ def check_parameters(parameters: Parameters) -> list[torch.Tensor]:
     return tensors
 
 
-def jacobian_buffer(
-    num_objectives: int, parameters: Sequence[torch.Tensor], out: torch.Tensor | None
-) -> torch.Tensor:
-    """Returns `out` after checking it, or a new uninitialised contiguous buffer [M, d].
-
-    It is float32, or float64 if a parameter is.
-    """
-    device = parameters[0].device
+def jacobian_buffer(num_objectives: int, parameters: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Returns an uninitialised buffer [M, d], float32, or float64 if a parameter is."""
     dtype = reduce(torch.promote_types, {p.dtype for p in parameters}, torch.float32)
     shape = [num_objectives, sum(map(torch.Tensor.numel, parameters))]
-    if out is None:
-        return parameters[0].new_empty(shape, dtype=dtype)  # fake if the parameters are
-    if (
-        list(out.shape) != shape
-        or out.dtype != dtype
-        or out.device != device
-        or not out.is_contiguous()
-    ):
-        raise ValueError(
-            f"out must be contiguous {dtype} of shape {shape} on {device}, got "
-            f"{'' if out.is_contiguous() else 'strided '}{out.dtype} of shape {list(out.shape)} "
-            f"on {out.device}."
-        )
-    return out
+    return parameters[0].new_empty(shape, dtype=dtype)  # fake if the parameters are
 
 
 def has_values(tensor: torch.Tensor) -> bool:

@@ -173,7 +173,6 @@ class PerSequenceGradients:
         *,
         groups: torch.Tensor | None = None,
         retain_graph: bool = False,
-        out: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Returns the gradient of each Σ_b c_jb ℓ_b; leaves parameters and grads unchanged.
 
@@ -184,7 +183,6 @@ class PerSequenceGradients:
             groups: Group of each sequence, shape [B], such as the pair of a reply: its factors are
                 those of its group. By default each has its own.
             retain_graph: Whether to keep the graph.
-            out: As in `jacobian`, shape [M, d].
 
         Returns:
             As in `jacobian`.
@@ -202,7 +200,7 @@ class PerSequenceGradients:
         check_sequences(losses, coefficients, groups)
         shared = self._shared
         self._check_graphs(losses)
-        rows = jacobian_buffer(len(coefficients), self._parameters, out).zero_()
+        rows = jacobian_buffer(len(coefficients), self._parameters).zero_()
         coefficients = by_sequence(coefficients.detach().to(rows), groups)
         leaves = [self._anchor] if shared is None else [self._anchor, *shared.copied]
         _, *gradients = self._fold_backward(
@@ -476,12 +474,11 @@ class BackwardPasses:
         *,
         groups: torch.Tensor | None = None,
         retain_graph: bool = False,
-        out: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Returns the gradient of each Σ_b c_jb ℓ_b; see `PerSequenceGradients`."""
         check_sequences(losses, coefficients, groups)
         sums = by_sequence(coefficients.detach().to(losses), groups) @ losses
-        return jacobian(sums, self._parameters, retain_graph=retain_graph, out=out)
+        return jacobian(sums, self._parameters, retain_graph=retain_graph)
 
 
 class Tap(torch.autograd.Function):

@@ -29,7 +29,7 @@ CHUNK = 65_536
 
 @dataclass(frozen=True)
 class CountSketchMessage(JacobianMessage):
-    """Signed sums of a Jacobian's columns; messages with the same seed can be added."""
+    """Signed sums of a Jacobian's columns."""
 
     sketch: torch.Tensor
     """The sketched Jacobian A C, float32 [M, k]."""
@@ -49,24 +49,6 @@ class CountSketchMessage(JacobianMessage):
     def parts(self) -> list[tuple[int, torch.Tensor]]:
         """Returns the sketch, whose inner products are unbiased estimates of the Jacobian's."""
         return [(1, self.sketch)]
-
-    def __add__(self, other: "CountSketchMessage") -> "CountSketchMessage":
-        """Returns the sketch of the summed Jacobians, as secure aggregation would.
-
-        Raises:
-            ValueError: When the two differ in seed or shape.
-        """
-        if self.shared_seed != other.shared_seed:
-            raise ValueError(
-                f"sketches with the seeds {self.shared_seed} and {other.shared_seed} cannot be "
-                "added: give all clients of a round the same shared_seed."
-            )
-        if self.shape != other.shape or self.sketch.shape != other.sketch.shape:
-            raise ValueError(
-                f"sketches of shapes {list(self.sketch.shape)} and {list(other.sketch.shape)}, of "
-                f"Jacobians {list(self.shape)} and {list(other.shape)}, cannot be added."
-            )
-        return CountSketchMessage(self.shape, self.sketch + other.sketch, self.shared_seed)
 
 
 @dataclass(frozen=True)

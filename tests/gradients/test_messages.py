@@ -53,6 +53,11 @@ def test_a_broken_upload_is_refused():
     assert message_from_dict({**content, "shape": [2, 400]}).shape == (2, 400)
     with pytest.raises(ValueError, match="bucket must be at least 1, got 0"):
         message_from_dict({**message_to_dict(_message("quantizing")), "bucket": 0})
+    quantised = message_to_dict(_message("quantizing"))
+    for name in ("bits", "bucket", "num_kept", "seed"):
+        for value in (float(quantised[name]), True, "4", None):
+            with pytest.raises(ValueError, match=f"{name} of a message must be an integer, got"):
+                message_from_dict({**quantised, name: value})
     content["left"][3, 0] = float("nan")
     with pytest.raises(ValueError, match="NaN or infinity"):
         message_from_dict(content)

@@ -165,6 +165,9 @@ def test_every_partition_gives_all_clients_samples(kind):
     assert all(len(shard) >= 5 for shard in shards.values())
     drawn = [index for shard in shards.values() for index in shard]
     assert len(set(drawn)) == len(drawn)
+    cfg = _config(Path("unused"), "--partition.kind", kind, "--partition.min_samples", "2000")
+    with pytest.raises(ValueError, match="at least 2000"):
+        partition(splits.train, cfg.partition, 4, seed=0)
 
 
 def test_results_do_not_depend_on_the_number_of_workers(study, tmp_path):

@@ -67,7 +67,8 @@ def _golden(rows):
         ((200, {"result": []}), "does not answer as vLLM does"),
     ],
 )
-def test_a_server_without_scores_is_an_error_that_names_it(answer, message):
+def test_a_server_without_scores_is_an_error_that_names_it(answer, message, monkeypatch):
+    monkeypatch.setattr("firm.base.servers.time.sleep", lambda seconds: None)
     calls = []
 
     def answered(path, content):

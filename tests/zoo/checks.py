@@ -73,8 +73,6 @@ LEAD = 0.02
 class Place:
     """A model of one architecture with one tokenizer."""
 
-    name: str
-    kind: str
     plain: Any
     """The model, which FIRM never gets."""
     plain_tokenizer: Any
@@ -154,7 +152,7 @@ def place(
     policy = load_policy(config, stream=RandomStream(seed, "policy", "adapter"), given=given)
     if "everywhere" not in ARCHITECTURES[name].refused:
         check_passes(policy, name)
-    return Place(name, kind, plain, tokenizer, ends, policy, own)
+    return Place(plain, tokenizer, ends, policy, own)
 
 
 def place_of(folder: str) -> Place:
@@ -164,8 +162,6 @@ def place_of(folder: str) -> Place:
     ends = plain.generation_config.eos_token_id
     policy = load_policy(config, stream=RandomStream(0, "policy", "adapter"))
     return Place(
-        folder,
-        "its own",
         plain,
         AutoTokenizer.from_pretrained(folder),
         list(ends) if isinstance(ends, list) else [ends],
@@ -267,8 +263,8 @@ def _check_cut(place: Place, case: Case, ids: list[int]) -> None:
     assert last[-20:] in text
 
 
-def check_logprobs(place: Place, found: Sequence[Case]) -> int:
-    """Checks a batch's log-probabilities against passes of single rows; returns how many ended.
+def check_logprobs(place: Place, found: Sequence[Case]) -> None:
+    """Checks a batch's log-probabilities against passes of single rows.
 
     Those of generation, of the reference and of a forward pass, and those of a policy in training,
     where dropout of the base model would show.
@@ -278,7 +274,6 @@ def check_logprobs(place: Place, found: Sequence[Case]) -> int:
     per_prompt = trainer.config.replies_per_prompt
     sampled = trainer.sample(trainer.encode([case.prompt for case in found]))
     rollouts = trainer.with_logprobs(sampled, measures_mismatch=True)
-    num_ended = 0
     for at in range(rollouts.num_rows):
         prompt = _prompt_ids(rollouts, at)
         case = found[at // per_prompt]
@@ -303,8 +298,6 @@ def check_logprobs(place: Place, found: Sequence[Case]) -> int:
                 values[at, :length].double(), right, atol=CLOSE, rtol=0,
                 msg=lambda text, kind=kind, case=case: f"{kind}, {case.data}: {text}",
             )  # fmt: skip
-        num_ended += first_end is not None
-    return num_ended
 
 
 def _prompt_ids(rollouts: Any, at: int) -> list[int]:
@@ -326,14 +319,14 @@ def check_training_mode(place: Place, found: Sequence[Case]) -> None:
     torch.testing.assert_close(got, right, atol=CLOSE, rtol=CLOSE)
 
 
-def check_generation(place: Place, found: Sequence[Case]) -> int:
-    """Checks replies at a temperature near 0 against `generate`; returns how many ended.
+def check_generation(place: Place, found: Sequence[Case]) -> None:
+    """Checks replies at a temperature near 0 against `generate`.
 
     From where the model all but hesitates between two tokens, a row is not compared.
     """
     trainer = place.trainer(temperature=COLD)
     rollouts = trainer.sample(trainer.encode([case.prompt for case in found]))
-    per_prompt, num_ended = trainer.config.replies_per_prompt, 0
+    per_prompt = trainer.config.replies_per_prompt
     for at, case in enumerate(found):
         right, leads = oracle.greedy(
             place.plain, _prompt_ids(rollouts, at * per_prompt), place.ends, MAX_NEW
@@ -343,12 +336,9 @@ def check_generation(place: Place, found: Sequence[Case]) -> int:
         said = rollouts.responses[at * per_prompt, :length].tolist()
         if clear == len(right):
             assert said == right, case.data
-            ended = right[-1] in place.ends
-            assert bool(rollouts.ended[at * per_prompt]) == ended
-            num_ended += ended
+            assert bool(rollouts.ended[at * per_prompt]) == (right[-1] in place.ends)
         else:
             assert said[:clear] == right[:clear], case.data
-    return num_ended
 
 
 # --- Rewards --------------------------------------------------------------------------------------

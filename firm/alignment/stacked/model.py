@@ -137,7 +137,7 @@ class StackedModel:
         if not good:
             return errors
         leaves = list(joint.stacked.values())
-        rows = {at: jacobian_buffer(len(e.losses), e.place.part.leaves, None) for at, e in good}
+        rows = {at: jacobian_buffer(len(e.losses), e.place.part.leaves) for at, e in good}
         joint.finish([each.place for each in wanted])
         count = len(wanted[0].losses)
         for j in range(count):

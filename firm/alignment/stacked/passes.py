@@ -244,7 +244,7 @@ class Pass:
         jacobians = {}
         for shape, indices in alike.items():
             leaves = self.parts[indices[0]].leaves
-            rows = jacobian_buffer(len(indices) * shape[0], leaves, None).zero_()
+            rows = jacobian_buffer(len(indices) * shape[0], leaves).zero_()
             rows = rows.view(len(indices), shape[0], -1)
             coefficients = torch.stack([wanted[index].detach() for index in indices]).to(rows)
             spans = None if len(indices) == len(self.parts) else [self.span(i) for i in indices]

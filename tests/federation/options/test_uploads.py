@@ -183,6 +183,7 @@ def test_a_refused_update_leaves_its_error_as_it_was(new_client, start):
         (lambda content: {"quantized": {"kind": "top_k"}}, "must be a quantised update"),
         (lambda content: {"quantized": {**content, "shape": [1, 9]}}, "cannot be read"),
         (lambda content: {"quantized": {**content, "bits": 99}}, "cannot be read"),
+        (lambda content: {"quantized": {**content, "bits": 8.0}}, "cannot be read"),
         (
             lambda content: {"quantized": {**content, "scales": content["scales"] * float("nan")}},
             "cannot be read",
