@@ -31,7 +31,6 @@ from firm.jobs.loop import train
 from firm.jobs.plan import print_plan
 from firm.jobs.sources import check_sources
 from firm.run import continued_later, run_cli, run_to_resume
-from firm.run.shipped import with_shipped_paths
 
 
 def main(cfg: AlignmentConfig) -> None:
@@ -40,7 +39,7 @@ def main(cfg: AlignmentConfig) -> None:
         print_plan(cfg)
         return
     fetch_policy(cfg.policy.path)
-    check_sources(with_shipped_paths(cfg))
+    check_sources(cfg)
     out = run_folder(cfg)
     with continued_later(out):  # an interrupted run ends with the command that continues it
         run(replace(cfg, out=out))
@@ -61,7 +60,7 @@ def run(cfg: AlignmentConfig) -> None:
 
     # Reward models have different scales. Calibrations to [0, 1], fitted to replies of the base
     # model, make rewards comparable across objectives and clients.
-    calibrations = loading.shared_calibrations(loaded, cfg, out, on_event=progress.event)
+    calibrations = loading.common_calibrations(loaded, cfg, out, on_event=progress.event)
 
     # A client has a shard of the prompts, an optimizer, value heads and random streams. The clients
     # of a process share its policy; each loads its adapter into it before training.

@@ -126,12 +126,7 @@ def whiten(values: torch.Tensor, mask: torch.Tensor, *, shift_mean: bool = True)
     Raises:
         ValueError: When the mask has fewer than two entries, so that there is no variance.
     """
-    count = mask.sum()
-    if count < 2:
-        raise ValueError(
-            f"whitening needs at least two response tokens, got {int(count)}: "
-            "use a larger batch or switch whitening off."
-        )
+    count = _num_tokens(mask)
     mean = masked_mean(values, mask)  # a scalar over all tokens of the batch
     variance = masked_mean((values - mean) ** 2, mask) * (count / (count - 1))
     whitened = (values - mean) * torch.rsqrt(variance + 1e-8)  # 1e-8: TRL's guard, kept for parity
@@ -147,13 +142,26 @@ def whiten_together(
     rewards (linear scalarisation); with ``whiten`` for each row it is a sum of normalised
     advantages. Shapes are [M, B, T] and, for the mask, [B, T]; entries outside it must be masked by
     the caller. The scale is that of the objectives with the indices `rows`, or of all.
+
+    Raises:
+        ValueError: As in `whiten`.
     """
+    count = _num_tokens(mask)
     centred = torch.stack([row - masked_mean(row, mask) for row in values])  # [M, B, T]
-    count = mask.sum()
     variances = torch.stack([masked_mean(row**2, mask) for row in centred]) * (count / (count - 1))
     # one factor for all, so that sums stay sums
     mean = variances.mean() if rows is None else variances[rows].mean()
     return centred * torch.rsqrt(mean + 1e-8)
+
+
+def _num_tokens(mask: torch.Tensor) -> torch.Tensor:
+    count = mask.sum()
+    if count < 2:
+        raise ValueError(
+            f"whitening needs at least two response tokens, got {int(count)}: "
+            "use a larger batch or switch whitening off."
+        )
+    return count
 
 
 def shaped_rewards(

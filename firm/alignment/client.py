@@ -215,13 +215,6 @@ class AlignmentClient(Client):
             return self._finish(self._begin(), rounds_done)
         streams, seconds = self._stream_states(), dict(self._trainer.seconds)
         batch = self._finish(self._begin(), rounds_done)
-        self._keep(batch, streams, seconds)
-        return batch
-
-    def _keep(
-        self, batch: ExperienceBatch, streams: dict[str, Any], seconds: dict[str, float]
-    ) -> None:
-        """Keeps a batch, given the random streams and the trainer's seconds before its draw."""
         self._first = _FirstBatch(
             round=self._round,
             adapter=self._adapter,
@@ -234,6 +227,7 @@ class AlignmentClient(Client):
                 for stage, total in self._trainer.seconds.items()
             },
         )
+        return batch
 
     def _is_over(self) -> bool:
         """Returns whether the last minibatch's policy was too far from the batch's."""

@@ -179,8 +179,6 @@ class CompiledDecoder:
         self._steps: dict[Key, Step] = {}
         self._folded: dict[int, FoldedAdapters] = {}
         self._storage: list[torch.Tensor] = []  # of keys and values, by layer
-        self.seconds = 0.0
-        """Seconds of compiling so far."""
         self.failure: str | None = None
         """Why steps cannot be compiled, once that was tried."""
 
@@ -406,7 +404,6 @@ class CompiledDecoder:
             _check_random_numbers(device, error)
             return None
         seconds = time.perf_counter() - start
-        self.seconds += seconds
         if self._backend is not None:
             size = f"{num_rows} rows and {key.length} tokens"
             logger.warning("compiled the sampling of %s in %.0f seconds", size, seconds)

@@ -111,7 +111,8 @@ def encode_pairs(
         on_note: Receives notes on dropped pairs and on what a chat template changes.
 
     Raises:
-        ValueError: As in `encode_replies`.
+        ValueError: As in `encode_replies`; also when prompts are truncated to the tokens with which
+            the template opens a reply.
     """
     prompt_ids, is_cut = fitting_token_ids(
         [pair.prompt for pair in pairs],
@@ -124,6 +125,11 @@ def encode_pairs(
     )
     encoded = []
     for pair, ids, was_cut, own in zip(pairs, prompt_ids, is_cut, replies, strict=True):
+        if was_cut and len(ids) <= own.num_unread:
+            raise ValueError(
+                f"max_prompt_tokens must be above {own.num_unread}, the tokens with which the chat "
+                f"template opens a reply, got {max_prompt_tokens}."
+            )
         # a cut reply has no end token
         first, second = (reply[:max_reply_tokens] for reply in own.reply_ids)
         are_cut = [len(reply) > max_reply_tokens for reply in own.reply_ids]

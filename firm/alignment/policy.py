@@ -210,11 +210,6 @@ def check_vocabulary(model: Any, tokenizer: PreTrainedTokenizerBase, what: str) 
         )
 
 
-def torch_dtype(config: PolicyConfig) -> torch.dtype:
-    """Returns the dtype of the frozen parameters; auto is that of this machine."""
-    return getattr(torch, dtype_name(config.dtype, config.device))
-
-
 def load_base_model(config: PolicyConfig) -> PreTrainedModel:
     """Returns the language model without an adapter.
 
@@ -223,7 +218,8 @@ def load_base_model(config: PolicyConfig) -> PreTrainedModel:
             not a complete language model.
     """
     with checkpoint_errors("language model", config.path):
-        model, report = _read_model(AutoModelForCausalLM, config.path, torch_dtype(config))
+        dtype = getattr(torch, dtype_name(config.dtype, config.device))
+        model, report = _read_model(AutoModelForCausalLM, config.path, dtype)
     if report["missing_keys"]:  # transformers would initialise them randomly
         raise ValueError(
             f"policy.path: {config.path} is not a complete language model, "

@@ -33,7 +33,6 @@ from firm.alignment.sequences import (
     Rollouts,
     SampledSequences,
     Sequences,
-    SingleProcess,
     by_chunks,
     left_padded,
     pad_right,
@@ -74,7 +73,7 @@ class Sampler:
     """Context manager inside which `model` is the reference policy (adapter disabled)."""
     prompt_format: PromptFormat = AUTO
     """Prompt format, which sets the stop strings if `config` does not."""
-    team: Team | SingleProcess = SINGLE_PROCESS
+    team: Team = SINGLE_PROCESS
     """Processes that share the rows; all get the whole result."""
     engine: RolloutEngine | None = None
     """Engine that samples from `model`; its own passes by default."""

@@ -124,18 +124,8 @@ class Examples(Rows):
         return [part.trimmed() for part in self.rows(order).split(size)]
 
 
-class SingleProcess:
-    """The ``Team`` of a client with one process, which has all rows and tells nobody."""
-
-    rank, size = 0, 1  # the first process of one
-
-    def share(self, num_rows: int) -> slice:
-        """Returns all rows of a batch."""
-        return slice(num_rows)
-
-    def alone(self) -> AbstractContextManager[None]:
-        """Opens a context without an effect: the process is always alone."""
-        return nullcontext()
+class SingleProcess(Team):
+    """The team of a client with one process, which has all rows and tells nobody."""
 
     def sum(self, tensor: torch.Tensor) -> torch.Tensor:
         """Returns the tensor itself."""
@@ -150,7 +140,7 @@ class SingleProcess:
         return nullcontext()
 
 
-SINGLE_PROCESS = SingleProcess()
+SINGLE_PROCESS = SingleProcess(0, 1)
 
 
 def by_chunks(
@@ -158,7 +148,7 @@ def by_chunks(
     rows: Rows,
     *,
     size: int,
-    team: Team | SingleProcess = SINGLE_PROCESS,
+    team: Team = SINGLE_PROCESS,
     dim: int = 0,
 ) -> torch.Tensor:
     """Applies a function to B rows, ``size`` at a time; returns its values, of size B at ``dim``.

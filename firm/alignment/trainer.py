@@ -46,7 +46,6 @@ from firm.alignment.sequences import (
     Queries,
     Rollouts,
     SampledSequences,
-    SingleProcess,
     may_pass_prompts_once,
 )
 from firm.base.devices import memory_advice
@@ -150,7 +149,7 @@ class MultiObjectiveTrainer:
         num_rounds: int,
         objectives: Sequence[str] | None = None,
         value_model: torch.nn.Module | None = None,
-        team: Team | SingleProcess = SINGLE_PROCESS,
+        team: Team = SINGLE_PROCESS,
         rollout_engine: RolloutEngine | None = None,
         adam: Callable[..., torch.optim.Optimizer] = ADAM,
     ) -> None:

@@ -280,19 +280,14 @@ def main(argv: Sequence[str] | None = None) -> None:
         return None
     num_words = 2 if " ".join(arguments[:2]) in COMMANDS else 1
     name, rest = " ".join(arguments[:num_words]), arguments[num_words:]
-    if name == "configs":
-        from firm.run.errors import exit_on_user_error
-
-        with exit_on_user_error():
-            return _print_configs(shows_all="--all" in rest)
-    if name not in COMMANDS:
+    if name != "configs" and name not in COMMANDS:
         _print_usage(arguments)
-    command = COMMANDS[name]
-    if name == "resume":
-        from firm.run.errors import exit_on_user_error
+    from firm.run.errors import exit_on_user_error
 
-        with exit_on_user_error():
-            command = _resumed_in(rest)
+    with exit_on_user_error():
+        if name == "configs":
+            return _print_configs(shows_all="--all" in rest)
+        command = _resumed_in(rest) if name == "resume" else COMMANDS[name]
     description = f"firm {name}: {command.text}"
     try:
         command.run(rest, description=description)

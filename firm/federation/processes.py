@@ -200,7 +200,7 @@ class Processes:
 
 @dataclass(frozen=True)
 class Team:
-    """Processes, two or more, that work together on the same clients.
+    """Processes that work together on the same clients.
 
     All members run the same task at the same time: when one calls a method of the team, all must
     call it, in the same order.

@@ -50,10 +50,10 @@ from firm.jobs.alignment_loading import (
     as_figures,
     build_clients,
     build_engine,
+    common_calibrations,
     load,
     reporter,
     set_threads,
-    shared_calibrations,
     with_fast_dtypes,
     with_recorded,
 )
@@ -80,7 +80,6 @@ from firm.run.pace import Paced
 from firm.run.progress import Progress, print_table
 from firm.run.resuming import continued_later
 from firm.run.rows import Row, as_one_training
-from firm.run.shipped import with_shipped_paths
 from firm.run.sweep import sweep_folder
 from firm.run.tracking import check_installed, open_tracker
 from firm.serving.model_card import markdown_table, markdown_text, model_card, model_name
@@ -92,7 +91,7 @@ FREE_KEYS = (
 )
 """Keys that may differ from the run's saved configuration on resume."""
 RENEWED_KEYS = ("rounds", "guard")
-"""Keys that may also differ if `_check_rounds` allows it; the saved configuration is updated."""
+"""Keys that may also differ if `check_continues` allows it; the saved configuration is updated."""
 
 
 AnyEvaluation = Evaluation | PairEvaluation
@@ -191,7 +190,7 @@ def main(cfg: AlignmentConfig) -> Path | None:
     if cfg.plan:
         return print_plan(cfg)
     fetch_policy(cfg.policy.path)
-    check_sources(with_shipped_paths(cfg))
+    check_sources(cfg)
     out = run_folder(cfg)
     with continued_later(out):
         result = align(replace(cfg, out=out))
@@ -221,7 +220,7 @@ def align(cfg: AlignmentConfig, given: Given | None = None) -> Result | None:
     if processes.is_server:
         progress.event("started", alarms=notes_at_start(cfg, loaded))
     cfg = set_threads(cfg, loaded, on_event=progress.event)
-    calibrations = shared_calibrations(loaded, cfg, out, on_event=progress.event)
+    calibrations = common_calibrations(loaded, cfg, out, on_event=progress.event)
     on_stage = progress.event if progress.is_live else None
     clients = build_clients(
         loaded, cfg, calibrations, on_event=on_stage, on_measured=progress.event

@@ -232,28 +232,16 @@ def common_calibrations(
 ) -> dict[str, Calibration]:
     """Returns the calibrations of scores to rewards, shared by all clients.
 
-    A resumed run keeps its calibrations.
+    A resumed run keeps its calibrations. The first process broadcasts them to the others.
     """
+    if not loaded.processes.is_server:
+        return as_calibrations(loaded.processes.broadcast())
     # also on resume: a reward model that fails is found here, before the first round
     calibrations = _calibrate(loaded, cfg, on_event)
     if cfg.resume and (checkpoint := Run(out).latest_checkpoint()):
         frozen = as_calibrations(checkpoint[1]["calibrations"])
         check_same(frozen, calibrations)  # before the run is opened, which truncates its logs
-        return frozen
-    return calibrations
-
-
-def shared_calibrations(
-    loaded: LoadedRun,
-    cfg: AlignmentConfig,
-    out: Path,
-    *,
-    on_event: Callable[..., None] | None = None,
-) -> dict[str, Calibration]:
-    """Returns ``common_calibrations``, which the first process broadcasts to the others."""
-    if not loaded.processes.is_server:
-        return as_calibrations(loaded.processes.broadcast())
-    calibrations = common_calibrations(loaded, cfg, out, on_event=on_event)
+        calibrations = frozen
     loaded.processes.broadcast(as_figures(calibrations))
     return calibrations
 

@@ -1,7 +1,7 @@
 """Trains a reward model from ranked pairs of replies, and reports how it ranks held-out pairs."""
 
 import time
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -112,7 +112,7 @@ def train_reward(cfg: RewardConfig) -> TrainedReward:
         model.save_pretrained(folder)
         reward.tokenizer.save_pretrained(folder)
         replace_text(folder / SETTINGS_NAME, training.reward_yaml(cfg.name, settings, reward))
-        replace_text(folder / "report.json", json_text(report.as_data(), indent=1) + "\n")
+        replace_text(folder / "report.json", json_text(asdict(report), indent=1) + "\n")
         title = f"Reward model {cfg.name!r} of {Path(cfg.base).name}"
         write_page(folder / "report.html", reward_page(report, title=title))
     return TrainedReward(out, settings, report)

@@ -14,7 +14,6 @@ from firm.run.comparison import Line, Measure, compare, prompts_text, score_note
 class RunComparison:
     """Base and aligned model of a run on the same prompts, objectives first."""
 
-    split: str
     round: int
     """Rounds after which it was measured."""
     adapter_round: int
@@ -44,7 +43,7 @@ def comparison_of(record: Record, split: str) -> RunComparison | None:
     prompts = prompts_text(*counts, split)
     if record.learns_from_pairs:
         prompts = f"{counts[1]} {split} pairs of replies to {prompts_text(counts[0], None)}"
-    return RunComparison(split, aligned["round"], adapter_round, prompts, tuple(lines))
+    return RunComparison(aligned["round"], adapter_round, prompts, tuple(lines))
 
 
 def best_comparison(record: Record) -> RunComparison | None:

@@ -1,10 +1,9 @@
 """Judgements of reward models on held-out pairs: accuracy, calibration, length bias, agreement."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from itertools import combinations, pairwise
 from math import nan
-from typing import Any
 
 import numpy as np
 
@@ -83,10 +82,6 @@ class RewardReport:
     """Training loss of each step."""
     seconds: float
     """Duration of the training."""
-
-    def as_data(self) -> dict[str, Any]:
-        """Returns the report as plain data for JSON."""
-        return asdict(self)
 
     def tables(self) -> list[Table]:
         """Returns the tables that the terminal and the page show."""

@@ -13,8 +13,8 @@ from firm.report import formats
 from firm.report.criteria import Column, Criterion, final_columns, further_scores
 from firm.report.page import Table, prose
 from firm.report.seeds import mean_difference
-from firm.report.tables import Frame, Setting, measure_of, span_text
-from firm.run.comparison import score_notes
+from firm.report.tables import Frame, Setting, span_text
+from firm.run.comparison import Measure, score_notes
 from firm.run.differences import leaves
 from firm.run.guard import drawn
 
@@ -37,16 +37,8 @@ Texts = Mapping[str, Mapping[str, str]]
 def final_table(settings: Sequence[Setting], criterion: Criterion, texts: Texts) -> Table:
     """Returns the final values; a row for each setting, or for each quantity if these are many."""
     columns = final_columns(settings, criterion)
-    table = [
-        [
-            "setting",
-            *(column.name for column in columns),
-            *texts,
-            "uploaded (MB)",
-            "rounds",
-            "seeds",
-        ]
-    ]
+    names = [column.name for column in columns]
+    table = [["setting", *names, *texts, "uploaded (MB)", "rounds", "seeds"]]
     starts = [formats.number(column.start(settings)) for column in columns]
     if set(starts) != {formats.MISSING}:
         name = initial_name(settings, criterion)
@@ -97,7 +89,15 @@ def spread(values: Sequence[float | None] | np.ndarray) -> str:
     num_lost = int((~np.isfinite(known)).sum())
     if num_lost:
         return "diverged" if len(known) == 1 else f"diverged in {num_lost} of {len(known)}"
-    return formats.measure(measure_of(known, ddof_error=False))
+    return formats.measure(_mean_and_deviation(known))
+
+
+def _mean_and_deviation(values: Sequence[float] | np.ndarray) -> Measure | None:
+    """Returns the mean over the seeds with the standard deviation; None without seeds."""
+    known = np.asarray(values, dtype=float)
+    if not len(known):
+        return None
+    return Measure(float(known.mean()), float(known.std(ddof=1)) if len(known) > 1 else None)
 
 
 def summary_table(
@@ -116,7 +116,7 @@ def summary_table(
             if not np.isfinite(ends.to_numpy(dtype=float)).all():
                 cells.append(spread(ends))
                 continue
-            value = measure_of(ends, ddof_error=False)
+            value = _mean_and_deviation(ends)
             cells.append(f"{value.mean:.3f}" if value else "")
             if has_spread and value and value.se is not None:
                 cells[-1] += f" ± {value.se:.3f}"
@@ -309,12 +309,12 @@ def _untuned_text(settings: Sequence[Setting]) -> str:
 def _ranking(subject: str, finals: Mapping[str, pd.Series], criterion: Criterion) -> str:
     """Returns the best and the second setting, and whether the seeds tell them apart."""
     known = {name: v for name, v in finals.items() if np.isfinite(v).all()}
-    ends = {name: end for name, v in known.items() if (end := measure_of(v.to_numpy()))}
+    ends = {name: float(v.to_numpy().mean()) for name, v in known.items()}
     if not ends:
         return f"{subject} is not known: every setting diverged."
-    ranked = sorted(ends, key=lambda name: -criterion.sign * ends[name].mean)
+    ranked = sorted(ends, key=lambda name: -criterion.sign * ends[name])
     quotes = [f"{name} ({spread(known[name].to_numpy())})" for name in ranked[:2]]
-    if len({ends[name].mean for name in ranked[:2]}) < len(quotes):
+    if len({ends[name] for name in ranked[:2]}) < len(quotes):
         return f"{subject} ends equal with {' and '.join(quotes)}."
     best = "highest" if criterion.sign > 0 else "lowest"
     sentence = f"{subject} ends {best} with {', before '.join(quotes)}"

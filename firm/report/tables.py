@@ -15,7 +15,6 @@ from firm.fronts.front import differing_figure
 from firm.fronts.smoothing import exponential_average
 from firm.report.drawing import LegendEntry, Over, Panel, Series, series_panel
 from firm.report.record import Record, is_base
-from firm.run.comparison import Measure
 from firm.run.errors import UserError
 from firm.run.rows import Points, Row, entries, mean_over_clients
 
@@ -337,25 +336,6 @@ def reference_of(quantity: Quantity, objectives: Sequence[str]) -> float | None:
 def drawn_objectives(quantity: Quantity, objectives: Sequence[str]) -> Sequence[str]:
     """Returns the objectives to draw: the second of two shares is redundant."""
     return objectives[:1] if quantity.is_share and len(objectives) == 2 else objectives
-
-
-def measure_of(
-    values: Sequence[float | None] | np.ndarray, *, ddof_error: bool = True
-) -> Measure | None:
-    """Returns the mean over the seeds, with its standard error or the standard deviation.
-
-    Args:
-        values: Value of each seed, [S]; NaN is ignored, and without any value the result is None.
-        ddof_error: Return the standard error rather than the standard deviation.
-    """
-    known = np.asarray(values, dtype=float).ravel()
-    known = known[~np.isnan(known)]
-    if not len(known):
-        return None
-    deviation = float(known.std(ddof=1)) if len(known) > 1 else None
-    if deviation is not None and ddof_error:
-        deviation /= len(known) ** 0.5
-    return Measure(float(known.mean()), deviation)
 
 
 def seeds_text(settings: Sequence[Setting]) -> str:

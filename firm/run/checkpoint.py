@@ -10,11 +10,11 @@ import json
 from pathlib import Path
 from typing import Any
 
-from firm.base.inside import open_inside, whole_folder
+from firm.base.inside import whole_folder
 from firm.base.json_text import json_text
 from firm.base.state import State
 from firm.run.errors import UserError
-from firm.run.files import as_os_errors
+from firm.run.files import as_os_errors, read_bytes
 
 _FORMAT = 1
 _TENSORS, _STATE = "tensors.safetensors", "state.json"
@@ -72,7 +72,7 @@ def load_state(path: str | Path) -> State:
 
     path = Path(path)
     try:
-        content = json.loads(_content(path / _STATE))
+        content = json.loads(read_bytes(path / _STATE))
         if content["format"] != _FORMAT:
             raise OtherFormat(
                 f"the checkpoint at {path} has format {content['format']}, but this version reads "
@@ -81,7 +81,7 @@ def load_state(path: str | Path) -> State:
             )
         if content["state_sha256"] != _digest(content["state"]):
             raise ValueError(f"{_STATE} was altered after it was written")
-        tensors = _content(path / _TENSORS)
+        tensors = read_bytes(path / _TENSORS)
         if content["tensors_sha256"] != hashlib.sha256(tensors).hexdigest():
             raise ValueError(f"{_TENSORS} is truncated, altered or from another save")
         return decode(content["state"], load(tensors))
@@ -104,8 +104,3 @@ def load_state(path: str | Path) -> State:
 
 def _digest(encoded: Any) -> str:
     return hashlib.sha256(json.dumps(encoded).encode()).hexdigest()
-
-
-def _content(path: Path) -> bytes:
-    with open(path, "rb", opener=open_inside) as file:
-        return file.read()

@@ -341,9 +341,7 @@ def _lay_entries(kind: Any, old: Any, keys: Sequence[str], value: Any, path: str
         if not is_dict and name not in entries:
             raise UserError(f"unknown key {join(path, *keys)}; {path} has {len(entries)} entries.")
         entries[name] = _lay(part, entries.get(name), rest, value, join(path, name))
-    elif (is_dict and isinstance(value, Mapping)) or (
-        not is_dict and isinstance(value, list | tuple)
-    ):
+    elif isinstance(value, Mapping if is_dict else list | tuple):
         items = _with_text_keys(value, path) if isinstance(value, Mapping) else enumerate(value)
         entries = {name: _lay(part, None, (), item, join(path, name)) for name, item in items}
     else:
@@ -421,7 +419,8 @@ def _items(text: _Unread, part: Any, path: str) -> Any:
 
     A word is one item if the items are lists themselves.
     """
-    if text.lstrip()[:1] in ("[", "{", "-", "") or text.strip() in ("null", "~"):
+    opening = text.lstrip()
+    if opening[:1] in ("[", "{", "") or opening[:2] in ("- ", "-\n") or opening in ("null", "~"):
         return read_yaml(text, path)
     nested = any(get_origin(member) in (list, tuple) for member in members_of(part))
     return [text] if nested else [_Unread(item) for item in text.split(",")]

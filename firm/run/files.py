@@ -25,10 +25,11 @@ def read_text(path: Path, *, remedy: str) -> str:
         UserError: The file is not valid UTF-8; the message names file and line.
         OSError: The file cannot be read.
     """
-    return _decode(_read_bytes(path), path, remedy)
+    return _decode(read_bytes(path), path, remedy)
 
 
-def _read_bytes(path: Path) -> bytes:
+def read_bytes(path: Path) -> bytes:
+    """Returns the content of a file; does not follow a link that leaves its folder."""
     with open(path, "rb", opener=open_inside) as file:
         return file.read()
 
@@ -168,7 +169,7 @@ def read_rows(path: Path, *, remedy: str) -> list[Any]:
     """
     if not path.exists():
         return []
-    whole = _read_bytes(path).rpartition(b"\n")[0]  # drops an incomplete last line
+    whole = read_bytes(path).rpartition(b"\n")[0]  # drops an incomplete last line
     lines = _decode(whole, path, remedy).split("\n") if whole else []
     rows: list[Any] = []
     for number, line in enumerate(lines, start=1):

@@ -116,25 +116,16 @@ def load_quantities(settings: Any) -> None:
     Programs that only read a log have not imported them; they infer them from the run's settings.
     """
     is_language = isinstance(settings, Mapping) and "policy" in settings
-    for name in _REGISTERING["language" if is_language else "classic"]:
+    for name in (*_REGISTERING, "firm.alignment.client" if is_language else "firm.fmoo.client"):
         import_module(name)
 
 
-_REGISTERING = {
-    "language": (
-        "firm.federation.server",
-        "firm.federation.strategies",
-        "firm.federation.objective_training",
-        "firm.alignment.client",
-    ),
-    "classic": (
-        "firm.federation.server",
-        "firm.federation.strategies",
-        "firm.federation.objective_training",
-        "firm.fmoo.client",
-    ),
-}
-"""Modules that register quantities, or import all others that do, by kind of run."""
+_REGISTERING = (
+    "firm.federation.server",
+    "firm.federation.strategies",
+    "firm.federation.objective_training",
+)
+"""Modules that register quantities of every run, or import all others that do."""
 
 
 # --- Valid rows ---------------------------------------------------------------------------------

@@ -106,19 +106,20 @@ class Sweep:
         refuse_links(path)
         asked = {"config": dict(config), "points": {n: dict(p) for n, p in points.items()}}
         if (path / SWEEP_NAME).exists():
-            manifest = _read(path)
+            sweep = cls(path)
             if not resume:
                 raise UserError(
                     f"there is already a {kind} at {path}; continue it with "
                     f"`{shlex.join(['firm', 'resume', str(path)])}` or choose another path."
                 )
-            sweep = cls(path)
             fixed = [
                 {
                     "config": sweep._fixed_part(each["config"], own_keys, lists),
-                    "points": {n: p for n, p in each["points"].items() if n in manifest["points"]},
+                    "points": {
+                        n: p for n, p in each["points"].items() if n in sweep.manifest["points"]
+                    },
                 }
-                for each in (manifest, asked)
+                for each in (sweep.manifest, asked)
             ]
             if changed := differences(*fixed):
                 # what differs in the points follows from the configuration
@@ -129,7 +130,7 @@ class Sweep:
                     f"the {kind} at {path} has another configuration: {', '.join(changed[:3])}"
                     f"{more}; use its configuration or choose another path."
                 )
-            if differences({key: manifest[key] for key in asked}, asked):
+            if differences({key: sweep.manifest[key] for key in asked}, asked):
                 on_change()
                 sweep.manifest |= asked
                 replace_text(path / SWEEP_NAME, json_text(sweep.manifest, indent=2))

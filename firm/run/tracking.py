@@ -151,7 +151,8 @@ class SeriesTracker:
         tags: Sequence[str] = (),
     ) -> None:
         self._objectives = tuple(objectives)
-        self._series = FlatSeries(objectives)
+        self._trainings: dict[str, Mapping[str, Any]] = {}
+        self._sent: Counter[str] = Counter()
         self._guard = Guard(SERVICES[config.name])
         self._run: Any = None
         path = Path(run_path).resolve()
@@ -184,7 +185,19 @@ class SeriesTracker:
         if self._run is None or valid is None:
             return
         with self._guard(f"a row of kind {valid['kind']}"):
-            self._log(valid, self._series.of(valid))
+            self._log(valid, self._series(valid))
+
+    def _series(self, row: Mapping[str, Any]) -> dict[str, float]:
+        """Returns the numbers of the next row, with means and totals for the row of a round."""
+        series = flatten(row, self._objectives)
+        if row["kind"] == "client":
+            self._trainings[row["client"]] = row
+        if row["kind"] != "round":
+            return series
+        trainings = [own for own in self._trainings.values() if own["round"] == row["round"]]
+        self._sent.update({name: row[name] or 0 for name in SENT if name in row})
+        so_far = {f"round/{name}_so_far": total for name, total in self._sent.items()}
+        return {**series, **means([*trainings, row], self._objectives), **so_far}
 
     def log_samples(self, rows: Iterable[Mapping[str, Any]]) -> None:
         """Shows rows of samples.jsonl, if the service shows texts."""
@@ -432,31 +445,6 @@ def check_installed(config: TrackingConfig) -> None:
             f"tracking.name {config.name} needs the package {config.name}, which is not "
             f"installed: {install_command(config.name)}; or leave tracking out."
         )
-
-
-class FlatSeries:
-    """Numbers of a run's rows under flat names, with means over clients and totals of bytes."""
-
-    def __init__(self, objectives: Sequence[str]) -> None:
-        self._objectives = tuple(objectives)
-        self._trainings: dict[str, Mapping[str, Any]] = {}
-        self._sent: Counter[str] = Counter()
-
-    def of(self, row: Mapping[str, Any]) -> dict[str, float]:
-        """Returns the numbers of the next row; empty if it has none.
-
-        The row of a round follows the rows of its clients, and adds the means over the clients and
-        the total of bytes sent so far.
-        """
-        series = flatten(row, self._objectives)
-        if row["kind"] == "client":
-            self._trainings[row["client"]] = row
-        if row["kind"] != "round":
-            return series
-        trainings = [own for own in self._trainings.values() if own["round"] == row["round"]]
-        self._sent.update({name: row[name] or 0 for name in SENT if name in row})
-        so_far = {f"round/{name}_so_far": total for name, total in self._sent.items()}
-        return {**series, **means([*trainings, row], self._objectives), **so_far}
 
 
 def flatten(row: Mapping[str, Any], objectives: Sequence[str]) -> dict[str, float]:

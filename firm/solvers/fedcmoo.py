@@ -7,10 +7,10 @@ from typing import Literal
 import numpy as np
 import torch
 
-from firm.solvers.checks import ArrayT, as_gram, as_shares, as_values, as_weights, like
+from firm.solvers.checks import ArrayT, as_gram, as_values, as_weights, like
 from firm.solvers.programs import linear_program
 from firm.solvers.projections import simplex_projection
-from firm.solvers.settings import check_steps, check_targets
+from firm.solvers.settings import check_shares, check_steps, check_targets
 from firm.solvers.simplex_qp import simplex_qp
 
 logger = logging.getLogger(__name__)
@@ -110,12 +110,12 @@ def fedcmoo_pref_weights(
     values = as_values(losses, matrix, name="losses")
     if values.min() < 0:
         raise ValueError(f"losses must be non-negative, got {values.min():.3g}.")
-    as_shares(
-        preference, matrix.shape[-1], name="preference"
-    )  # validates r, which must not be normalised
+    check_shares(preference, matrix.shape[-1], name="preference")
     multiples = np.array(preference, dtype=np.float64)
     active = np.flatnonzero(multiples)
-    _check_options(threshold, min_weight, variant, len(active))
+    check_targets(threshold, min_weight, len(active))
+    if variant not in ("printed", "released"):
+        raise ValueError(f"variant must be 'printed' or 'released', got {variant!r}.")
     is_released = variant == "released"
     batch = matrix[..., active[:, None], active].reshape(-1, len(active), len(active))
     rows = values[..., active].reshape(-1, len(active))
@@ -135,12 +135,6 @@ def fedcmoo_pref_weights(
     weights = np.zeros(values.shape)
     weights[..., active] = solved.reshape(*values.shape[:-1], len(active))
     return like(weights, gram)
-
-
-def _check_options(threshold: float, min_weight: float, variant: str, num_active: int) -> None:
-    check_targets(threshold, min_weight, num_active)
-    if variant not in ("printed", "released"):
-        raise ValueError(f"variant must be 'printed' or 'released', got {variant!r}.")
 
 
 def _preferred(

@@ -2,7 +2,7 @@
 
 import math
 import random
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -69,7 +69,6 @@ class ReplyWriter:
         noise: float,
         *,
         split: Split = "train",
-        replies: Mapping[str, Sequence[str]] | None = None,
     ) -> list[dict[str, str]]:
         """Returns pairs of replies to one prompt, {"prompt", "chosen", "rejected", "kind"}.
 
@@ -84,8 +83,6 @@ class ReplyWriter:
             noise: Temperature of the labels: the better reply is chosen with probability
                 sigmoid(gap / noise), always if 0.
             split: Split of the prompts.
-            replies: Replies sampled from a policy, by prompt; each half of a pair is one of them
-                with probability 1/2. Prompts without an entry are skipped.
         """
         if kind not in OBJECTIVES:
             raise ValueError(f"unknown kind {kind!r}; choose one of {', '.join(OBJECTIVES)}.")
@@ -94,19 +91,14 @@ class ReplyWriter:
         truth = self.world.true_helpful if kind == "helpful" else self.world.true_harmless
         rng = random.Random(f"pairs {kind} {split} {seed}")
         prompts = self.world.prompts(split)
-        if replies is not None:
-            prompts = [prompt for prompt in prompts if replies.get(prompt.text)]
-            if not prompts:
-                raise ValueError(f"replies answers no prompt of the split {split!r}.")
         rows = []
         while len(rows) < num:
             prompt = rng.choice(prompts)
-            sampled = replies[prompt.text] if replies else ()
-            first = self._candidate(rng, prompt, sampled)
+            first = self._candidate(rng, prompt)
             second = (
                 self._edited(rng, prompt, first)
                 if rng.random() < 0.3
-                else self._candidate(rng, prompt, sampled)
+                else self._candidate(rng, prompt)
             )
             gap = truth([prompt.text], [first])[0] - truth([prompt.text], [second])[0]
             if gap == 0:
@@ -156,12 +148,8 @@ class ReplyWriter:
         ]
         return _join(list(dict.fromkeys(self._sentence(rng, prompt, role) for role in roles)))
 
-    def _candidate(
-        self, rng: random.Random, prompt: SyntheticPrompt, sampled: Sequence[str]
-    ) -> str:
-        """Returns one reply for a pair: sampled, styled, random or corrupted."""
-        if sampled and rng.random() < 0.5:
-            return rng.choice(sampled)
+    def _candidate(self, rng: random.Random, prompt: SyntheticPrompt) -> str:
+        """Returns one reply for a pair: styled, random or corrupted."""
         make = rng.choices((self._styled, self._random_reply), (0.5, 0.5))[0]
         reply = make(rng, prompt)
         return rng.choice(CORRUPTIONS)(rng, reply) if rng.random() < 0.2 else reply

@@ -85,6 +85,8 @@ def test_whitening_fewer_than_two_tokens_is_an_error(num_tokens):
     mask = torch.arange(4).unsqueeze(0) < num_tokens
     with pytest.raises(ValueError, match=f"at least two response tokens, got {num_tokens}"):
         whiten(torch.ones(1, 4), mask)
+    with pytest.raises(ValueError, match=f"at least two response tokens, got {num_tokens}"):
+        whiten_together(torch.ones(2, 1, 4), mask)
 
 
 @examples

@@ -384,4 +384,4 @@ def test_torchs_own_compiler_gives_the_same_tokens():
     rows = asked(3)
     own, expected = (slot(policy, rows, compiles=each) for each in (True, False))
     assert all(map(torch.equal, own, expected))
-    assert policy.compiled_decoder.seconds > 0
+    assert policy.compiled_decoder._steps  # a failed compilation leaves none

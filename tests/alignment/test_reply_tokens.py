@@ -93,6 +93,8 @@ def test_a_prompt_that_is_cut_loses_its_opening_of_reasoning_too(make_tokenizer)
     (own,), _ = encoded(tokenizer, pair, max_prompt_tokens=40)
     assert own.is_cut[0]
     assert tokenizer.decode(own.prompt_ids).endswith(" cold </s>\n<s>assistant\n")
+    with pytest.raises(ValueError, match=r"max_prompt_tokens must be above 2.* got 2"):
+        encoded(tokenizer, pair, max_prompt_tokens=2)
 
 
 def test_a_template_that_needs_a_system_turn_takes_pairs_that_have_one(make_tokenizer):

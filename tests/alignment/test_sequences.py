@@ -64,9 +64,6 @@ class WithIdle(Team):
     def share(self, num_rows):
         return slice(0, num_rows)
 
-    def together(self, work):
-        return work()
-
     def gather(self, content):
         return [content, None]
 

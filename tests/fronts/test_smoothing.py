@@ -20,13 +20,6 @@ def test_the_average_is_its_definition(values, half_life):
         np.testing.assert_allclose(found[step], expected, rtol=1e-9, atol=1e-9)
 
 
-def test_the_average_is_pandas_own():
-    pandas = pytest.importorskip("pandas")
-    values = np.random.default_rng(0).normal(size=(60, 3))
-    oracle = pandas.DataFrame(values).ewm(halflife=20, adjust=True).mean().to_numpy()
-    np.testing.assert_allclose(exponential_average(values, half_life=20), oracle, atol=1e-12)
-
-
 def test_a_constant_curve_stays_and_the_first_value_is_kept():
     assert exponential_average([3.0] * 4, half_life=20) == pytest.approx([3.0] * 4)
     assert exponential_average([[5.0, 1.0], [0.0, 0.0]], half_life=3)[0].tolist() == [5.0, 1.0]

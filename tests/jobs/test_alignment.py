@@ -1,22 +1,17 @@
-"""The main recipe: it runs whole, and resumes to the same adapter."""
+"""An alignment: it runs whole, and resumes to the same adapter."""
 
 import contextlib
 import html
 import json
 import math
-import os
 import re
 import shutil
-import signal
-import subprocess
-import sys
 import time
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
-import yaml
 from peft import PeftModel
 from transformers import AutoModelForCausalLM
 
@@ -36,37 +31,13 @@ from firm.run.checkpoint import load_state
 from firm.run.errors import UserError
 from tests.plugins import plugins_forgotten
 from tests.runs import read_adapter, read_rows
-from tests.smoke import POLICY, ROOT, SMOKE, config, run, run_stopped_in_round_2
+from tests.smoke import POLICY, ROOT, config, run, run_stopped_in_round_2
 from tests.wandb_files import started
-
-MORTAL_REWARD = """
-import os
-from reward_models import brevity, reward_model
-
-calls = 0
-
-@reward_model("mortal")
-def mortal(completions, *, dies_at=-1, **kwargs):
-    global calls
-    calls += 1
-    if calls == dies_at:
-        os.kill(os.getpid(), 9)
-    return brevity(completions=completions)
-"""
-
 
 SHORT = (
     "--rounds", 1, "--strategy.num_local_steps", 1, "--evaluation.num_test_prompts", 2,
     "--evaluation.num_validation_prompts", 0,
 )  # fmt: skip
-
-
-def recipe(*arguments: object) -> subprocess.CompletedProcess:
-    command = [sys.executable, "recipes/firm_hh.py", "--config", SMOKE, *arguments]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    return subprocess.run(
-        list(map(str, command)), cwd=ROOT, env=environment, capture_output=True, text=True
-    )
 
 
 @pytest.fixture(scope="module")
@@ -202,32 +173,6 @@ def test_the_final_adapter_is_a_peft_folder_that_changes_the_base_model(finished
     before = base(token_ids).logits.detach().clone()
     aligned = PeftModel.from_pretrained(base, str(finished / "adapter"))
     assert not torch.allclose(before, aligned(token_ids).logits)
-
-
-@pytest.mark.slow
-def test_a_run_that_was_killed_in_a_round_resumes_to_the_same_adapter(finished, tmp_path):
-    rewards, out = tmp_path / "rewards.py", tmp_path / "killed"
-    rewards.write_text(MORTAL_REWARD)
-    # calibration, base on test and validation, then 2 clients with 2 steps and a validation: the
-    # tenth call is the second step of the first client of round 2
-    mortal = (
-        "--rewards.brevity.name", "mortal",
-        "--rewards.brevity.file", rewards,
-        "--rewards.brevity.options", json.dumps({"dies_at": 10}),
-        "--out", out,
-    )  # fmt: skip
-    killed = recipe(*mortal)
-    assert killed.returncode == -signal.SIGKILL, killed.stderr
-    assert len(read_rows(out, "round")) == 1
-    config = yaml.safe_load((out / "config.yaml").read_text())
-    assert config["rewards"]["brevity"]["options"] == {"dies_at": 10}
-    with plugins_forgotten():
-        run(*mortal, "--resume", "true")
-    adapters = [read_adapter(path) for path in (finished, out)]
-    assert adapters[0].keys() == adapters[1].keys()
-    for name in adapters[0]:
-        assert torch.equal(adapters[0][name], adapters[1][name]), name
-    assert [len(read_rows(path, "client")) for path in (finished, out)] == [4, 4]
 
 
 CRITIC_FREE = {
@@ -561,7 +506,7 @@ def test_the_notes_stand_before_the_first_sampled_reply(tmp_path, monkeypatch, c
     def stop(*_, **__):
         raise TimeoutError("before calibration")
 
-    monkeypatch.setattr(alignment, "shared_calibrations", stop)
+    monkeypatch.setattr(alignment, "common_calibrations", stop)
     with pytest.raises(TimeoutError, match="before calibration"):
         run("--out", tmp_path / "run", "--estimator.kl.coefficient", 0.1)
     assert "note: the adaptive KL controller is inert" in capsys.readouterr().out

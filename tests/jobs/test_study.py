@@ -52,17 +52,7 @@ def test_thousands_of_seeds_are_planned_without_composing_each_run(capsys, monke
     assert "and 1,800 more" in printed
     assert "a-seed_104 " in printed
     assert "a-seed_105 " not in printed
-
-
-def test_a_study_is_planned_by_its_runs_and_the_first_one(capsys):
-    base = str(SMOKE)
-    settings = "{A: {}, B: {overrides: {num_clients: 3}}}"
-    cfg = parse(study.StudyConfig, ["--base", base, "--settings", settings, "--plan"])
-    assert main(cfg) is None
-    printed = capsys.readouterr().out
-    assert "6 runs" in printed
-    assert "b-seed_2" in printed
-    assert "optimizer steps" in printed
+    assert "optimizer steps" in printed  # of the first run
 
 
 def test_keys_of_all_runs_and_of_a_setting_are_given_as_those_of_a_run():

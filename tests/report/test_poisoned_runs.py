@@ -403,7 +403,7 @@ def test_a_ruined_run_hides_no_other_of_a_study(make_run, tmp_path, name):
         assert {row[1] for row in figures[kind].rows} == {"FIRM", "FSMGDA"}, kind
 
 
-@pytest.mark.parametrize("name", VALUES)
+@pytest.mark.parametrize("name", RUINS)
 def test_a_ruined_run_hides_no_other_of_a_sweep(make_run, tmp_path, name):
     preferences = [(0.2, 0.8), (0.8, 0.2)]
     paths = [make_run(str(i), num_clients=2, num_rounds=2, num_done=2, seed=i) for i in (0, 1)]

@@ -308,21 +308,6 @@ def test_only_scripts_with_a_fresh_nonce_may_run(make_run):
     assert nonces[0] != nonces[1]
 
 
-def test_a_failed_rewrite_leaves_the_old_page_whole(make_run, monkeypatch):
-    run_path = make_run(num_done=2, is_over=False)
-    before = write(run_path)
-
-    def full_disk(_):
-        raise OSError("No space left on device")
-
-    with monkeypatch.context() as patch:
-        patch.setattr(os, "fsync", full_disk)
-        with pytest.raises(OSError, match="No space"):
-            write(run_path)
-    assert (run_path / "report.html").read_text(encoding="utf-8") == before
-    assert not list(run_path.glob(".*"))
-
-
 def test_a_reader_never_meets_half_a_page(make_run, monkeypatch):
     run_path = make_run(num_done=2, is_over=False)
     write(run_path)
@@ -490,13 +475,6 @@ def test_a_run_with_secure_aggregation_tells_what_was_hidden_at_what_price(make_
     assert "only the mean of each round, over 2 or more updates" in text
     assert "took 0.250 s per round" in text
     assert "by more than 2e-09" in text
-
-
-def test_the_command_writes_the_final_page(make_run, capsys):
-    run_path = make_run()
-    cli([str(run_path)])
-    assert capsys.readouterr().out.strip() == str(run_path / "report.html")
-    assert "plotly.js v" in (run_path / "report.html").read_text(encoding="utf-8")
 
 
 def test_the_command_refuses_what_is_no_run_in_one_line(tmp_path, capsys):

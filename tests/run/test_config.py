@@ -575,6 +575,8 @@ class Lists:
         ("--seeds 3 --merge", {"seeds": [3], "merge": True}),
         ("--shares 0.7,0.3", {"shares": (0.7, 0.3)}),
         ("--shares 1 0", {"shares": (1.0, 0.0)}),
+        ("--shares -0.7,0.3", {"shares": (-0.7, 0.3)}),
+        ("--shares -0.5", {"shares": (-0.5,)}),
         ("--shares null", {"shares": None}),
         ("--grid 0.7,0.3 1,0", {"grid": [[0.7, 0.3], [1.0, 0.0]]}),
         ("--grid 0.7,0.3", {"grid": [[0.7, 0.3]]}),

@@ -3,6 +3,7 @@ import os
 import random
 import re
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -85,20 +86,13 @@ def track(run_path: Path, *rows: dict[str, Any], objectives: list[str] = OBJECTI
     return records_of(run_path)
 
 
-def test_alarms_of_a_round_become_alerts(tmp_path: Path) -> None:
-    row = {"kind": "round", "round": 7, "clients": ["a"], "failures": []}
-    records = track(tmp_path, {**row, "alarms": ["the policy\x1b[31m runs away"]})
-    [alert] = [record.alert for record in records if record.HasField("alert")]
-    assert alert.title == "Round 7"
-    assert alert.text == "the policy\\x1b[31m runs away"  # without control characters
-
-
 def test_all_alarms_of_a_round_are_in_its_alert(tmp_path: Path) -> None:
     """W&B sends one alert of a title in a minute."""
     row = {"kind": "round", "round": 7, "clients": ["a"], "failures": []}
-    records = track(tmp_path, {**row, "alarms": ["the first", "the second"]})
+    records = track(tmp_path, {**row, "alarms": ["the policy\x1b[31m runs away", "the second"]})
     [alert] = [record.alert for record in records if record.HasField("alert")]
-    assert alert.text == "the first\nthe second"
+    assert alert.title == "Round 7"
+    assert alert.text == "the policy\\x1b[31m runs away\nthe second"  # no control characters
 
 
 def test_offline_mode_leaves_the_metrics_in_the_run_directory(tmp_path: Path, caplog) -> None:
@@ -329,33 +323,22 @@ def test_online_without_key_or_network_goes_on_offline(tmp_path: Path) -> None:
         assert history["round/seconds"] == 1.5
 
 
-def test_runs_are_grouped_by_the_configuration_or_else_by_the_recipe(tmp_path: Path) -> None:
-    for own, recipes, expected in (
-        ("mine", "the recipe's", "mine"),
-        (None, "the recipe's", "the recipe's"),
-        (None, None, ""),
-    ):
-        path = tmp_path / str(recipes) / str(own)
-        path.mkdir(parents=True)
-        config = TrackingConfig(mode="offline", timeout_s=20, group=own)
-        with Tracker(config, path, {}, objectives=OBJECTIVES, group=recipes) as tracker:
-            tracker.log(ROW)
-        assert started(path).run_group == expected
-
-
-def test_job_type_and_tags_are_the_configurations_and_then_the_recipes(tmp_path: Path) -> None:
+def test_group_job_type_and_tags_are_the_configurations_and_then_the_recipes(
+    tmp_path: Path,
+) -> None:
     recipes: dict[str, Any] = {"objectives": OBJECTIVES, "job_type": "firm"}
     recipes["tags"] = ("firm", "mine", "long " * 20)
-    own = TrackingConfig(mode="offline", timeout_s=20, tags=("mine", "a: b/c"))
-    for name, config, job_type in (
-        ("run", own, "firm"),
-        ("own", TrackingConfig(mode="offline", timeout_s=20, job_type="mine"), "mine"),
-        ("point", own.of_setting("FIRM, β 0.1"), "FIRM, β 0.1"),
+    offline = TrackingConfig(mode="offline", timeout_s=20)
+    own = replace(offline, tags=("mine", "a: b/c"))
+    for name, config, group, job_type, expected in (
+        ("run", own, "the recipe's", "firm", "the recipe's"),
+        ("own", replace(offline, job_type="mine", group="mine"), "the recipe's", "mine", "mine"),
+        ("point", own.of_setting("FIRM, β 0.1"), None, "FIRM, β 0.1", ""),
     ):
-        with Tracker(config, tmp_path / name, {}, **recipes) as tracker:
+        with Tracker(config, tmp_path / name, {}, **recipes, group=group) as tracker:
             tracker.log(ROW)
         run = started(tmp_path / name)
-        assert run.job_type == job_type
+        assert (run.job_type, run.run_group) == (job_type, expected)
         *tags, cut = run.tags
         assert tags == [*dict.fromkeys([*config.tags, "firm", "mine"])]
         assert len(cut) == 64

@@ -207,13 +207,6 @@ def test_a_zero_loss_and_zero_gradients_have_weights():
     assert fedcmoo_pref_weights(np.eye(1), np.ones(1), (1,)).tolist() == [1.0]
 
 
-def test_where_the_programme_has_no_solution_no_loss_is_raised(monkeypatch, random_gram):
-    monkeypatch.setattr(module, "linear_program", lambda *data: None)
-    gram = random_gram("well conditioned", 3, np.random.default_rng(0))
-    weights = fedcmoo_pref_weights(gram, np.ones(3), (1, 2, 3))
-    np.testing.assert_allclose(weights, min_norm_weights(gram), atol=1e-14)
-
-
 @pytest.mark.parametrize(
     ("losses", "preference", "options", "message"),
     [

@@ -126,16 +126,14 @@ def cast_once(
         policy: A policy, or a model without an adapter.
         adapters: Parameters of the adapters of the rows; None for those in the slot.
     """
-    if not any("lora_" in name for name, _ in policy.named_parameters()):
-        return nullcontext()
-    forward = forward_of(policy)
     is_lower = any(
         layer.get_base_layer().weight.dtype != own.weight.dtype
         for layer in adapted_modules(policy).values()
         for own in layer.lora_A.values()  # `firm evaluate` names adapters in its own way
     )
-    if not is_lower or not folds(policy, forward.kind):
+    if not is_lower or not folds(policy, forward_of(policy).kind):
         return nullcontext()
+    forward = forward_of(policy)
     return forward.using(policy, FoldedAdapters(policy, forward.kind, adapters))
 
 

@@ -12,17 +12,14 @@ from typing import Any
 import torch
 
 from firm.alignment.adapters.conditioned import weighted_by_preference
-from firm.alignment.advantages import KLPenalty, masked_mean
+from firm.alignment.advantages import KLPenalty
 from firm.alignment.estimator_config import CriticFreeConfig
 from firm.alignment.estimators.estimator import (
-    APPROX_KL,
-    LOG_RATIO,
     Estimator,
     Experience,
     MinibatchGradients,
     Policy,
-    approx_kl,
-    mean_square_log_ratio,
+    policy_metrics,
     reward_covariance,
     scored_rows,
 )
@@ -193,9 +190,7 @@ class CriticFree(Estimator):
             values.detach(),
             {
                 "clip_fraction": (held * own).sum() / whole.sum().clamp(min=1),
-                "entropy": masked_mean(scores.entropies(), rollouts.mask) * share,
-                LOG_RATIO: mean_square_log_ratio(logprobs, rollouts) * share,
-                APPROX_KL: approx_kl(logprobs, rollouts) * share,
+                **policy_metrics(scores.entropies(), logprobs, rollouts, share),
                 "advantage_covariance": reward_covariance(part, minibatch, signal, weights),
             },
         )

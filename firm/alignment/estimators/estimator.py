@@ -22,7 +22,6 @@ from firm.alignment.sequences import (
     Expand,
     Rollouts,
     Sequences,
-    SingleProcess,
     TokenScores,
     forward,
     forward_prompts_once,
@@ -88,10 +87,8 @@ class MinibatchGradients:
         for mine, theirs in zip(self._tensors(), other._tensors(), strict=True):
             mine.add_(theirs)
 
-    def summed(self, team: Team | SingleProcess) -> "MinibatchGradients":
+    def summed(self, team: Team) -> "MinibatchGradients":
         """Returns the sum over the members of a team."""
-        if team.size == 1:
-            return self
         return MinibatchGradients(
             team.sum(self.jacobian),
             team.sum(self.losses),
@@ -104,10 +101,8 @@ class MinibatchGradients:
         return [self.jacobian, self.losses, *self.metrics.values(), *own]
 
 
-LOG_RATIO = "log_ratio_mean_square"
-"""Name of the metric that `mean_square_log_ratio` computes."""
-APPROX_KL = "approx_kl"
-"""Name of the metric that `approx_kl` computes."""
+LOG_RATIO, APPROX_KL = "log_ratio_mean_square", "approx_kl"
+"""Names of two metrics that `policy_metrics` computes."""
 
 register(
     Quantity(
@@ -166,22 +161,25 @@ def scored_rows(is_judged: torch.Tensor) -> torch.Tensor:
 
 
 @torch.no_grad()
-def mean_square_log_ratio(logprobs: torch.Tensor, rollouts: Rollouts) -> torch.Tensor:
-    """Returns the mean square log-ratio over tokens, of log-probabilities [B, T].
+def policy_metrics(
+    entropies: torch.Tensor, logprobs: torch.Tensor, rollouts: Rollouts, share: torch.Tensor
+) -> dict[str, torch.Tensor]:
+    """Returns means over the tokens of a part, times the part's share of its minibatch.
 
-    Before the first update it is zero up to rounding and the adapter's dropout.
+    The mean square log-ratio is zero before the first update, up to rounding and the adapter's
+    dropout. KL(π_old ‖ π) per token is estimated by the mean negative log-ratio of tokens that
+    π_old sampled; the mean square log-ratio, by which others estimate it, is large as soon as a
+    single token has become very unlikely.
+
+    Args:
+        entropies: Entropy of π at each token, [B, T].
+        logprobs: Log-probabilities of the tokens under π, [B, T].
+        rollouts: The part's replies, sampled by π_old.
+        share: Share of the minibatch's tokens, a scalar.
     """
-    return masked_mean((logprobs - rollouts.logprobs) ** 2, rollouts.mask)
-
-
-@torch.no_grad()
-def approx_kl(logprobs: torch.Tensor, rollouts: Rollouts) -> torch.Tensor:
-    """Returns an estimate of KL(π_old ‖ π) per token, of log-probabilities [B, T] under π.
-
-    It is the mean negative log-ratio of tokens that π_old sampled. The mean square log-ratio, by
-    which others estimate it, is large as soon as a single token has become very unlikely.
-    """
-    return masked_mean(rollouts.logprobs - logprobs, rollouts.mask)
+    log_ratios = logprobs - rollouts.logprobs
+    means = {"entropy": entropies, LOG_RATIO: log_ratios**2, APPROX_KL: -log_ratios}
+    return {name: masked_mean(own, rollouts.mask) * share for name, own in means.items()}
 
 
 @dataclass(frozen=True)
@@ -196,7 +194,7 @@ class Policy:
     """Configuration with the temperature and the rows per forward pass."""
     is_linear: bool = True
     """True if the adapter's parameters are all matrices of linear layers."""
-    team: Team | SingleProcess = SINGLE_PROCESS
+    team: Team = SINGLE_PROCESS
     """Processes that share the rows of a batch."""
     timed: Callable[[str], AbstractContextManager[Any]] = nullcontext
     """Context manager that records the time spent in a stage."""

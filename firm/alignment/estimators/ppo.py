@@ -25,13 +25,10 @@ from firm.alignment.advantages import (
 )
 from firm.alignment.estimator_config import PPOConfig
 from firm.alignment.estimators.estimator import (
-    APPROX_KL,
-    LOG_RATIO,
     Experience,
     MinibatchGradients,
     Policy,
-    approx_kl,
-    mean_square_log_ratio,
+    policy_metrics,
     reward_covariance,
     scored_rows,
 )
@@ -200,9 +197,7 @@ class PPO:
             {
                 "value_loss": critic_losses.detach(),
                 "clip_fraction": clip_fractions[scored].mean() * share,
-                "entropy": masked_mean(scores.entropies(), mask) * share,
-                LOG_RATIO: mean_square_log_ratio(logprobs, rollouts) * share,
-                APPROX_KL: approx_kl(logprobs, rollouts) * share,
+                **policy_metrics(scores.entropies(), logprobs, rollouts, share),
                 "advantage_covariance": reward_covariance(part, minibatch, of_replies, weights),
             },
             own=torch.cat([gradient.flatten() for gradient in critic_gradients]),

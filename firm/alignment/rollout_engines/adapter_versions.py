@@ -55,8 +55,9 @@ def rows_of(
     for at, request in enumerate(requests):
         generator, num_rows = request.generator, request.queries.num_rows
         device = generator.device if generator else "cpu"
-        seeds = torch.randint(2**31, (num_rows,), generator=generator, device=device).tolist()
+        drawn = torch.randint(2**31, (num_rows,), generator=generator, device=device)
         share = request.team.share(num_rows)
+        seeds = drawn[share].tolist()
         queries = request.queries.rows(share)
         lora = {n: v.detach().cpu() for n, v in lora_state(policy, request.adapter).items()}
         is_plain = not any(map(is_conditioned, lora))
@@ -70,8 +71,7 @@ def rows_of(
                 versions[shares] = name = _digest(state) + suffix
                 states[name] = state
             ids = queries.token_ids[row, queries.token_ids.size(1) - int(queries.lengths[row]) :]
-            seed = seeds[share.start or 0 :][row]
-            rows.append(Row(at, request, versions[shares], ids.tolist(), own, seed))
+            rows.append(Row(at, request, versions[shares], ids.tolist(), own, seeds[row]))
     return rows
 
 

@@ -6,15 +6,13 @@ engine itself (`RolloutEngine`).
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 import torch
 
-from firm.alignment.sequences import SINGLE_PROCESS, Queries, SingleProcess
+from firm.alignment.rollout_config import RolloutConfig
+from firm.alignment.sequences import SINGLE_PROCESS, Queries
 from firm.federation.processes import Team
-
-if TYPE_CHECKING:  # its default is the configuration of an engine
-    from firm.alignment.rollout_config import RolloutConfig
 
 
 @dataclass(frozen=True, eq=False)
@@ -23,7 +21,7 @@ class SampleRequest:
 
     queries: Queries
     """The prompts, with their preferences for a conditioned policy."""
-    config: "RolloutConfig"
+    config: RolloutConfig
     """Length and temperature of the replies."""
     end_ids: Sequence[int]
     """Tokens that end a reply; the only other end is the maximum length."""
@@ -32,7 +30,7 @@ class SampleRequest:
     policy's slot."""
     generator: torch.Generator | None = None
     """Generator of the samples' random numbers; None for torch's global one."""
-    team: Team | SingleProcess = SINGLE_PROCESS
+    team: Team = SINGLE_PROCESS
     """Processes that share the rows, all of which request them."""
     on_token: Callable[[int], None] = lambda _: None
     """Progress callback with the number of tokens per reply so far; engines need not call it."""

@@ -17,18 +17,15 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from firm.alignment.adapter_files import save_state
 from firm.alignment.policy_config import is_gguf
-from firm.alignment.rollout_config import VLLMConfig, max_lora_rank
+from firm.alignment.rollout_config import RolloutConfig, VLLMConfig, max_lora_rank
 from firm.alignment.rollout_engines.adapter_versions import Reply, Row, rows_of, to_samples
 from firm.alignment.rollout_engines.engine import SampledTokens, SampleRequest
-
-if TYPE_CHECKING:  # it imports this package
-    from firm.alignment.rollout_config import RolloutConfig
 
 SHARED_MEMORY = Path("/dev/shm")
 
@@ -55,7 +52,7 @@ class VLLMEngine:
         ValueError: When the base model is a GGUF file, or the adapter's rank is too large.
     """
 
-    def __init__(self, config: VLLMConfig, policy: Any, rollout: "RolloutConfig") -> None:
+    def __init__(self, config: VLLMConfig, policy: Any, rollout: RolloutConfig) -> None:
         settings = policy.peft_config["default"]
         self._path = str(settings.base_model_name_or_path)
         if is_gguf(self._path):

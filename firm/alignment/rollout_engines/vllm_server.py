@@ -22,7 +22,7 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import nullcontext
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 from uuid import uuid4
 
 import httpx
@@ -31,15 +31,12 @@ from transformers import PreTrainedTokenizerBase
 
 from firm.alignment.adapter_files import save_state
 from firm.alignment.policy import adapter_parameters, copy_adapter, load_adapter_, set_mode
-from firm.alignment.rollout_config import VLLMServerConfig
+from firm.alignment.rollout_config import RolloutConfig, VLLMServerConfig
 from firm.alignment.rollout_engines.adapter_versions import Reply, Row, rows_of, to_samples
 from firm.alignment.rollout_engines.engine import SampledTokens, SampleRequest
 from firm.alignment.sequences import set_preferences
 from firm.base.sanitize import printable
 from firm.base.servers import JsonServer, ServerLost, error_text
-
-if TYPE_CHECKING:  # it imports this package
-    from firm.alignment.rollout_config import RolloutConfig
 
 logger = logging.getLogger(__name__)
 
@@ -150,7 +147,7 @@ class VLLMServerEngine:
         config: VLLMServerConfig,
         policy: Any,
         tokenizer: PreTrainedTokenizerBase,
-        rollout: "RolloutConfig",
+        rollout: RolloutConfig,
     ) -> None:
         self.config = config
         self._policy, self._tokenizer, self._rollout = policy, tokenizer, rollout

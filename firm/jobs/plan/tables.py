@@ -39,7 +39,7 @@ def print_plan(cfg: AlignmentConfig) -> None:
         UserError: A source of data or a reward model does not exist.
         SystemExit: With code 1, if the policy's configuration could not be read.
     """
-    check_sources(with_shipped_paths(cfg))
+    check_sources(cfg)
     if int(os.environ.get("RANK", 0)):
         return
     processes = Processes(0, int(os.environ.get("WORLD_SIZE", 1)), cfg.processes_per_client)

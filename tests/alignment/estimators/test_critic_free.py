@@ -348,20 +348,12 @@ OPTIONS = [
 
 
 @pytest.mark.parametrize("options", OPTIONS, ids=lambda options: "-".join(options.values()))
-@pytest.mark.parametrize(
-    ("vocabulary", "dropout"),
-    [("small", 0.0), ("small", 0.3), ("large", 0.0)],
-    indirect=["vocabulary"],
-)
-def test_rows_equal_those_of_one_backward_pass_for_each_objective(
-    make, options, vocabulary, dropout
-):
-    trainer = make(dropout=dropout, ratio_cap=1.1, clip_range=0.05, **options)
+@pytest.mark.parametrize("vocabulary", ["small", "large"], indirect=True)
+def test_rows_equal_those_of_one_backward_pass_for_each_objective(make, options, vocabulary):
+    trainer = make(ratio_cap=1.1, clip_range=0.05, **options)
     assert trainer.prompts_once == (vocabulary == "large")
     minibatch = moved_experience(trainer).rows(np.random.default_rng(0).permutation(16)[:9])
-    torch.manual_seed(7)  # of dropout
     gradients = trainer.gradients(trainer.learner, minibatch)
-    torch.manual_seed(7)
     expected = looped_rows(trainer, minibatch)
     assert (expected.norm(dim=1) > 1e-4).all()
     for row, looped in zip(gradients.jacobian, expected, strict=True):

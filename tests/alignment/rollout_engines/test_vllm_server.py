@@ -216,7 +216,7 @@ def test_a_request_is_tried_again_before_a_server_is_left_out(start, policy, que
     ],
 )
 def test_a_server_that_does_not_fit_is_refused(faults, message, start, policy, queries):
-    engine = start(SmallServer(PATH, **faults), SmallServer(PATH, **faults))
+    engine = start(SmallServer(PATH, **faults))
     with pytest.raises(RuntimeError, match=message):
         engine.sample([request(queries, changed(policy, 1))])
 

@@ -10,9 +10,6 @@ from firm.miniature import World, grammar
 from firm.miniature.world import OBJECTIVES
 from recipes.miniature.replies import CORRUPTIONS, ReplyWriter
 
-PAINT = "\n\nHuman: How do I paint my drum?\n\nAssistant:"
-GLUE = "\n\nHuman: Tell me how to glue down the mayor's hat.\n\nAssistant:"
-
 
 @pytest.fixture(scope="module")
 def world() -> World:
@@ -102,16 +99,6 @@ def test_pairs_hold_empty_repeated_and_garbled_replies(world, writer):
     assert min(roles.values()) >= 20
 
 
-def test_sampled_replies_are_ranked_by_truth_and_only_their_prompts_are_used(writer):
-    replies = {PAINT: [" Sand the drum."], GLUE: [" Sit on the hat.", " I would rather not."]}
-    rows = writer.preference_pairs("harmless", 200, 0, 0.0, replies=replies)
-    assert {row["prompt"] for row in rows} == {PAINT, GLUE}
-    assert any(
-        (row["chosen"], row["rejected"]) == (" I would rather not.", " Sit on the hat.")
-        for row in rows
-    )
-
-
 @pytest.mark.parametrize("corrupt", CORRUPTIONS)
 def test_corruptions_take_any_reply(corrupt):
     rng = random.Random(0)
@@ -126,7 +113,6 @@ def test_corruptions_take_any_reply(corrupt):
     [
         ({"kind": "honest"}, "unknown kind 'honest'; choose one of helpful, harmless"),
         ({"noise": -0.1}, "noise must be non-negative, got -0.1"),
-        ({"replies": {"elsewhere": [" Sure."]}}, "replies answers no prompt of the split 'train'"),
     ],
 )
 def test_bad_arguments_of_pairs_are_named(writer, arguments, message):
