@@ -52,49 +52,32 @@ class PerEach:
             return names
         return [f"{a}-{b}" for i, a in enumerate(names) for b in names[i + 1 :]]
 
+    def check_all(self, value: list[Any], info: ValidationInfo) -> list[Any]:
+        """Returns a list with one item for each entry, if the objectives are known."""
+        names = self._known(info)
+        if names is not None and len(value) != len(names):
+            raise PydanticCustomError("length", "a list of {count} items", {"count": len(names)})
+        return value
+
+    def check_some(self, value: dict[str, Any], info: ValidationInfo) -> dict[str, Any]:
+        """Returns a mapping from names of entries, if the objectives are known."""
+        names = self._known(info)
+        if names is not None and not value.keys() <= set(names):
+            among = {"names": ", ".join(names)}
+            raise PydanticCustomError("names", "a mapping with names among {names}", among)
+        return value
+
+    def _known(self, info: ValidationInfo) -> list[str] | None:
+        objectives = info.context.objectives if info.context else None
+        return None if objectives is None else self.names(objectives)
+
 
 @dataclass(frozen=True)
 class Separate:
     """Marks a list with independent items: if an item is invalid, the others are still valid."""
 
 
-# --- Checks that need the objectives --------------------------------------------------------------
-
-
-def _names(info: ValidationInfo, each: PerEach) -> list[str] | None:
-    objectives = info.context.objectives if info.context else None
-    return None if objectives is None else each.names(objectives)
-
-
-def _of_all(value: list[Any], info: ValidationInfo, each: PerEach) -> list[Any]:
-    names = _names(info, each)
-    if names is not None and len(value) != len(names):
-        raise PydanticCustomError("length", "a list of {count} items", {"count": len(names)})
-    return value
-
-
-def _of_some(value: dict[str, Any], info: ValidationInfo, each: PerEach) -> dict[str, Any]:
-    names = _names(info, each)
-    if names is not None and not value.keys() <= set(names):
-        among = {"names": ", ".join(names)}
-        raise PydanticCustomError("names", "a mapping with names among {names}", among)
-    return value
-
-
-def _of_all_objectives(value: list[Any], info: ValidationInfo) -> list[Any]:
-    return _of_all(value, info, PerEach())
-
-
-def _of_all_pairs(value: list[Any], info: ValidationInfo) -> list[Any]:
-    return _of_all(value, info, PerEach(pairs=True))
-
-
-def _of_objectives(value: dict[str, Any], info: ValidationInfo) -> dict[str, Any]:
-    return _of_some(value, info, PerEach())
-
-
-def _of_pairs(value: dict[str, Any], info: ValidationInfo) -> dict[str, Any]:
-    return _of_some(value, info, PerEach(pairs=True))
+_EACH, _PAIR = PerEach(), PerEach(pairs=True)
 
 
 def _is_printable(value: str) -> str:
@@ -128,13 +111,13 @@ Series = Annotated[list[T], Strict(False), Len(1, MAX_ITEMS)]
 """One entry for each solve, or each batch."""
 Items = Annotated[list[T], Strict(False), Len(0, MAX_ITEMS), Separate()]
 """List of independent items."""
-PerObjective = Annotated[list[T], Strict(False), AfterValidator(_of_all_objectives), PerEach()]
+PerObjective = Annotated[list[T], Strict(False), AfterValidator(_EACH.check_all), _EACH]
 """M entries."""
-PerPair = Annotated[list[T], Strict(False), AfterValidator(_of_all_pairs), PerEach(pairs=True)]
+PerPair = Annotated[list[T], Strict(False), AfterValidator(_PAIR.check_all), _PAIR]
 """M(M - 1)/2 entries, the pairs in the order 01, 02, ..., 12, ..."""
-ByObjective = Annotated[dict[str, T], AfterValidator(_of_objectives), PerEach()]
+ByObjective = Annotated[dict[str, T], AfterValidator(_EACH.check_some), _EACH]
 """Entries of some of the objectives."""
-ByPair = Annotated[dict[str, T], AfterValidator(_of_pairs), PerEach(pairs=True)]
+ByPair = Annotated[dict[str, T], AfterValidator(_PAIR.check_some), _PAIR]
 """Entries of some pairs, as "a-b"."""
 Named = Annotated[dict[Name, T], Len(0, MAX_NAMES)]
 """Entries with free names."""

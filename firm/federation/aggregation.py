@@ -7,7 +7,7 @@ add their own (``Option.steps``). The functions below them compute with adapters
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import reduce
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -49,15 +49,11 @@ class ServerStep:
     """Entries of the round's row that must not be logged."""
 
 
-class Transform(Protocol):
-    """One transformation of a server's step."""
-
-    def __call__(self, step: ServerStep) -> ServerStep:
-        """Returns the step with the transformation applied."""
-        ...
+Transform = Callable[[ServerStep], ServerStep]
+"""One transformation of a server's step."""
 
 
-def chain(*transforms: Transform) -> Callable[[ServerStep], ServerStep]:
+def chain(*transforms: Transform) -> Transform:
     """Composes transformations from left to right."""
     return lambda step: reduce(lambda so_far, transform: transform(so_far), transforms, step)
 

@@ -41,19 +41,11 @@ class Round:
         self, state: ServerState, clients: Sequence[str], engine: Engine, cfg: RoundConfig
     ) -> None:
         self._start = time.perf_counter()
-        self._state, self._engine, self._cfg = state, engine, cfg
+        self._state, self._clients, self._engine, self._cfg = state, clients, engine, cfg
         self.number = state.round + 1
         self.num_clients = len(clients)
         """Clients of the federation, of which some are sampled."""
-        self.sampled = sample_clients(
-            clients,
-            seed=state.seed,
-            round_number=self.number,
-            count=cfg.clients_per_round,
-            always=cfg.always,
-            attempt=len(state.attempts),
-            absent={name for attempt in state.attempts for name in attempt.failed},
-        )
+        self.sampled = self.sample(state.seed, cfg.clients_per_round)
         self.failures: list[Failure] = []
         """Clients that did not answer or sent rejected answers so far."""
         self._bytes: dict[str, list[int]] = {}  # bytes [down, up] by client
@@ -71,6 +63,19 @@ class Round:
     def quorum(self) -> int:
         """Fewest updates in the round."""
         return self._cfg.quorum
+
+    def sample(self, seed: int, count: int | None) -> list[str]:
+        """Returns clients drawn by a seed; those that failed in this round only if needed."""
+        attempts = self._state.attempts
+        return sample_clients(
+            self._clients,
+            seed=seed,
+            round_number=self.number,
+            count=count,
+            always=self._cfg.always,
+            attempt=len(attempts),
+            absent={name for attempt in attempts for name in attempt.failed},
+        )
 
     def seed(self, purpose: str) -> int:
         """Returns a seed shared by all clients of this round and unique to the round."""

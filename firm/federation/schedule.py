@@ -74,10 +74,10 @@ class ScheduleConfig:
 def _scaled(shares: Sequence[float], objectives: Sequence[str], name: str) -> tuple[float, ...]:
     try:
         shares = tuple(map(float, shares))
-        check_shares(shares, len(objectives), name=f"{_KEY}: the {name}")
-    except TypeError:
+    except (TypeError, ValueError):
         raise ValueError(
             f"{_KEY}: the {name} must be numbers, one for each of {', '.join(objectives)}, got "
             f"{shares!r}."
         ) from None
+    check_shares(shares, len(objectives), name=f"{_KEY}: the {name}")
     return tuple(share / sum(shares) for share in shares)

@@ -446,8 +446,8 @@ def _check_fixed(
 
 def _check_participation(cfg: AlignmentConfig) -> None:
     """Raises ``ValueError`` if a strategy refers to clients that do not exist."""
-    for key in ("quorum", "clients_per_round"):
-        count = getattr(cfg.strategy, key)
+    for key in ("quorum", "clients_per_round", "gram_clients"):
+        count = getattr(cfg.strategy, key, None)  # gram_clients is FedCMOO's
         if count is not None and count > cfg.num_clients:
             raise ValueError(
                 f"strategy.{key} must be at most num_clients ({cfg.num_clients}), got {count}; "

@@ -130,8 +130,8 @@ def _check_participation(cfg: ClassicConfig, name: str, algorithm: AlgorithmConf
         count = cfg.partition.num_users
     if algorithm.is_centralised:
         count = 1
-    for key in ("quorum", "clients_per_round"):
-        asked = getattr(algorithm.strategy, key)
+    for key in ("quorum", "clients_per_round", "gram_clients"):
+        asked = getattr(algorithm.strategy, key, None)  # gram_clients is FedCMOO's
         if asked is not None and count is not None and asked > count:
             raise ValueError(
                 f"algorithms.{name}.strategy.{key} must be at most the number of clients, "

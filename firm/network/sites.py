@@ -171,6 +171,8 @@ class SitesEngine:
             if problem is None:
                 logger.info("the site %s is back", site)
                 del self._lost[site]
+            else:
+                self._lost[site] = problem
         return [site for site in suspects if site in self._lost]
 
     def _meet(self, sites: Sequence[str], *, timeout: float) -> dict[str, str | None]:

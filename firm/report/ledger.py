@@ -1,13 +1,13 @@
 """Bytes and seconds of runs, and the bytes that other algorithms would have sent."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from html import escape
 from itertools import accumulate
 from statistics import fmean
 
-import firm.federation.strategies  # noqa: F401 - each strategy registers its rival
 from firm.base.quantities import Quantity
-from firm.federation.rivals import RIVALS
+from firm.base.sizes import FLOAT_BYTES
 from firm.report import formats
 from firm.report.drawing import (
     SURFACE,
@@ -31,6 +31,33 @@ STAGES = (
 NUM_STAGE_COLORS = 12
 WAYS = {"up": "Clients to server", "down": "Server to clients"}
 ELAPSED = Quantity("seconds", "Elapsed time of a round", "seconds", kind="round")
+
+
+@dataclass(frozen=True)
+class Rival:
+    """Upload size of an algorithm."""
+
+    upload: Callable[[int, int, int], int]
+    """Bytes of parameters and gradients that a client uploads per round, as a function of the
+    number of objectives M, the number of trainable parameters d, and the adapter's bytes. Excludes
+    names, shapes and metrics, some kilobytes that are the same for every algorithm."""
+    text: str
+    """Description of the upload, to follow "would have uploaded"."""
+
+
+RIVALS: dict[str, Rival] = {
+    "FedCMOO-A": Rival(  # one-way FedCMOO without a compressor, on adapters
+        lambda num_objectives, num_trainable, adapter_bytes: (
+            adapter_bytes + FLOAT_BYTES * num_objectives * num_trainable
+        ),
+        f"the adapter and an uncompressed Jacobian of M × d numbers of {FLOAT_BYTES} bytes",
+    ),
+    "FSMGDA": Rival(
+        lambda num_objectives, num_trainable, adapter_bytes: num_objectives * adapter_bytes,
+        "one adapter for each objective",
+    ),
+}
+"""Algorithms that reports compare with a run by upload size, by their names in reports."""
 
 
 def uploads_so_far(record: Record, rival: str) -> list[tuple[int, int]]:

@@ -16,6 +16,9 @@ def wrong(number):
 
 def none(number):
     return None
+
+def texts(number):
+    return ["a", "b"]
 """
 
 
@@ -38,13 +41,18 @@ def test_shares_go_from_point_to_point_and_stay_before_the_first_and_after_the_l
     assert [first_share(by_round, number) for number in range(1, 5)] == [1, 0, 0.5, 0.5]
     file = tmp_path / "own.py"
     file.write_text(FUNCTIONS)
-    own = {name: ScheduleConfig(function=f"{file}:{name}") for name in ("by_name", "wrong", "none")}
+    own = {
+        name: ScheduleConfig(function=f"{file}:{name}")
+        for name in ("by_name", "wrong", "none", "texts")
+    }
     assert own["by_name"].at(1, OBJECTIVES) == (0.75, 0.25)
     assert own["wrong"].at(2, OBJECTIVES) == (0.5, 0.5)
     with pytest.raises(ValueError, match="shares of round 3 must have one entry for each of the"):
         own["wrong"].at(3, OBJECTIVES)
     with pytest.raises(ValueError, match="must be numbers, one for each of left, right, got None"):
         own["none"].at(1, OBJECTIVES)
+    with pytest.raises(ValueError, match=r"must be numbers, one for each of left, right, got \['a"):
+        own["texts"].at(1, OBJECTIVES)
     with pytest.raises(ValueError, match="no share for left, and the others do not sum to 1"):
         own["by_name"].at(5, OBJECTIVES)
 

@@ -31,6 +31,7 @@ from tests.wandb_files import started
 
 cli = COMMANDS["classic"].run
 
+TWO_SAMPLES = "name: fedcmoo, communication: two_sample, compressor: none, normalize_gram: false"
 SMALL = {
     "fedcmoo": "{strategy: {name: fedcmoo, num_local_steps: 2}, local: {lr: 0.3, batch_size: 16}}",
     "firm": "{strategy: {name: firm, num_local_steps: 2}, local: {lr: 0.3, batch_size: 16}}",
@@ -486,6 +487,10 @@ def test_every_configuration_is_one_and_names_what_there_is(path):
         (
             ["--algorithms.FedCMOO.strategy.clients_per_round", "99"],
             "strategy.clients_per_round must be at most the number of clients, 20, got 99",
+        ),
+        (
+            ["--algorithms", "{a: {strategy: {" + TWO_SAMPLES + ", gram_clients: 99}}}"],
+            "algorithms.a.strategy.gram_clients must be at most the number of clients, 20, got 99",
         ),
         (
             ["--algorithms", "{../a: {strategy: {name: fedcmoo}}}"],

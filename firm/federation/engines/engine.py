@@ -45,10 +45,6 @@ class Engine(Protocol):
         ...
 
 
-EngineFactory = Callable[..., Engine]
-"""Builds an engine in this process from its clients, with the options of ``LocalEngine``."""
-
-
 def checked_reply(
     request: Request, client: str, content: Any, bytes_down: int, bytes_up: int
 ) -> Reply | Failure:

@@ -20,7 +20,7 @@ from firm.federation.fedcmoo.approx_gram import (
     two_sample_gram,
     two_way_gram,
 )
-from firm.federation.rounds import Round, losses_problem, sample_clients
+from firm.federation.rounds import Round, losses_problem
 from firm.federation.server import ServerState
 from firm.federation.sharing import CorrectionRequest, JacobianRequest, JacobianShare
 from firm.federation.strategy_configs import GramConfig
@@ -106,7 +106,6 @@ def estimate_gram(this_round: Round, state: ServerState, cfg: GramConfig) -> Est
 def estimate_two_sample_gram(
     this_round: Round,
     state: ServerState,
-    clients: Sequence[str],
     cfg: GramConfig,
     *,
     count: int | None,
@@ -118,15 +117,7 @@ def estimate_two_sample_gram(
     """
     samples, replies = [], []
     for index in range(2):
-        sample = sample_clients(
-            clients,
-            seed=this_round.seed(f"sample {index}"),
-            round_number=this_round.number,
-            count=count,
-            always=cfg.always,
-            attempt=len(state.attempts),
-            absent={name for attempt in state.attempts for name in attempt.failed},
-        )
+        sample = this_round.sample(this_round.seed(f"sample {index}"), count)
         fields = {**cfg.jacobians(), "seed": this_round.seed("jacobians"), "skipped_batches": index}
         samples.append(sample)
         replies.append(_jacobians(this_round, sample, fields, state, cfg))

@@ -51,17 +51,13 @@ class LoraProducts(Option):
 
     def steps(self, steps: Sequence[Transform], cfg: RoundConfig) -> Sequence[Transform]:
         """Returns the steps with the mean taken over products."""
-        return [ProductMean() if isinstance(step, Mean) else step for step in steps]
+        return [_mean_of_products if isinstance(step, Mean) else step for step in steps]
 
 
-@dataclass(frozen=True)
-class ProductMean:
-    """Takes the weighted mean of the updates' products; see ``product_mean``."""
-
-    def __call__(self, step: ServerStep) -> ServerStep:
-        """Returns the step with θ_{t+1}."""
-        adapters = [update.adapter for update in step.updates]
-        return replace(step, adapter=product_mean(adapters, step.weights), learning_rate=1.0)
+def _mean_of_products(step: ServerStep) -> ServerStep:
+    """Returns the step with θ_{t+1}, the weighted mean of the updates' products."""
+    adapters = [update.adapter for update in step.updates]
+    return replace(step, adapter=product_mean(adapters, step.weights), learning_rate=1.0)
 
 
 @dataclass(frozen=True)

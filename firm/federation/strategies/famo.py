@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
+from scipy.special import softmax
 
 from firm.federation.engines.engine import Engine
 from firm.federation.rewards import mean_rewards
@@ -85,9 +86,3 @@ def step_logits(
     logits = logits - cfg.weights_learning_rate * first / (1 - 0.9**steps) / scale
     moments = {"logits": logits, "first": first, "second": second}
     return {**{name: values.tolist() for name, values in moments.items()}, "steps": steps}
-
-
-def softmax(logits: np.ndarray) -> np.ndarray:
-    """Returns the softmax of logits, shape [M]."""
-    powers = np.exp(logits - logits.max())
-    return powers / powers.sum()

@@ -52,7 +52,7 @@ def fedcmoo(
     # phase 1: the Gram matrix of the mean Jacobian, from compressed messages
     if cfg.communication == "two_sample":
         count = cfg.gram_clients or cfg.clients_per_round
-        estimate = estimate_two_sample_gram(this_round, state, clients, cfg, count=count)
+        estimate = estimate_two_sample_gram(this_round, state, cfg, count=count)
     else:
         estimate = estimate_gram(this_round, state, cfg)
 

@@ -168,7 +168,10 @@ def test_rows_of_a_server_that_fails_go_to_the_others_and_it_may_return(
     assert torch.equal(samples.token_ids, expected.token_ids)
     assert "is left out of this batch: status 500: EngineCore encountered an issue" in caplog.text
     failing.fails_after, failing.names = None, {}  # it was started again
-    engine.sample([request(queries, adapter)])
+    for _ in range(20):  # the other server may be quick enough to take all rows
+        engine.sample([request(queries, adapter)])
+        if failing.num_replies > 4:
+            break
     assert failing.num_replies > 4
     failing.fails_after = other.fails_after = 0
     with pytest.raises(RuntimeError, match=r"no rollout server is left \(http.*; http.*status 500"):

@@ -193,6 +193,24 @@ def test_a_site_whose_process_was_started_again_is_met_again(new_network, new_cl
     assert state.accepted == dict.fromkeys(NAMES, 4)
 
 
+def test_a_site_that_returns_with_another_configuration_is_reported_with_the_difference(
+    new_network, start
+):
+    engine, channel = new_network()
+    _, other = new_network(fingerprint={**FINGERPRINT, "configuration": "other"}, meets=False)
+
+    def before(number):
+        channel.spoil = lambda site, answer: None if site == "bank" and number == 2 else answer
+        if number == 2:
+            channel.sites["bank"] = other.sites["bank"]
+
+    _, rows = _run(engine, start, 3, before=before)
+    first, second = (row["failures"][0]["reason"] for row in rows[1:])
+    assert first == "its site bank is lost: no answer within 5 s"
+    assert "configuration" in second
+    assert "abc" in second
+
+
 def test_a_site_that_lost_an_answer_goes_on_as_if_it_had_not_been_drawn(
     new_network, new_clients, start, same
 ):

@@ -88,13 +88,6 @@ def test_equal_updates_come_back_bit_for_bit(rule, num_clients, dtype, same):
     assert same(unmoved, start)
 
 
-def test_without_a_rule_the_updates_are_left_alone():
-    updates = _near(_start(), seed=0, count=3)
-    found, entry = robust_updates(_start(), updates, RobustConfig())
-    assert all(mine is given for mine, given in zip(found, updates, strict=True))
-    assert entry == {}
-
-
 @pytest.mark.parametrize("rule", RULES)
 def test_the_order_of_clients_changes_nothing(rule, same):
     start = _start()

@@ -125,7 +125,7 @@ class RobustConfig(Option):
 
         Without attackers one update suffices for every rule.
         """
-        if num_attackers == 0 or self.rule == "none":
+        if num_attackers == 0:
             return 1
         return 2 * num_attackers + RULES[self.rule].margin
 
@@ -148,7 +148,7 @@ class RobustConfig(Option):
 
     def exposes(self, failure: "Failure") -> bool:
         """Returns whether a silent client counts as an attacker."""
-        return self.count_silent and self.rule != "none"
+        return self.count_silent
 
     def quorum(self, num_refused: int) -> tuple[int, str]:
         """Returns the minimum number of updates with the remaining attackers among them."""

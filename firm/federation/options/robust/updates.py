@@ -45,12 +45,9 @@ def robust_updates(
 
     Returns:
         The updates, and {"robust": ...} with "rule" and either the clients that were "chosen" or
-        "clipped", or each client's distance from the result. Without a rule, the given updates and
-        no entry. Equal updates are returned bitwise unchanged, unless they exceed a given
-        ``clip_norm``.
+        "clipped", or each client's distance from the result. Equal updates are returned bitwise
+        unchanged, unless they exceed a given ``clip_norm``.
     """
-    if cfg.rule == "none":
-        return list(updates), {}
     num_attackers = cfg.attackers_left(num_refused)
     needed = cfg.updates_needed(num_attackers)
     if len(updates) < needed:

@@ -305,8 +305,8 @@ def sparse_graph(num_clients: int, num_colluders: int) -> tuple[int, int] | None
     for degree in range(2, num_clients - 1, 2):
         half = degree // 2
         # a ring falls apart only where half of a client's neighbours in a row are gone
-        gone = num_colluders + num_lost
-        if gone >= half and log_count + _log_ratio(gone, num_clients, half) > _log2(SECURITY_BITS):
+        gone, log_risk = num_colluders + num_lost, -SECURITY_BITS * log(2)
+        if gone >= half and log_count + _log_ratio(gone, num_clients, half) > log_risk:
             continue
         near = int(hypergeom.isf(2.0**-SECURITY_BITS / num_clients, others, num_colluders, degree))
         share_threshold = (degree + 1 + near) // 2 + 1
@@ -319,10 +319,6 @@ def sparse_graph(num_clients: int, num_colluders: int) -> tuple[int, int] | None
             continue
         return degree, share_threshold
     return None
-
-
-def _log2(bits: int) -> float:
-    return -bits * log(2)
 
 
 def _log_ratio(part: int, whole: int, count: int) -> float:
@@ -341,8 +337,6 @@ def add_pair_mask(
     other: PublicKey,
     session: str,
     pair: tuple[str, str],
-    *,
-    sign: int = 1,
 ) -> None:
     """Adds in place the mask that the first client of a pair has for the second, or subtracts it.
 
@@ -351,7 +345,7 @@ def add_pair_mask(
     """
     client, neighbour = pair
     seed = _derive_key(own, other, _statement("mask", session, sorted(pair)))
-    if sign * (1 if client < neighbour else -1) > 0:
+    if client < neighbour:
         total += mask(seed, len(total))
     else:
         total -= mask(seed, len(total))

@@ -442,7 +442,7 @@ def test_one_colluder_more_than_assumed_is_what_it_takes(new_clients, start, tru
     total = from_bytes(masked["a"]) - mask(seed, SIZE)
     private = X25519PrivateKey.from_private_bytes(key)
     for other in ("b", "c"):
-        add_pair_mask(total, private, keys[other].masking, plan.session, ("a", other), sign=-1)
+        add_pair_mask(total, private, keys[other].masking, plan.session, (other, "a"))
     assert np.abs(real_numbers(total, 6)[:-1] - true_update).max() < 1e-7
 
 
