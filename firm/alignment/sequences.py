@@ -1,8 +1,8 @@
 """Prompts and responses as rows of tokens, and forward passes over them."""
 
 import inspect
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, fields, replace
 from functools import partial
 from typing import Any, Self
@@ -135,9 +135,10 @@ class SingleProcess(Team):
         """Returns the only value."""
         return [content]
 
-    def unanimous(self) -> AbstractContextManager[None]:
+    @contextmanager
+    def unanimous(self) -> Iterator[None]:
         """Opens a context without an effect: an error has nobody else to reach."""
-        return nullcontext()
+        yield
 
 
 SINGLE_PROCESS = SingleProcess(0, 1)
