@@ -48,9 +48,9 @@ register(
         "weights",
         "λ of {}",
         "mean weight λ",
-        "λ is the weight of each objective's gradient in a client's step; by the strategy, clients "
-        "solve for their own, the server solves for all, or they are fixed. The dashed line marks "
-        "uniform weights.",
+        "λ is the weight of each objective's gradient in a client's step; depending on the "
+        "strategy, each client solves for its own, the server solves for all, or the weights are "
+        "fixed. The dashed line marks uniform weights.",
         type=Series[PerObjective[Share]],
         noisy=Series[PerObjective[Finite]],
         section="weights",

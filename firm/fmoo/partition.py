@@ -52,7 +52,7 @@ def partition(
         if (smallest := min(map(len, shards))) < least:
             raise ValueError(
                 f"every client needs at least {least} samples, got one with {smallest} of {name}; "
-                "reduce partition.min_samples or the number of clients."
+                f"reduce partition.min_samples{' or the number of clients' * (count > 1)}."
             )
     if most is not None:
         generator = torch.Generator().manual_seed(seed)

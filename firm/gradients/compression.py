@@ -31,8 +31,8 @@ class JacobianMessage:
     """A client's compressed Jacobian.
 
     Raises:
-        ValueError: When a field has another type, fields do not match, or a tensor holds NaN or
-            infinity.
+        ValueError: When a field that must be an integer is none, fields do not match, or a tensor
+            holds NaN or infinity.
     """
 
     shape: tuple[int, int]

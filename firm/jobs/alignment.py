@@ -775,7 +775,7 @@ class _PairsTask(_LanguageTask):
             reference_logprobs if is_base else own,
             self._pairs[split],
             cfg.objectives,
-            beta=cfg.estimator.beta,  # type: ignore[attr-defined]  # of estimators on pairs
+            beta=getattr(cfg.estimator, "beta", 1.0),  # an own estimator may have none
         )
 
     def _samples(

@@ -420,6 +420,12 @@ def _check_objectives(cfg: AlignmentConfig) -> None:
         wanted="left out",
         why=f"estimator {estimator}, which samples no replies",
     )
+    _check_fixed(
+        ("data.hold_out", cfg.data.hold_out, 0.0),
+        wanted="left out",
+        why=f"estimator {estimator}, for which a tenth of the prompts of pairs is held out",
+        end="; or set pairs.NAME.validation and pairs.NAME.test.",
+    )
     for name, group in cfg.groups.items():
         if group.attack and group.attack.kind in ("reward_bias", "reward_scaling"):
             raise ValueError(

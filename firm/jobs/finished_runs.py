@@ -7,6 +7,7 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any, TypeVar
 
+from firm.alignment.adapters.lora import ADAPTERS
 from firm.alignment.calibration import Calibration
 from firm.alignment.prompts import Prompt
 from firm.base.inside import replace_text
@@ -135,7 +136,8 @@ def run_settings(record: Record) -> dict[str, Any]:
         kept = record.path / TEST_PROMPTS_NAME
         prompts = {**prompts, "source": str(kept), "split": None} if kept.is_file() else prompts
     given = {
-        **{key: settings.get(key) for key in ("policy", "rollout", "seed", "num_threads")},
+        **_without_plugins(settings),
+        **{key: settings.get(key) for key in ("seed", "num_threads")},
         "rewards": rewards,
         "prompts": prompts,
         "held_out": share,
@@ -146,6 +148,22 @@ def run_settings(record: Record) -> dict[str, Any]:
         "metrics": evaluation.get("metrics"),
     }
     return {key: value for key, value in given.items() if value is not None}
+
+
+def _without_plugins(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns a run's policy and rollout without what only its plugins have registered.
+
+    Saved adapters are plain LoRA whatever their kind, and the model's own passes sample from them.
+    """
+    policy, rollout = (dict(settings.get(key) or {}) for key in ("policy", "rollout"))
+    if settings.get("plugins"):
+        rollout = {k: own for k, own in rollout.items() if k not in ("engine", "max_staleness")}
+        if policy.get("adapter") not in ADAPTERS:
+            policy.pop("adapter", None)
+        conditioning = policy.get("conditioning")
+        if isinstance(conditioning, Mapping):
+            policy["conditioning"] = {k: own for k, own in conditioning.items() if k != "sampler"}
+    return {"policy": policy, "rollout": rollout}
 
 
 def given_functions(record: Record) -> list[str]:

@@ -103,6 +103,11 @@ def align(
         )
     if pairs is None and (rewards is None or prompts is None):
         raise UserError("rewards and prompts must be given, or pairs; pass either.")
+    if pairs is not None and not (validation_prompts is None and test_prompts is None):
+        raise UserError(
+            "validation_prompts and test_prompts must be left out with pairs, which are held out "
+            "themselves: set pairs.NAME.validation and pairs.NAME.test."
+        )
     with warnings.catch_warnings():  # about notebook progress bars, which no run uses
         warnings.filterwarnings("ignore", message="IProgress not found")
         import tqdm.auto  # noqa: F401

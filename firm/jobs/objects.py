@@ -24,7 +24,8 @@ from firm.jobs.alignment_config import DEFAULT_SPLITS, GIVEN, AlignmentConfig, h
 from firm.jobs.alignment_loading import Given
 from firm.jobs.fetch import fetch_policy
 from firm.jobs.finished_runs import keep_test_prompts
-from firm.run.config import compose, to_dict
+from firm.run.config import compose, lay_out, to_dict
+from firm.run.differences import leaves
 from firm.run.errors import UserError
 from firm.run.resuming import Resume
 from firm.run.shipped import with_shipped_paths
@@ -75,10 +76,12 @@ def align_objects(
             "pass the model's tokenizer."
         )
     is_stored = not is_object or (bool(path) and is_stored_at(path, model))
+    files = [config] if isinstance(config, str | Path) else config
     overrides = {
         "policy.path": path if is_stored else "base",
         **({"policy.dtype": str(model.dtype).removeprefix("torch.")} if is_object else {}),
         **_objectives(rewards, pairs),
+        **({} if pairs is None else _learner_from_pairs(files, settings)),
         **settings,
         **({f"data.{split}.source": GIVEN for split in DEFAULT_SPLITS} if pairs is None else {}),
         **{
@@ -89,7 +92,6 @@ def align_objects(
         "resume": resume,
         **({"out": str(out)} if out else {}),
     }
-    files = [config] if isinstance(config, str | Path) else config
     cfg = compose(AlignmentConfig, files, list(overrides.items()), source="settings")
     out = run_folder(cfg)
     cfg = replace(cfg, out=out)
@@ -145,6 +147,11 @@ def _check_arguments(
     policy = settings.get("policy")
     if "policy.path" in settings or (isinstance(policy, Mapping) and "path" in policy):
         raise UserError("settings must not have policy.path: pass it as the argument model.")
+    sources = {f"data.{split}.source": split for split in DEFAULT_SPLITS}
+    for key, _ in leaves(settings):
+        if key in sources and pairs is None:
+            own = "prompts" if sources[key] == "train" else f"{sources[key]}_prompts"
+            raise UserError(f"settings must not have {key}: pass it as the argument {own}.")
     if settings.get("plan"):
         raise UserError("settings must not have plan: `firm plan` prints the plan of a run.")
     if isinstance(tokenizer, str | Path):
@@ -197,7 +204,14 @@ def _objectives(
         name: {"source": str(own) if isinstance(own, str | Path) else GIVEN}
         for name, own in (pairs or {}).items()
     }
-    return {"estimator.name": "dpo", "pairs": sources}
+    return {"pairs": sources}
+
+
+def _learner_from_pairs(files: Sequence[str | Path], settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the setting of DPO, unless the files' estimator learns from pairs."""
+    plugins = [(key, own) for key, own in settings.items() if key == "plugins"]
+    tree = lay_out(AlignmentConfig, files, plugins, source="settings")
+    return {} if tree.values["estimator"].form.learns_from == "pairs" else {"estimator.name": "dpo"}
 
 
 def _pair_rows(

@@ -183,7 +183,7 @@ class SitesEngine:
         for site, answer in answers.items():
             own = sorted(name for name, place in self._site_of.items() if place == site)
             if isinstance(answer, Lost):
-                problems[site] = answer.reason
+                problems[site] = self._lost[site]  # the reason since its first absence
             elif answer.get("problem"):
                 problems[site] = printable(answer["problem"], max_length=2000)
             elif answer.get("clients") != own:

@@ -159,7 +159,7 @@ class Record:
             low, high = mean - width, mean + width
             known = np.array(values.get(name, ()))
             known = known[np.isfinite(known)]
-            is_bounded = self._is_bounded(name)
+            is_bounded = self.is_bounded(name)
             # a stranger's file may hold anything
             is_valid = not is_bounded or bool(((known >= 0) & (known <= 1)).all())
             if len(known) and is_valid:
@@ -173,7 +173,7 @@ class Record:
             )
         return found
 
-    def _is_bounded(self, name: str) -> bool:
+    def is_bounded(self, name: str) -> bool:
         """Returns whether an objective's rewards are calibrated to [0, 1]."""
         own = (self.header.get("calibration") or {}).get(name) or {}
         return own.get("method", "none") != "none"

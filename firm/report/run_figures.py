@@ -171,8 +171,9 @@ def constraint_panels(run: Setting) -> tuple[list[Panel], list[LegendEntry]]:
     panels: list[Panel] = []
     keys: dict[LegendEntry, None] = {}
     for name, bound in run.records[0].min_rewards.items():
+        unit = REWARDS.unit if run.records[0].is_bounded(name) else "mean reward"
         lines = {key: line for key, line in _client_lines(run, REWARDS, name).items() if line["x"]}
-        made = rounds_figure(lines.values(), REWARDS.unit, reference=float(bound))
+        made = rounds_figure(lines.values(), unit, reference=float(bound))
         panels += nonempty([Panel(f"constraint-{name}", f"{name}, at least {bound:g}", made)])
         keys |= dict.fromkeys(lines)
     return panels, sorted(keys, key=lambda key: not key.is_thin)

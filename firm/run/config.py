@@ -420,7 +420,8 @@ def _items(text: _Unread, part: Any, path: str) -> Any:
     A word is one item if the items are lists themselves.
     """
     opening = text.lstrip()
-    if opening[:1] in ("[", "{", "") or opening[:2] in ("- ", "-\n") or opening in ("null", "~"):
+    is_null = opening.rstrip() in ("null", "~")
+    if is_null or opening[:1] in ("[", "{", "") or opening[:2] in ("- ", "-\n"):
         return read_yaml(text, path)
     nested = any(get_origin(member) in (list, tuple) for member in members_of(part))
     return [text] if nested else [_Unread(item) for item in text.split(",")]

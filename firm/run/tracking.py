@@ -324,6 +324,7 @@ class Tracker(SeriesTracker):
             init_timeout=config.timeout_s,
             finish_timeout=config.timeout_s,
             x_disable_stats=True,
+            reinit="create_new",  # a program's own run goes on
         )
 
         def init(mode: Literal["offline", "online"]) -> Any:

@@ -209,13 +209,18 @@ def _tensors(model: PreTrainedModel, layout: TensorLayout) -> Iterator[tuple[str
             model.config.tie_word_embeddings and own == "lm_head.weight"
         ):  # llama.cpp then uses the embedding
             continue
-        tensor = layout.rows(own, tensor).contiguous()
+        tensor = layout.rows(own, tensor.cpu()).contiguous()
         if tensor.ndim == 1 or tensor.dtype == torch.float32:
             yield layout.name(own), tensor.float().numpy(), "F32"
         elif tensor.dtype == torch.bfloat16:  # as bytes, since numpy has no bfloat16
             yield layout.name(own), tensor.view(torch.uint8).numpy(), "BF16"
-        else:
+        elif tensor.dtype == torch.float16:
             yield layout.name(own), tensor.numpy(), "F16"
+        else:
+            raise ValueError(
+                f"{own} must be float32, bfloat16 or float16 in a GGUF file, got {tensor.dtype}: "
+                "convert the model."
+            )
 
 
 def permute_rows(tensor: torch.Tensor, num_heads: int) -> torch.Tensor:

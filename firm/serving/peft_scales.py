@@ -46,7 +46,14 @@ def load_served(folder: str | Path, model: Any = None) -> tuple[PeftModel, Serve
 
 
 def set_scales_(model: Any, scales: Mapping[str, float]) -> None:
-    """Sets the scales of the adapters of `load_served`, by objective; the others keep theirs."""
+    """Sets the scales of the adapters of `load_served`, by objective; the others keep theirs.
+
+    Raises:
+        ValueError: There is no adapter for an objective.
+    """
+    for name in scales:
+        if _slot(name) not in getattr(model, "peft_config", {}):
+            raise ValueError(f"there is no adapter for {name!r}.")
     for layer in model.modules():
         if isinstance(layer, LoraLayer):
             for name, scale in scales.items():

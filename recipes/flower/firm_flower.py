@@ -11,6 +11,7 @@ random streams stay in its node's Context. docs/guide/flower.md compares this wi
 import json
 import shlex
 import warnings
+from collections.abc import Mapping
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -179,10 +180,22 @@ def metrics_of(update: Update, cfg: AlignmentConfig) -> dict[str, float]:
     if "kl" in own:
         metrics["kl"] = own["kl"]
     for name, reward in own.get("rewards", {}).items():
-        metrics[f"reward-{name}"] = float("nan") if reward is None else reward
+        metrics[f"reward-{name}"] = 0.0 if reward is None else reward
+        metrics[f"has-{name}"] = float(reward is not None)
     for name, weight in zip(cfg.objectives, np.mean(own["weights"], axis=0), strict=True):
         metrics[f"weight-{name}"] = float(weight)
     return metrics
+
+
+def mean_of(row: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns a round's metrics, with each reward as the mean over the clients that have it."""
+    shares = {key.removeprefix("has-"): own for key, own in row.items() if key.startswith("has-")}
+    known = {key: own for key, own in row.items() if not key.startswith("has-")}
+    for name, share in shares.items():
+        own = known.pop(f"reward-{name}")
+        if share:
+            known[f"reward-{name}"] = own / share
+    return known
 
 
 # --- The server -----------------------------------------------------------------------------------
@@ -218,8 +231,10 @@ def main(grid: Grid, context: Context) -> None:
     load_adapter_(loaded.trainer.adapter_parameters, as_adapter(result.arrays, like=start))
     save_adapter(policy, out / "adapter")
     loaded.tokenizer.save_pretrained(str(out / "adapter"))
-    rounds = {"train": result.train_metrics_clientapp, "test": result.evaluate_metrics_serverapp}
-    rows = {part: {n: dict(row) for n, row in own.items()} for part, own in rounds.items()}
+    rows = {
+        "train": {n: mean_of(row) for n, row in result.train_metrics_clientapp.items()},
+        "test": {n: dict(row) for n, row in result.evaluate_metrics_serverapp.items()},
+    }
     (out / "metrics.json").write_text(json.dumps(rows, indent=1), encoding="utf-8")
     print(f"adapter  {out / 'adapter'}", flush=True)
 

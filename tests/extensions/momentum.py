@@ -36,4 +36,5 @@ def momentum_round(
         for name, value in state.adapter.items()
     }
     adapter = {name: value + velocity[name] for name, value in state.adapter.items()}
-    return replace(after, adapter=adapter, memory={"velocity": velocity}), rows
+    memory = {**after.memory, "velocity": velocity}  # options have theirs in it, too
+    return replace(after, adapter=adapter, memory=memory), rows

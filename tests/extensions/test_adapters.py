@@ -24,6 +24,7 @@ from firm.alignment.adapters import (
 from firm.alignment.adapters.conditioned import ConditioningConfig
 from firm.alignment.policy import adapter_parameters, without_needless_warnings
 from firm.alignment.sequences import forward, set_preferences
+from firm.cli.main import COMMANDS
 from firm.federation import RandomStream
 from firm.run import Run, UserError
 from tests import smoke
@@ -100,6 +101,16 @@ def test_a_round_trains_every_parameter(kind, trained, tmp_path):
     assert any(trained in name for name in after)
     for name, values in before.items():
         assert (after[name] - values).abs().max() > 1e-5, name
+
+
+@pytest.mark.slow
+def test_a_finished_run_is_measured_without_its_plugins(tmp_path):
+    plugins = f"[{FOLDER / 'mos_lora'}.py, {FOLDER / 'shifted_engine'}.py]"
+    own = ("--policy.adapter", "mos_lora", "--rollout.engine.name", "shifted")
+    with plugins_forgotten():
+        run = smoke.run(*SHORT, "--plugins", plugins, *own, "--out", tmp_path / "run")
+    COMMANDS["evaluate"].run([str(run), "--out", str(tmp_path / "measured")])
+    assert (tmp_path / "measured").is_dir()
 
 
 def test_matrices_between_a_and_b_are_trained_alike_by_all_engines(tmp_path):

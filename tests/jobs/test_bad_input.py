@@ -242,6 +242,14 @@ CASES = {
         ["--strategy.clients_per_round", "99"],
         ["strategy.clients_per_round must be at most num_clients (2), got 99; decrease it"],
     ),
+    "more clients for the Gram matrix than there are": (
+        [
+            *("--strategy.name", "fedcmoo", "--strategy.communication", "two_sample"),
+            *("--strategy.compressor", "none", "--strategy.normalize_gram", "false"),
+            *("--strategy.gram_clients", "99"),
+        ],
+        ["strategy.gram_clients must be at most num_clients (2), got 99; decrease it"],
+    ),
     "a client that is none": (
         ["--strategy.always", "[client_9]"],
         ["strategy.always must name clients, client_0 to client_1, got 'client_9'"],

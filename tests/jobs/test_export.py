@@ -396,6 +396,8 @@ def test_exports_end_replies_where_training_ended_them(strong, tmp_path, end, ca
     assert ServedFront.load(peft).end_ids == (eos, end[0])
     model, served = load_served(peft)
     set_scales_(model, served.scales([0.5, 0.5]))
+    with pytest.raises(ValueError, match="there is no adapter for 'Brevity'"):
+        set_scales_(model, {"Brevity": 1.0})
     assert _reply(model, _prompt(strong, QUESTIONS[0])) == end[2]
 
     gguf = with_ends(strong, tmp_path / "gguf", end, "--to", "gguf")

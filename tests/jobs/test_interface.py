@@ -387,6 +387,8 @@ def test_rewards_are_functions_names_settings_and_paths(model, tmp_path):
         ([brief], PROMPTS, {}, "rewards must be given by objective, .*got list"),
         (REWARDS, PROMPTS, {"rewards": {"x": {"name": "brevity"}}}, "beside the argument rewards"),
         (REWARDS, PROMPTS, {"plan": True}, "settings must not have plan"),
+        (REWARDS, PROMPTS, {"data.test.source": "a.jsonl"}, "as the argument test_prompts"),
+        (REWARDS, PROMPTS, {"data": {"train": {"source": "a"}}}, "as the argument prompts"),
         (REWARDS, {"prompt": PROMPTS}, {}, "prompts must be a list of texts or rows.* got dict"),
     ],
 )

@@ -1,12 +1,13 @@
 """A reward model is trained on pairs, reported on held-out ones, and read back as it was."""
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
 import torch
 import yaml
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 from firm.base.devices import fast_dtype
 from firm.jobs import reward as module
@@ -199,6 +200,20 @@ def test_an_adapter_without_its_base_is_named(trained, base, tmp_path) -> None:
     (folder / "adapter_config.json").write_text(json.dumps(settings))
     with pytest.raises(ValueError, match="keep its base model where it was"):
         load_reward_model(RewardModelConfig(path=str(folder), format="chat_template"), "r")
+
+
+def test_an_adapter_needs_the_tokenizer_that_it_was_trained_with(trained, tmp_path) -> None:
+    settings = RewardModelConfig(path=str(tmp_path / "other"), format="chat_template")
+    shutil.copytree(trained.path, tmp_path / "other")
+    tokenizer = AutoTokenizer.from_pretrained(trained.path)
+    tokenizer.add_tokens(["<new>"])
+    tokenizer.save_pretrained(tmp_path / "other")
+    with pytest.raises(ValueError, match=r"'r': the tokenizer of .* has ids up to"):
+        load_reward_model(settings, "r")
+    for file in (tmp_path / "other").glob("*token*"):
+        file.unlink()
+    with pytest.raises(ValueError, match=r"'r': no sequence classifier .*other"):
+        load_reward_model(settings, "r")
 
 
 def test_an_adapter_that_is_a_pickle_is_refused(trained, tmp_path) -> None:

@@ -47,6 +47,13 @@ pytestmark = [
 Start = Callable[..., None]
 
 
+def test_a_reward_is_the_mean_over_the_clients_that_have_it(monkeypatch):
+    monkeypatch.syspath_prepend(str(APP))
+    mean_of = importlib.import_module("firm_flower").mean_of
+    row = {"kl": 0.5, "reward-a": 0.3, "has-a": 0.5, "reward-b": 0.0, "has-b": 0.0}
+    assert mean_of(row) == {"kl": 0.5, "reward-a": 0.6}
+
+
 @pytest.fixture
 def start(tmp_path) -> Iterator[Start]:
     """Starts a program of Flower's in the background, in a folder: `start(folder, name, *args)`.

@@ -95,6 +95,21 @@ def test_all_alarms_of_a_round_are_in_its_alert(tmp_path: Path) -> None:
     assert alert.text == "the policy\\x1b[31m runs away\nthe second"  # no control characters
 
 
+@pytest.mark.slow
+def test_a_program_s_own_run_goes_on_and_gets_nothing(tmp_path: Path) -> None:
+    own, path = tmp_path / "own", tmp_path / "run"
+    for folder in (own, path):
+        folder.mkdir()
+    settings = wandb.Settings(silent=True, console="off")
+    with wandb.init(mode="offline", project="mine", dir=str(own), settings=settings) as run:
+        [history] = items(track(path, ROW), "history")
+        assert wandb.run is run
+        run.log({"mine": 1})
+    assert history["round"] == ROW["round"]
+    [kept] = items(records_of(own), "history")
+    assert {key for key in kept if not key.startswith("_")} == {"mine"}
+
+
 def test_offline_mode_leaves_the_metrics_in_the_run_directory(tmp_path: Path, caplog) -> None:
     torch.manual_seed(0)
     generators = random.getstate(), str(np.random.get_state()), torch.get_rng_state().tolist()

@@ -131,6 +131,10 @@ def test_models_that_llama_cpp_reads_otherwise_are_refused(tokenizer, tmp_path):
         model = AutoModelForCausalLM.from_config(config)
         with pytest.raises(ValueError, match=message):
             write_base(tmp_path / "base.gguf", model, tokenizer)
+    model = AutoModelForCausalLM.from_config(LlamaConfig(**SIZES)).double()
+    with pytest.raises(ValueError, match=r"must be float32, bfloat16 or float16 .* got torch\.fl"):
+        write_base(tmp_path / "base.gguf", model, tokenizer)
+    assert not (tmp_path / "base.gguf").exists()
     content = json.loads(tokenizer.backend_tokenizer.to_str())
     other = Tokenizer.from_str(json.dumps(content))
     other.pre_tokenizer = pre_tokenizers.Whitespace()
