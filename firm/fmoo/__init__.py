@@ -42,7 +42,7 @@ algorithms know which parameters all objectives share:
 `state.adapter` holds the trained parameters by name, `rows` the log of the round. To use your own
 data sets, losses and models in a study, with resumable runs, tables and a report, register them
 with the decorators `dataset`, `loss` and `model` in a file listed under `plugins`, and run `firm
-fmoo` or `firm.jobs.fmoo.run_classic`.
+classic` or `firm.jobs.fmoo.run_classic`.
 """
 
 from typing import TYPE_CHECKING

@@ -359,11 +359,16 @@ def _rewards(rewards: Mapping[str, str]) -> list[str]:
     return lines
 
 
+_FORMATS = {"Ray2333/gpt2-large-": "hh_pair", "OpenAssistant/reward-model-": "question_answer"}
+"""Formats of known reward models on the hub, by the beginning of their names."""
+
+
 def likely_format(path: str) -> str:
-    """Returns the chat template, unless a reward model's folder is here and has none."""
+    """Returns a known model's format, else the chat template unless a folder here has none."""
     folder = Path(with_shipped_paths(path)).expanduser()
     if not folder.is_dir():
-        return "chat_template"
+        known = (form for opening, form in _FORMATS.items() if path.startswith(opening))
+        return next(known, "chat_template")
     try:
         return "chat_template" if read_tokenizer(str(folder)).chat_template else "plain"
     except (OSError, ValueError):  # the run will say what is wrong with it

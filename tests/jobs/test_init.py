@@ -20,7 +20,7 @@ from firm.jobs.alignment import main as align
 from firm.jobs.alignment_config import AlignmentConfig
 from firm.jobs.alignment_data import data_of
 from firm.jobs.configs import InitConfig
-from firm.jobs.init import MAX_ROUNDS, MIN_SHARD, SECONDS, init, main
+from firm.jobs.init import MAX_ROUNDS, MIN_SHARD, SECONDS, init, likely_format, main
 from firm.jobs.plan.record import Seconds
 from firm.report.formats import duration
 from firm.run import UserError, compose, parse
@@ -294,6 +294,12 @@ def test_a_model_that_cannot_be_read_keeps_the_defaults_and_says_why(tmp_path, d
     main(InitConfig("some/model", **own, out=tmp_path / "own.yaml"))
     printed = capsys.readouterr().out
     assert "model    default settings; policy.path: there is no folder some/model, and" in printed
+
+
+def test_known_reward_models_of_the_hub_have_their_format():
+    assert likely_format("Ray2333/gpt2-large-helpful-reward_model") == "hh_pair"
+    assert likely_format("OpenAssistant/reward-model-deberta-v3-large-v2") == "question_answer"
+    assert likely_format("someone/reward") == "chat_template"
 
 
 @pytest.mark.parametrize("name", ["nosuch", "models/nosuch"])
