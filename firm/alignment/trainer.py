@@ -10,7 +10,7 @@ import copy
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -301,12 +301,17 @@ class MultiObjectiveTrainer:
             )
 
     def encode_pairs(
-        self, pairs: Sequence[Pair], *, on_progress: Callable[[int], None] = lambda _: None
+        self,
+        pairs: Sequence[Pair],
+        *,
+        is_alone: bool = False,
+        on_progress: Callable[[int], None] = lambda _: None,
     ) -> list[EncodedPair]:
         """Stage 1 of pairs: returns them in the policy's tokens, with the reference's values.
 
         Log-probabilities under the reference are read from the user's cache if they are there.
-        Otherwise `on_progress` is called with the number of replies so far.
+        Otherwise `on_progress` is called with the number of replies so far. `is_alone` as in
+        `reply_logprobs`.
         """
         config = self.rollout_config
         encoded = encode_pairs(
@@ -322,7 +327,9 @@ class MultiObjectiveTrainer:
         # the processes of a team must agree on whether to compute
         way = size, str(self.device), self.prompts_once
         key = fingerprint(model, *way) if self.team.size == 1 else None
-        logprobs_of = partial(self.reply_logprobs, of_reference=True, on_progress=on_progress)
+        logprobs_of = partial(
+            self.reply_logprobs, of_reference=True, is_alone=is_alone, on_progress=on_progress
+        )
         return with_references(encoded, logprobs_of, key)
 
     @torch.no_grad()
@@ -332,17 +339,32 @@ class MultiObjectiveTrainer:
         *,
         of_reference: bool = False,
         preference: Sequence[float] | None = None,
+        is_alone: bool = False,
         on_progress: Callable[[int], None] = lambda _: None,
     ) -> torch.Tensor:
         """Returns the log-probabilities of the replies of N pairs, float32 [N, 2] on the CPU.
 
         Equal pairs share passes with the same others under the policy and the reference, so that a
         policy that equals its reference gets equal values. A conditioned policy takes the
-        preference, by default equal shares. `on_progress` is called with the number of replies so
-        far.
+        preference, by default equal shares. If `is_alone`, this process computes all of them while
+        the others of its team wait, as in an evaluation. `on_progress` is called with the number of
+        replies so far.
         """
         set_mode(self.policy_model, is_training=False)
-        sampler = replace(self._sampler, config=replace(self.rollout_config, temperature=1.0))
+        config = replace(self.rollout_config, temperature=1.0)
+        team = SINGLE_PROCESS if is_alone else self.team
+        sampler = replace(self._sampler, config=config, team=team)
+        with self.team.alone() if is_alone else nullcontext():
+            return self._reply_logprobs(pairs, sampler, of_reference, preference, on_progress)
+
+    def _reply_logprobs(
+        self,
+        pairs: Sequence[EncodedPair],
+        sampler: Sampler,
+        of_reference: bool,
+        preference: Sequence[float] | None,
+        on_progress: Callable[[int], None],
+    ) -> torch.Tensor:
         lengths = [len(pair.prompt_ids) + max(map(len, pair.reply_ids)) for pair in pairs]
         order = sorted(range(len(pairs)), key=lengths.__getitem__)
         values, size = (

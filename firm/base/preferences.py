@@ -12,6 +12,8 @@ FRONT_NAME = "front.json"
 """File of a front in the folder of a conditioned run, or of an export."""
 TRADE_OFFS = ("preference", "target", "require")
 """Keys that state a trade-off."""
+MAX_CELLS = 50_000
+"""Largest number of simplices of neighbours, which is about N (M - 1)! for N models."""
 SAME = 1e-6
 """Difference of a preference's sum from 1 that is accepted, times M: shares have six digits."""
 

@@ -507,6 +507,11 @@ class GramConfig(StrategyConfig):
                 "communication to one_way."
             )
         super().__post_init__()
+        if self.share_gram:
+            raise ValueError(
+                f"{self.name} does not support share_gram: its clients train on one sum, without "
+                "Gram matrices of their own."
+            )
 
     def jacobians(self) -> dict[str, Any]:
         """Returns the fields of a ``JacobianRequest`` that are set by the configuration."""

@@ -411,8 +411,9 @@ def served_objectives(client: Client) -> tuple[int, ...]:
 
 
 def start_losses(client: Client) -> list[float]:
-    """Returns the client's losses at the loaded adapter, shape [M]."""
-    return [float(loss) for loss in client.losses()]
+    """Returns the client's losses at the loaded adapter, shape [M]; 0 for those not served."""
+    served = served_objectives(client)
+    return [float(loss) if j in served else 0.0 for j, loss in enumerate(client.losses())]
 
 
 def drawn_batches(client: Client, count: int, *, skipped: int) -> Iterator[Batch]:

@@ -113,8 +113,8 @@ def progress(
     """
     workspace, engine = federation.workspace, federation.engine
     engine.restore_client_states(clients)
-    strategy = STRATEGIES[federation.cfg.name]
-    models = local_models(strategy, state, federation.names, engine, federation.cfg)
+    cfg = federation.cfg.at_round(state.round + 1, state.objectives)
+    models = local_models(STRATEGIES[cfg.name], state, federation.names, engine, cfg)
     losses = []
     for adapters in (dict.fromkeys(models, state.adapter), models):
         for name, adapter in adapters.items():

@@ -31,8 +31,10 @@ def local_models(
     recorder = Recorder(engine)
     _, rows = strategy(state, clients, recorder, cfg)
     weights = rows["round"].get("weights", {})
+    assert recorder.request is not None
+    received = recorder.request.received  # an upload may be of few bits
     return {
-        reply.client: _model(reply.content, state, weights)
+        reply.client: _model(received(reply.content, reply.client), state, weights)
         for reply in recorder.replies
         if reply.client in rows["round"]["clients"]
     }
@@ -46,7 +48,7 @@ def _model(content: Any, state: ServerState, weights: Mapping[str, float]) -> Ad
 
 
 class Recorder:
-    """Wraps an engine and records the replies to the last request.
+    """Wraps an engine and records the last request and the replies to it.
 
     Args:
         engine: Engine that runs the clients.
@@ -54,10 +56,12 @@ class Recorder:
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
+        self.request: Request | None = None
         self.replies: list[Reply] = []
 
     def map(self, request: Request, clients: Sequence[str]) -> tuple[list[Reply], list[Failure]]:
         """Returns the engine's replies and failures."""
+        self.request = request
         self.replies, failures = self._engine.map(request, clients)
         return self.replies, failures
 

@@ -9,13 +9,12 @@ import numpy as np
 from scipy.linalg import null_space
 from scipy.spatial import Delaunay, QhullError
 
+from firm.base.preferences import MAX_CELLS
 from firm.fronts.front import Front, Point
 from firm.fronts.nearest import check_eligible, sound
 from firm.solvers.checks import as_shares
 from firm.solvers.min_norm import min_norm_weights
 
-MAX_CELLS = 50_000
-"""Largest number of simplices of neighbours, which is about N (M - 1)! for N models."""
 _SAME = 1e-6
 """Misses below this, relative to the front's ranges, count as equal."""
 

@@ -69,7 +69,8 @@ def gram_matrix(jacobian: torch.Tensor) -> torch.Tensor:
             exactly, a chunk at a time), shape [M, d].
 
     Returns:
-        float64, shape [M, M], symmetric, on the Jacobian's device.
+        float64, shape [M, M], symmetric, on the Jacobian's device, or on the CPU from an MPS
+        device, which has no float64.
 
     Raises:
         ValueError: When the shape is not [M, d], M is 0, or a row holds NaN or infinity; names the
@@ -79,6 +80,8 @@ def gram_matrix(jacobian: torch.Tensor) -> torch.Tensor:
         raise ValueError(f"jacobian must have shape [M, d], got {list(jacobian.shape)}.")
     if len(jacobian) == 0:
         raise ValueError(f"jacobian must hold at least one row, got shape {list(jacobian.shape)}.")
+    if jacobian.device.type == "mps":
+        jacobian = jacobian.cpu()
     num_objectives = len(jacobian)
     gram = jacobian.new_zeros(num_objectives, num_objectives, dtype=torch.float64)
     for chunk in jacobian.split(CHUNK, dim=1):

@@ -584,11 +584,12 @@ class _LanguageTask(Task):
         state = replace(state, adapter=chosen.adapter)
         origin = {"adapter_round": chosen.round, "adapter_reason": chosen.reason}
         self.book.log({**self._row(aligned, state, "test"), **origin})
+        is_last = self._cfg.rounds > 0 and chosen.round == state.round
         if self._loaded.data.validation:
-            is_last = self._cfg.rounds > 0 and chosen.round == state.round
             self._measure_again(state, None if is_last else chosen.round)
         for row in self._final_front(state):
-            self.book.log(row)
+            is_old = not is_last and row["split"].startswith("validation")
+            self.book.log({**row, **({"adapter_round": chosen.round} if is_old else {})})
         self._log_samples(aligned, state)
         with file_errors(f"the adapter in {self.book.run.path}", "the checkpoints are intact: "):
             replace_bytes(self.book.run.path / SCORES_NAME, save(aligned.by_row()))
@@ -766,10 +767,12 @@ class _PairsTask(_LanguageTask):
         what, event = f"{split} pairs", self._progress.event
         if split not in self._pairs:
             report = reporter(event, cfg, f"{what} under the reference", 2 * len(pairs))
-            self._pairs[split] = trainer.encode_pairs(pairs, on_progress=report)
+            self._pairs[split] = trainer.encode_pairs(pairs, is_alone=True, on_progress=report)
         load_adapter_(trainer.adapter_parameters, adapter)
         on_progress = reporter(event, cfg, what, 2 * len(pairs))
-        own = partial(trainer.reply_logprobs, preference=preference, on_progress=on_progress)
+        own = partial(
+            trainer.reply_logprobs, preference=preference, is_alone=True, on_progress=on_progress
+        )
         is_base = adapter is self._loaded.fresh
         return evaluate_pairs(
             reference_logprobs if is_base else own,

@@ -1,6 +1,7 @@
 """The configuration of an alignment run, and checks that do not load a model."""
 
 from dataclasses import dataclass, field
+from math import factorial
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -31,7 +32,7 @@ from firm.base.fields import (
     Seed,
     configuration,
 )
-from firm.base.preferences import grid, in_order
+from firm.base.preferences import MAX_CELLS, grid, in_order
 from firm.base.registry import OneOf, did_you_mean
 from firm.base.sanitize import check_name
 from firm.federation.engine_registry import ENGINES
@@ -92,6 +93,8 @@ DEFAULT_SPLITS = {"train": "train", "validation": "test[:50%]", "test": "test[50
 """Default splits of datasets, by use of the prompts."""
 
 
+NO_PROMPTS = "none: the run learned from pairs"
+"""Source of the test prompts of a run on pairs."""
 GIVEN = "given to firm.align"
 """Source of prompts that a Python program passed as objects."""
 
@@ -532,6 +535,14 @@ def _check_conditioning(cfg: AlignmentConfig) -> None:
         raise ValueError(
             f"evaluation.num_refined must be 0 with {len(shown)} evaluation.preferences, got "
             f"{cfg.evaluation.num_refined}: refinement needs at least two preferences."
+        )
+    num_shown, num_objectives = len(shown) + cfg.evaluation.num_refined, len(cfg.objectives)
+    is_large = num_shown * factorial(num_objectives - 1) > MAX_CELLS
+    if cfg.evaluation.num_refined and 2 < num_objectives < num_shown and is_large:
+        raise ValueError(
+            f"evaluation.num_refined must be 0 with {len(shown)} evaluation.preferences of "
+            f"{num_objectives} objectives, which have too many gaps to search, got "
+            f"{cfg.evaluation.num_refined}; or set fewer preferences."
         )
     for group, config in cfg.groups.items():
         if config.preferences is not None:

@@ -15,7 +15,7 @@ from firm.alignment.prompt_data import load_prompts
 from firm.base.inside import replace_text, whole_folder
 from firm.base.randomness import RandomStream
 from firm.base.sanitize import legible, printable
-from firm.jobs.alignment_config import DEFAULT_SPLITS, GIVEN
+from firm.jobs.alignment_config import DEFAULT_SPLITS, GIVEN, NO_PROMPTS
 from firm.jobs.configs import CompareConfig
 from firm.jobs.fetch import fetch_policy
 from firm.jobs.finished_runs import adapter_folder, check_code, checked_record, frozen_calibrations
@@ -64,6 +64,11 @@ def compare(cfg: CompareConfig) -> ComparisonResult:
     out = cfg.out or dated_folder("evaluation")
     check_place(out)
 
+    if cfg.prompts.source == NO_PROMPTS:
+        raise UserError(
+            "prompts.source: the run learned from pairs, and has no test prompts; pass "
+            "--prompts.source FILE."
+        )
     if cfg.prompts.source == GIVEN:
         raise UserError(
             "prompts.source: the run's test prompts were passed to firm.align as objects and were "
@@ -149,6 +154,13 @@ def check_place(out: Path) -> None:
         raise UserError(f"out: no permission to write in {parent}; choose another --out.")
 
 
+_OWN_KEYS = (
+    *("policy.lora.", "policy.adapter", "policy.conditioning."),
+    *("policy.device", "policy.shard", "policy.gradient_checkpointing"),
+)
+"""Settings of a run's adapter, which is saved as LoRA, and of its speed: base models are alike."""
+
+
 def check_comparable(runs: Sequence[Path], records: Sequence[Record], *, calibrated: bool) -> None:
     """Raises `UserError` if the runs differ in base model or, if needed, calibration."""
     for run, record in zip(runs[1:], records[1:], strict=True):
@@ -156,7 +168,7 @@ def check_comparable(runs: Sequence[Path], records: Sequence[Record], *, calibra
         policies = [dict(leaves(r.settings.get("policy") or {}, "policy")) for r in (first, record)]
         for key in sorted(policies[0].keys() | policies[1].keys()):
             ours, theirs = (policy.get(key) for policy in policies)
-            if ours != theirs and not key.startswith("policy.lora."):
+            if ours != theirs and not key.startswith(_OWN_KEYS):
                 raise UserError(
                     f"the base models of two runs differ: {key} is {ours!r} in {runs[0]} and "
                     f"{theirs!r} in {run}; compare runs of the same base model, or pass the second "

@@ -12,7 +12,7 @@ from firm.alignment.calibration import Calibration
 from firm.alignment.prompts import Prompt
 from firm.base.inside import replace_text
 from firm.base.json_text import json_text
-from firm.jobs.alignment_config import GIVEN
+from firm.jobs.alignment_config import GIVEN, NO_PROMPTS
 from firm.report.record import Record, read_record
 from firm.run.command_line import parse, read_arguments, switches_of
 from firm.run.config import lay_out, read_config, to_dict
@@ -135,6 +135,8 @@ def run_settings(record: Record) -> dict[str, Any]:
     if isinstance(prompts, Mapping) and prompts.get("source") == GIVEN:
         kept = record.path / TEST_PROMPTS_NAME
         prompts = {**prompts, "source": str(kept), "split": None} if kept.is_file() else prompts
+    if settings.get("pairs"):  # whose `data` is not read
+        prompts, share = {"source": NO_PROMPTS}, 0.0
     given = {
         **_without_plugins(settings),
         **{key: settings.get(key) for key in ("seed", "num_threads")},

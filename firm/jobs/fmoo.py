@@ -151,6 +151,11 @@ def run_classic(cfg: ClassicConfig) -> ClassicResult:
             f"{cfg.data.name} has no {cfg.split} samples to evaluate on; choose another split."
         )
     named = in_order(cfg.algorithms, splits.train.objectives, "algorithms")
+    for name, own in named.items():
+        try:
+            own.strategy.check(list(splits.train.objectives))
+        except ValueError as error:
+            raise UserError(f"algorithms.{name}: {error}") from error
     cfg, runs = replace(cfg, algorithms=named), list[Setting]()
 
     def compare() -> None:

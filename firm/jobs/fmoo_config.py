@@ -114,6 +114,11 @@ class ClassicConfig:
                     f"progress_from requires algorithms with the same clients, but {name} and "
                     f"{self.progress_from} differ in num_clients or is_centralised."
                 )
+            if source and getattr(algorithm.strategy, "secure", None):
+                raise ValueError(
+                    f"progress_from compares single clients, which secure sums hide, got "
+                    f"strategy.secure {algorithm.strategy.secure} of {name}; leave one of them out."
+                )
             check_folder_name(name, "algorithms: an algorithm's name")
             _check_participation(self, name, algorithm)
             attack_on(algorithm, self)  # raises on an invalid amount

@@ -326,6 +326,12 @@ def _run_config(
         )
     if run.policy.conditioning.kind == "none":  # otherwise each prompt has its own preference
         overrides[f"strategy.{run.strategy.preference_key}"] = list(point.preference)
+    elif method.kind != "front":
+        raise UserError(
+            f"methods.{point.method}: kind {method.kind} trains a run for each preference, but "
+            "policy.conditioning.kind is preference, which trains all of them at once; set it to "
+            "none, or choose kind front."
+        )
     return build(overrides)
 
 

@@ -63,6 +63,8 @@ def firm_weights(
         regulariser = np.divide(strength, shares, out=np.full_like(shares, inf), where=shares > 0)
     is_active = regulariser < inf
     rows = _applicable(_as_rows(constraints, len(regulariser), solver), is_active)
+    if not is_active.all():
+        check_feasible(rows[:, [*np.flatnonzero(is_active), -1]].tolist())
     matrix = matrix[..., is_active, :][..., is_active]
     norms = _norms(matrix) ** _strength("norm_power", norm_power)
     matrix = matrix / norms[..., None, :] / norms[..., None]

@@ -181,6 +181,13 @@ def test_losses_are_those_at_the_servers_model(new_client, start):
     assert "start_losses" not in local_training(client, _request(start)).metrics
 
 
+def test_losses_that_a_client_does_not_train_on_are_zero(new_client, start):
+    client = new_client(served=(1,))
+    update = local_training(client, _request(start, share_losses=True))
+    client.load(start.adapter)
+    assert update.metrics["start_losses"] == [0.0, client.losses()[1].item()]
+
+
 def test_a_client_that_cannot_tell_its_losses_says_so(new_client, start):
     client = new_client()
     client.losses = partial(Client.losses, client)

@@ -50,6 +50,14 @@ def test_merged_adapters_give_the_changes_of_pefts():
             torch.testing.assert_close(change, expected[other] @ expected[name])
 
 
+def test_adapters_with_a_common_a_are_merged_by_their_shares():
+    """Those of LoRA-XS and FFA-LoRA, which train and save B alone."""
+    first, second = torch.randn(4, 2), torch.randn(4, 2)
+    adapters = [{"layer.lora_B.weight": own} for own in (first, second)]
+    merged = merged_adapter(adapters, [1.0, 3.0], merge="dare_linear", density=1.0)
+    torch.testing.assert_close(merged["layer.lora_B.weight"], 0.25 * first + 0.75 * second)
+
+
 def test_dare_keeps_a_share_of_the_values_and_their_mean():
     values = {"a": torch.ones(100, 100)}
     merged = merged_adapter([values], [2.0], merge="dare_linear", density=0.2)["a"]

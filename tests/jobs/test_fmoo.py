@@ -464,6 +464,14 @@ def test_every_configuration_is_one_and_names_what_there_is(path):
             "requires algorithms with the same clients, but FSMGDA and FedCMOO differ",
         ),
         (["--progress_from", "FedCMO"], "progress_from must be one of FedCMOO, FSMGDA"),
+        (
+            ["--progress_from", "a", "--algorithms", "{a: {strategy: {name: firm, secure: masks}}}"],
+            "progress_from compares single clients, which secure sums hide",
+        ),
+        (
+            ["--algorithms", "{a: {strategy: {name: fedcmoo_pref, preference: [3, 2, 1]}}}"],
+            "algorithms.a: ",
+        ),
         (["--partition.objectives_per_client", "3"], "objectives_per_client must be at most 2"),
         (["--target_loss", "0"], "target_loss must be positive, got 0"),
         (

@@ -137,6 +137,10 @@ def test_the_widest_gaps_of_the_final_front_are_measured_too(tmp_path):
     [
         ((*FRONT, "--evaluation.preferences", "[[1, 0]]"), "needs at least two preferences"),
         ((), "evaluation.num_refined needs policy.conditioning.kind preference, got 2"),
+        (
+            (*FRONT, "--rewards", f"{{{', '.join(f'{n}: {{name: brevity}}' for n in 'abcdefg')}}}"),
+            "num_refined must be 0 with 210 evaluation.preferences of 7 objectives",
+        ),
     ],
 )
 def test_gaps_of_no_front_are_refused(options, reason, tmp_path):

@@ -14,6 +14,7 @@ from firm.fronts import Front
 from firm.jobs.alignment import align, main, print_result
 from firm.jobs.alignment_config import AlignmentConfig, client_names
 from firm.jobs.alignment_data import data_of
+from firm.jobs.compare import compare
 from firm.jobs.configs import SweepConfig
 from firm.jobs.interface import align as firm_align
 from firm.jobs.plan.planning import make_plan
@@ -185,6 +186,13 @@ def test_pairs_train_under_masks_as_without_and_with_noise_from_a_budget(pairs, 
     for row in read_rows(runs["noise"], "client"):  # averages of a shard's pairs would tell of it
         assert not row.keys() & {"pair_accuracy", "pair_margin"}
     assert all(row["privacy"]["epsilon"] > 0 for row in read_rows(runs["noise"], "round"))
+
+
+def test_a_run_on_pairs_is_measured_on_prompts_of_the_user_s_own(pairs, tmp_path):
+    result = align(configured(pairs, tmp_path / "run", rounds=1))
+    own = ["evaluate", str(result.path), "--rewards", "{brief: {name: brevity}}"]
+    with pytest.raises(UserError, match=r"the run learned from pairs, and has no test prompts"):
+        compare(COMMANDS["evaluate"].parse(own[1:]))
 
 
 @pytest.mark.slow

@@ -240,6 +240,29 @@ def test_two_processes_on_one_client_give_the_gradients_of_one_without_a_critic(
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("options", [(), SHARDED], ids=["whole", "sharded"])
+def test_two_processes_on_one_client_learn_from_pairs(processes, runs, options):
+    keys = {
+        **{f"pairs.{name}.source": f"firm/miniature/checkpoints/pairs_{name}.jsonl.gz"
+           for name in ("helpful", "harmless")},
+        **{f"pairs.{name}.split": "train[:24]" for name in ("helpful", "harmless")},
+        "policy.path": "firm/miniature/checkpoints/policy", "policy.lora.dropout": 0,
+        "num_clients": 1, "rounds": 1, "strategy.num_local_steps": 1, "num_threads": 1,
+        "estimator.name": "dpo", "estimator.batch_size": 8, "estimator.minibatch_size": 4,
+        "estimator.actor_optimizer": "sgd",
+    }  # fmt: skip
+    words = [word for key, value in keys.items() for word in (f"--{key}", str(value))]
+    names = [f"pairs{len(options)}", f"pairs_alone{len(options)}"]
+    ends = processes(PROGRAM, *words, *options, "--processes_per_client", "2",
+                     "--out", f"{runs / names[0]}")  # fmt: skip
+    assert [end.returncode for end in ends] == [0, 0], [end.stderr for end in ends]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(ROOT)
+        main(parse(AlignmentConfig, [*words, "--out", f"{runs / names[1]}"]))
+    assert distance(*[read_adapter(runs / name) for name in names]) < 1e-6
+
+
+@pytest.mark.slow
 def test_a_sharded_run_that_loses_a_process_ends_with_a_word_and_resumes(
     command_line, processes, fork_two, runs, one
 ):

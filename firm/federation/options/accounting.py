@@ -110,7 +110,8 @@ def spend(
     Args:
         cfg: The limits and the noise.
         ledger: Ledger after the previous round; {} at first. It has "rounds", the number of
-            requests to each client, and "sizes", the number of averaged updates of each round.
+            requests to each client, "sizes", the number of averaged updates of each round, and
+            "largest", the largest number of clients asked in a round.
         updates: The accepted updates of the round.
         asked: Names of all clients that received a request; even a failed one may have answered.
         num_clients: C.
@@ -131,8 +132,9 @@ def spend(
     # a client affects only its own rounds; at worst these are the rounds with the fewest updates
     models_seen = _models(cfg, sorted(sizes)[:longest])
     entry = {"epsilon": _finite(_compose(models_seen, statistics, cfg.delta))}
-    if len(asked) < num_clients and not has_regulars:
-        sample = (len(asked), num_clients)
+    largest = max(ledger.get("largest", 0), len(asked))  # retries ask further clients
+    if largest < num_clients and not has_regulars:
+        sample = (largest, num_clients)
         hidden = gaussian_epsilon(models, cfg.delta, sample=sample)
         known = gaussian_epsilon(models_seen, cfg.delta)
         entry["epsilon_if_unknown"] = _finite(min(hidden, known))
@@ -141,7 +143,7 @@ def spend(
         full = _compose({message: longest}, statistics, cfg.delta) if is_covered else inf
         entry["epsilon_server"] = _finite(full)
     return (
-        {"rounds": dict(counts), "sizes": sizes},
+        {"rounds": dict(counts), "sizes": sizes, "largest": largest},
         {**entry, "delta": cfg.delta, **share_clipped(updates)},
     )
 

@@ -112,6 +112,7 @@ def test_a_client_pays_for_its_own_rounds_alone():
     ledger = {}
     for asked in (["a", "b"], ["b", "c"], ["c", "d"]):
         ledger, entry = spend(cfg(), ledger, updates(asked), asked=asked, num_clients=4)
+    assert ledger.pop("largest") == 2
     assert ledger == {"rounds": {"a": 1, "b": 2, "c": 2, "d": 1}, "sizes": [2, 2, 2]}
     assert entry["epsilon"] == gaussian_epsilon({0.5: 2}, DELTA)
     assert entry["epsilon_if_unknown"] == entry["epsilon"]  # three draws of 2 of 4 give more
@@ -143,7 +144,14 @@ def test_epsilon_of_sampled_rounds_is_that_of_a_finer_choice_of_orders(sample, m
 
 def test_a_client_that_failed_has_paid_all_the_same():
     ledger, _ = spend(cfg(), {}, updates(["a"]), asked=["a", "b"], num_clients=2)
-    assert ledger == {"rounds": {"a": 1, "b": 1}, "sizes": [1]}
+    assert ledger == {"rounds": {"a": 1, "b": 1}, "sizes": [1], "largest": 2}
+
+
+def test_a_round_that_asked_more_clients_counts_for_all():
+    privacy, names = cfg(noise_multiplier=4.0), [f"client_{i}" for i in range(6)]
+    ledger, first = spend(privacy, {}, updates(names[3:]), asked=names, num_clients=100)
+    _, second = spend(privacy, ledger, updates(names[:3]), asked=names[:3], num_clients=100)
+    assert second["epsilon_if_unknown"] > first["epsilon_if_unknown"]
 
 
 def test_clients_that_always_take_part_are_not_hidden_by_the_draw():

@@ -551,6 +551,7 @@ def test_a_client_without_correction_leaves_the_estimate_of_the_others(
         ),
         (FedCmooConfig, {"compressor": "none"}, "none supports one-way communication only"),
         (FedCmooConfig, {"gram_clients": 3}, "gram_clients requires communication two_sample"),
+        (FedCmooConfig, {"share_gram": True}, "fedcmoo does not support share_gram"),
         (
             FedCmooConfig,
             {"communication": "two_sample", "gram_clients": 1, "always": ("a",)},
