@@ -50,6 +50,7 @@ def test_merged_adapters_give_the_changes_of_pefts():
             torch.testing.assert_close(change, expected[other] @ expected[name])
 
 
+@pytest.mark.filterwarnings("ignore::UserWarning")  # of a density of 1
 def test_adapters_with_a_common_a_are_merged_by_their_shares():
     """Those of LoRA-XS and FFA-LoRA, which train and save B alone."""
     first, second = torch.randn(4, 2), torch.randn(4, 2)

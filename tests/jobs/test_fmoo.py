@@ -465,7 +465,10 @@ def test_every_configuration_is_one_and_names_what_there_is(path):
         ),
         (["--progress_from", "FedCMO"], "progress_from must be one of FedCMOO, FSMGDA"),
         (
-            ["--progress_from", "a", "--algorithms", "{a: {strategy: {name: firm, secure: masks}}}"],
+            [
+                *("--progress_from", "a"),
+                *("--algorithms", "{a: {strategy: {name: firm, secure: masks}}}"),
+            ],
             "progress_from compares single clients, which secure sums hide",
         ),
         (
