@@ -31,10 +31,13 @@ def merged_adapter(
     """
     total = sum(shares)
     weights = torch.tensor([share / total for share in shares])
-    if any("lora_A" in name for name in adapters[0]):  # else the change is linear in the rest
-        weights = weights.sqrt()
     combine = getattr(merge_utils, merge)
-    return {
-        name: combine([own[name] for own in adapters], weights, density).to(first.dtype)
-        for name, first in adapters[0].items()
-    }
+
+    def merged(name: str) -> torch.Tensor:
+        # a layer's change is the product of A and B, and linear in all else
+        is_factor = ".lora_A" in name or ".lora_B" in name
+        has_both = is_factor and name.replace(".lora_B", ".lora_A") in adapters[0]
+        own_weights = weights.sqrt() if has_both else weights
+        return combine([own[name] for own in adapters], own_weights, density)
+
+    return {name: merged(name).to(first.dtype) for name, first in adapters[0].items()}

@@ -7,9 +7,12 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any, TypeVar
 
+from firm.alignment.adapters.conditioned import PREFERENCE_SAMPLERS
 from firm.alignment.adapters.lora import ADAPTERS
 from firm.alignment.calibration import Calibration
+from firm.alignment.prompt_data import PromptsConfig
 from firm.alignment.prompts import Prompt
+from firm.alignment.rollout_config import ROLLOUT_ENGINES
 from firm.base.inside import replace_text
 from firm.base.json_text import json_text
 from firm.jobs.alignment_config import GIVEN, NO_PROMPTS
@@ -135,8 +138,10 @@ def run_settings(record: Record) -> dict[str, Any]:
     if isinstance(prompts, Mapping) and prompts.get("source") == GIVEN:
         kept = record.path / TEST_PROMPTS_NAME
         prompts = {**prompts, "source": str(kept), "split": None} if kept.is_file() else prompts
-    if settings.get("pairs"):  # whose `data` is not read
-        prompts, share = {"source": NO_PROMPTS}, 0.0
+    if settings.get("pairs"):  # the run does not read `data`, which may still name test prompts
+        prompts, share = data.get("test") or {}, 0.0
+        if prompts.get("source", PromptsConfig().source) == PromptsConfig().source:
+            prompts = {"source": NO_PROMPTS}
     given = {
         **_without_plugins(settings),
         **{key: settings.get(key) for key in ("seed", "num_threads")},
@@ -153,18 +158,18 @@ def run_settings(record: Record) -> dict[str, Any]:
 
 
 def _without_plugins(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns a run's policy and rollout without what only its plugins have registered.
+    """Returns a run's policy and rollout without what only plugins or a program had registered.
 
     Saved adapters are plain LoRA whatever their kind, and the model's own passes sample from them.
     """
     policy, rollout = (dict(settings.get(key) or {}) for key in ("policy", "rollout"))
-    if settings.get("plugins"):
+    engine, conditioning = rollout.get("engine"), policy.get("conditioning")
+    if isinstance(engine, Mapping) and engine.get("name") not in ROLLOUT_ENGINES:
         rollout = {k: own for k, own in rollout.items() if k not in ("engine", "max_staleness")}
-        if policy.get("adapter") not in ADAPTERS:
-            policy.pop("adapter", None)
-        conditioning = policy.get("conditioning")
-        if isinstance(conditioning, Mapping):
-            policy["conditioning"] = {k: own for k, own in conditioning.items() if k != "sampler"}
+    if policy.get("adapter") not in ADAPTERS:
+        policy.pop("adapter", None)
+    if isinstance(conditioning, Mapping) and conditioning.get("sampler") not in PREFERENCE_SAMPLERS:
+        policy["conditioning"] = {k: own for k, own in conditioning.items() if k != "sampler"}
     return {"policy": policy, "rollout": rollout}
 
 

@@ -148,10 +148,11 @@ def _check_arguments(
     if "policy.path" in settings or (isinstance(policy, Mapping) and "path" in policy):
         raise UserError("settings must not have policy.path: pass it as the argument model.")
     sources = {f"data.{split}.source": split for split in DEFAULT_SPLITS}
-    for key, _ in leaves(settings):
-        if key in sources and pairs is None:
-            own = "prompts" if sources[key] == "train" else f"{sources[key]}_prompts"
-            raise UserError(f"settings must not have {key}: pass it as the argument {own}.")
+    for key, _ in leaves(settings if pairs is None else {}):
+        for source, split in sources.items():
+            if f"{key}.".startswith(f"{source}."):  # or an entry of a list
+                own = "prompts" if split == "train" else f"{split}_prompts"
+                raise UserError(f"settings must not have {source}: pass it as the argument {own}.")
     if settings.get("plan"):
         raise UserError("settings must not have plan: `firm plan` prints the plan of a run.")
     if isinstance(tokenizer, str | Path):

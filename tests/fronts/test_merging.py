@@ -52,11 +52,13 @@ def test_merged_adapters_give_the_changes_of_pefts():
 
 @pytest.mark.filterwarnings("ignore::UserWarning")  # of a density of 1
 def test_adapters_with_a_common_a_are_merged_by_their_shares():
-    """Those of LoRA-XS and FFA-LoRA, which train and save B alone."""
+    """Those of LoRA-XS, which trains B alone."""
     first, second = torch.randn(4, 2), torch.randn(4, 2)
-    adapters = [{"layer.lora_B.weight": own} for own in (first, second)]
+    names = ("layer.lora_B.weight", "layer.lora_magnitude_vector")
+    adapters = [dict.fromkeys(names, own) for own in (first, second)]
     merged = merged_adapter(adapters, [1.0, 3.0], merge="dare_linear", density=1.0)
-    torch.testing.assert_close(merged["layer.lora_B.weight"], 0.25 * first + 0.75 * second)
+    for name in names:
+        torch.testing.assert_close(merged[name], 0.25 * first + 0.75 * second)
 
 
 def test_dare_keeps_a_share_of_the_values_and_their_mean():

@@ -258,6 +258,7 @@ def test_two_processes_on_one_client_learn_from_pairs(processes, runs, options):
     assert [end.returncode for end in ends] == [0, 0], [end.stderr for end in ends]
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(ROOT)
+        patch.setenv("XDG_CACHE_HOME", f"{runs / 'cache'}")
         main(parse(AlignmentConfig, [*words, "--out", f"{runs / names[1]}"]))
     assert distance(*[read_adapter(runs / name) for name in names]) < 1e-6
 

@@ -132,7 +132,8 @@ def spend(
     # a client affects only its own rounds; at worst these are the rounds with the fewest updates
     models_seen = _models(cfg, sorted(sizes)[:longest])
     entry = {"epsilon": _finite(_compose(models_seen, statistics, cfg.delta))}
-    largest = max(ledger.get("largest", 0), len(asked))  # retries ask further clients
+    # retries ask further clients; ledgers of older runs do not tell how many
+    largest = max(ledger.get("largest", num_clients if ledger else 0), len(asked))
     if largest < num_clients and not has_regulars:
         sample = (largest, num_clients)
         hidden = gaussian_epsilon(models, cfg.delta, sample=sample)
