@@ -97,6 +97,8 @@ class Key:
     num_shares: int
     """Objectives of the preferences; 0 without."""
     is_base: bool
+    adapters: tuple[str, ...]
+    """Names of the model's active adapters, whose weights a step reads."""
 
 
 class Step:
@@ -217,6 +219,7 @@ class CompiledDecoder:
             1 if vocabulary >= LARGE_VOCABULARY else vocabulary,
             0 if preferences is None or is_base else preferences.size(1),
             is_base,
+            () if is_base or self._base is self._model else tuple(self._model.active_adapters),
         )
         if self.failure is not None:
             return None

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, TypeVar
 
 from annotated_types import Interval
 
+from firm.base.errors import RolloutError
 from firm.base.extras import install_command
 from firm.base.fields import (
     NOT_IN_PAPER,
@@ -111,9 +112,9 @@ class SeparateEngineConfig(RolloutEngineConfig):
         return log_ratios.exp().clamp(max=self.importance_cap)
 
     def check_mismatch(self, mismatch: float) -> None:
-        """Raises ``RuntimeError`` if the mismatch exceeds `max_mismatch`, or is NaN."""
+        """Raises ``RolloutError`` if the mismatch exceeds `max_mismatch`, or is NaN."""
         if not mismatch <= self.max_mismatch:
-            raise RuntimeError(
+            raise RolloutError(
                 f"rollout.engine {self.name}: log-probabilities of the engine and of the policy "
                 f"differ by {mismatch:.2g} nats per token (root mean square), more than "
                 f"rollout.engine.max_mismatch, {self.max_mismatch:g}: the engine has another base "
@@ -182,7 +183,7 @@ class VLLMConfig(SeparateEngineConfig):
     """GPUs on which vLLM samples, by index, with each layer divided among several; null: the
     policy's. Others than the policy's keep its memory free for training."""
     options: dict[str, Any] = field(default_factory=dict)
-    """Further arguments of `vllm.LLM`, such as {gpu_memory_utilization: 0.5}."""
+    """Further arguments of `vllm.LLM`, such as {max_num_seqs: 64}."""
 
     def __post_init__(self) -> None:
         devices = self.devices
@@ -308,6 +309,19 @@ def max_lora_rank(rank: int) -> int:
             f"policy.lora.r must be at most {RANKS[-1]} with vLLM as rollout engine, got {rank}."
         )
     return next(own for own in RANKS if own >= rank)
+
+
+MAX_TEMPERATURE = 2.0
+"""Largest temperature at which vLLM samples."""
+
+
+def check_temperature(engine: RolloutEngineConfig, rollout: "RolloutConfig") -> None:
+    """Raises ``ValueError`` if an engine of vLLM does not sample at the temperature."""
+    if rollout.temperature > MAX_TEMPERATURE:
+        raise ValueError(
+            f"rollout.temperature must be at most {MAX_TEMPERATURE:g} with rollout.engine.name "
+            f"{engine.name}, got {rollout.temperature:g}."
+        )
 
 
 @configuration

@@ -21,6 +21,13 @@ class RoundFailed(RuntimeError):
         self.asked, self.failed = tuple(asked), tuple(failed)
 
 
+class RolloutError(RuntimeError):
+    """Raised when a rollout engine cannot sample; the last checkpoint is still valid.
+
+    It does not count as a failure of a client.
+    """
+
+
 class WithheldError(RuntimeError):
     """Raised in the place of an error whose text may quote data; the error is its cause."""
 

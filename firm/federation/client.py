@@ -234,3 +234,6 @@ class Failure:
     """Type of the error and its OS error number, which reveal no data; empty without an error."""
     cause: BaseException | None = field(default=None, compare=False)
     """The exception, if it was raised in this process."""
+    is_of_machine: bool = field(default=False, compare=False)
+    """True if it was the machine or rollout engine that this program's clients share: it had no
+    memory left, or could not sample."""

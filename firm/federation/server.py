@@ -123,7 +123,9 @@ def accept(
         may_fail: Whether the round continues without any answer.
 
     Raises:
-        RoundFailed: Fewer valid answers are left than ``cfg.quorum`` or an option requires.
+        RoundFailed: Fewer valid answers are left than ``cfg.quorum`` or an option requires, or the
+            machine or rollout engine of this program's clients failed, which can always be mended
+            before a resumption.
     """
     replies, problems = list(replies), []
     for place, reply in enumerate(replies):
@@ -141,12 +143,14 @@ def accept(
         else:
             accepted.append(reply)
     quorum, why = cfg.least_answers(cfg.num_exposed(all_failures))
-    if len(accepted) < quorum and not may_fail:
+    of_machine = [failure for failure in all_failures if failure.is_of_machine]
+    if of_machine or (len(accepted) < quorum and not may_fail):
         reasons = "; ".join(by_reason((each.client, each.reason) for each in all_failures))
-        causes = [failure.cause for failure in all_failures if failure.cause]
+        causes = [each.cause for each in (*of_machine, *all_failures) if each.cause]
+        limit = f", quorum {quorum}{why}" if len(accepted) < quorum else ", not all"
         raise RoundFailed(
             f"{len(accepted) or 'no'} client{'s' * (len(accepted) != 1)} finished round "
-            f"{request.round}, quorum {quorum}{why} ({reasons or 'no failures'})",
+            f"{request.round}{limit} ({reasons or 'no failures'})",
             number=request.round,
             asked=sorted({each.client for each in (*replies, *all_failures)}),
             failed=sorted({each.client for each in all_failures}),

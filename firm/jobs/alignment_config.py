@@ -700,6 +700,8 @@ about 30 ms of Python, and the buckets of a run take some minutes to compile."""
 
 def compiles_rollouts(cfg: AlignmentConfig, device_type: str) -> bool:
     """Returns whether a run compiles the steps of its rollouts; see `RolloutConfig.compile`."""
+    if cfg.estimator.learns_from == "pairs":
+        return False
     if cfg.rollout.compile != "auto":
         return cfg.rollout.compile
     if cfg.rollout.engine.samples_itself or cfg.policy.shard or cfg.policy.device_map:

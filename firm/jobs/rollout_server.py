@@ -5,6 +5,7 @@ from urllib.parse import urlsplit
 from firm.alignment.rollout_config import VLLMServerConfig
 from firm.jobs.alignment_config import AlignmentConfig
 from firm.jobs.alignment_loading import with_fast_dtypes
+from firm.jobs.fetch import fetch_policy
 from firm.run.errors import UserError
 from firm.run.shipped import with_shipped_paths
 
@@ -24,14 +25,19 @@ def server_commands(cfg: AlignmentConfig) -> list[str]:
     policy = with_fast_dtypes(with_shipped_paths(cfg)).policy
     num_tokens = cfg.rollout.max_prompt_tokens + cfg.rollout.max_new_tokens
     return [
-        engine.command(
-            policy.path, policy.dtype, policy.lora.r, num_tokens, urlsplit(url).port or 8000
-        )
+        engine.command(policy.path, policy.dtype, policy.lora.r, num_tokens, _port(url))
         for url in engine.urls
     ]
 
 
+def _port(url: str) -> int:
+    """Returns the port to which requests to an address go."""
+    parts = urlsplit(url)
+    return parts.port or {"http": 80, "https": 443}[parts.scheme]
+
+
 def main(cfg: AlignmentConfig) -> None:
     """Prints a command per line, each for the machine of its address."""
+    fetch_policy(cfg.policy.path)
     for command in server_commands(cfg):
         print(command)

@@ -41,6 +41,11 @@ class Speakers:
         preference: Sequence[float] | None = None,
     ) -> None:
         transformers.utils.logging.disable_progress_bar()
+        if cfg.rollout.engine.samples_itself:
+            print(
+                f"note: replies are sampled by transformers, without {cfg.rollout.engine.name}, "
+                "which samples in runs alone."
+            )
         if cfg.num_threads is not None:
             torch.set_num_threads(cfg.num_threads)
         self._policy = load_adapters(

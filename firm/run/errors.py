@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
 
-from firm.base.errors import ProcessLost, RoundFailed, Terminated
+from firm.base.errors import ProcessLost, RolloutError, RoundFailed, Terminated
 from firm.base.sanitize import printable
 from firm.base.user_code import describe_error, is_raised_by_user
 
@@ -68,8 +68,9 @@ def interrupted_by_sigterm() -> Iterator[None]:
 def exit_on_user_error() -> Iterator[None]:
     """Exits with one line on stderr and exit code 2 if the input is invalid.
 
-    Invalid values, files and rewards raise ValueError or OSError, or make every client fail. Since
-    a defect may do so, too, the line says how to get a traceback unless the error is a `UserError`.
+    Invalid values, files and rewards raise ValueError or OSError, or make every client fail, and
+    rollout engines raise RolloutError. Since a defect may do so, too, the line says how to get a
+    traceback unless the error is a `UserError`.
     A SystemExit raised by user code, which would end the program silently, is reported in the same
     way. Other exceptions keep their traceback. As in shells, the exit code is 130 after Ctrl-C,
     143 after SIGTERM, and 141, without a line, if the reader of the output, such as `head`, has
@@ -80,7 +81,7 @@ def exit_on_user_error() -> Iterator[None]:
             yield
             if sys.stdout is not None:  # it was closed before the program started
                 sys.stdout.flush()
-    except (ValueError, OSError, RoundFailed, ProcessLost) as error:
+    except (ValueError, OSError, RoundFailed, RolloutError, ProcessLost) as error:
         if isinstance(error, BrokenPipeError) and _is_output_closed():
             raise SystemExit(128 + signal.SIGPIPE) from None
         if os.environ.get("FIRM_TRACEBACK"):

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal
 
-from firm.base.errors import ProcessLost, RoundFailed
+from firm.base.errors import ProcessLost, RolloutError, RoundFailed
 from firm.run.errors import UserError
 from firm.run.files import read_text, refuse_links
 from firm.run.plugins import code_in
@@ -100,8 +100,8 @@ def study_to_resume(path: Path) -> Any:
 def continued_later(path: Path) -> Iterator[None]:
     """Adds a note with the command that resumes a run or study to what ends it early.
 
-    That is a `KeyboardInterrupt`, a `RoundFailed` or, in the first process, a `ProcessLost`. The
-    command starts as many processes as the launcher has.
+    That is a `KeyboardInterrupt`, a `RoundFailed`, a `RolloutError` or, in the first process, a
+    `ProcessLost`. The command starts as many processes as the launcher has.
 
     No note is added if the folder contains neither.
 
@@ -111,7 +111,7 @@ def continued_later(path: Path) -> Iterator[None]:
     launcher = _launcher()  # before the processes join, which removes its variables
     try:
         yield
-    except (KeyboardInterrupt, RoundFailed, ProcessLost) as end:
+    except (KeyboardInterrupt, RoundFailed, RolloutError, ProcessLost) as end:
         if isinstance(end, ProcessLost) and os.environ.get("RANK", "0") != "0":
             raise
         files = [path / name for name in (CONFIG_NAME, STUDY_NAME)]

@@ -26,8 +26,9 @@ from firm.alignment.rollout_engines import SampleRequest, TransformersEngine
 from firm.alignment.sequences import has_plain_cache, takes_attention_masks
 from firm.alignment.stacked.model import StackedModel
 from firm.federation import Processes
-from firm.jobs.alignment_config import client_names, compiles_rollouts
+from firm.jobs.alignment_config import AlignmentConfig, client_names, compiles_rollouts
 from firm.jobs.plan import costs, planning
+from firm.run import parse
 from firm.run.errors import UserError
 from tests.alignment.test_decoding import own_samplers
 from tests.runs import read_adapter
@@ -130,6 +131,18 @@ def test_tokens_and_generators_are_those_of_the_eager_path(adapter, num_objectiv
         for adapter_of in adapters:
             for value in adapter_of.values():
                 value.data += 0.1 * torch.randn(value.shape)
+
+
+def test_each_of_several_adapters_of_a_policy_has_steps_of_its_own():
+    policy = policy_of("lora")
+    policy.add_adapter("other", policy.peft_config["default"])
+    policy.compiled_decoder = CompiledDecoder(policy, backend=None)
+    rows = asked()
+    for name in ("default", "other"):
+        policy.set_adapter(name)
+        slot(policy, rows, compiles=True)
+    names = {key.adapters for key in policy.compiled_decoder._steps}
+    assert names == {("default",), ("other",)}
 
 
 def test_an_adapter_that_is_not_lora_samples_by_its_own_layers():
@@ -336,16 +349,26 @@ def test_long_runs_on_cuda_devices_compile_by_default():
         options = ("--rollout.max_new_tokens", 128, "--rounds", 16, "--engine", "local", *change)
         assert not compiles_rollouts(config(*options), "cuda"), change
     assert compiles_rollouts(config("--rollout.compile", "true"), "cpu")
+    pairs = parse(
+        AlignmentConfig, ["--config", "miniature_pairs", "--rollout.max_new_tokens", "4096"]
+    )
+    assert not compiles_rollouts(pairs, "cuda")  # which samples no replies
 
 
 def test_a_plan_counts_the_buffers_of_compiled_rollouts(monkeypatch):
     cfg = config("--rollout.max_new_tokens", 20, "--rollout.max_prompt_tokens", 30)
     for module in (costs, planning):
         monkeypatch.setattr(module, "compiles_rollouts", lambda cfg, device: True)
+    monkeypatch.setattr(costs, "evaluated_rows", lambda cfg: 1)
     plan = planning.make_plan(cfg, client_names(cfg), Processes())
     assert plan.memory is not None
     assert plan.memory.engine == plan.memory.cache * 64 // 50  # lengths are rounded up
     assert any("rollout.compile" in note for note in plan.notes)
+    monkeypatch.setattr(costs, "evaluated_rows", lambda cfg: 256)
+    evaluating = planning.make_plan(cfg, client_names(cfg), Processes())
+    assert evaluating.memory is not None
+    rows = costs.bucket_of_rows(cfg.estimator.batch_size)
+    assert evaluating.memory.engine == pytest.approx(plan.memory.engine * 256 / rows, rel=1e-4)
 
 
 @pytest.mark.parametrize(

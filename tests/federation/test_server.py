@@ -212,6 +212,19 @@ def test_a_round_below_its_quorum_raises_with_every_reason(start):
     accept(_request(start), [good, good], failures, cfg=cfg)
 
 
+def test_no_client_is_dropped_where_the_machine_of_all_failed(start):
+    good, error = _reply("a", 1.0, [[0.5, 0.5]]), MemoryError("full")
+    full = Failure("b", "MemoryError: full", cause=error, is_of_machine=True)
+    message = (
+        r"^1 client finished round 1, not all \(b: MemoryError: full\); .* resume from round 0"
+    )
+    with pytest.raises(RoundFailed, match=message) as raised:
+        accept(_request(start), [good], [full], cfg=StrategyConfig())
+    assert raised.value.__cause__ is error
+    elsewhere = Failure("b", "MemoryError", kind="MemoryError")  # at a site
+    accept(_request(start), [good], [elsewhere], cfg=StrategyConfig())
+
+
 def test_the_rows_of_a_round_say_who_took_part_and_how_they_differ(start):
     replies = [_reply("a", 1.1, [[0.2, 0.8], [0.4, 0.6]]), _reply("c", 2.1, [[0.5, 0.5]])]
     failure = Failure("b", "ValueError: no prompts", 100)

@@ -2,7 +2,7 @@
 
 import pytest
 
-from firm.base.errors import ProcessLost, RoundFailed
+from firm.base.errors import ProcessLost, RolloutError, RoundFailed
 from firm.run import Run, Sweep, UserError, continued_later, exit_on_user_error
 from firm.run.resuming import is_resumed
 
@@ -75,6 +75,13 @@ def test_a_failed_round_tells_how_the_run_continues(tmp_path, capsys):
     told = capsys.readouterr().err
     assert told.startswith("error: no client finished round 3; repair the cause, then resume from ")
     assert f"round 2; continue with: firm resume {tmp_path / 'run'}" in told
+    with pytest.raises(SystemExit) as end, exit_on_user_error(), continued_later(tmp_path / "run"):
+        raise RolloutError("no rollout server is left.")
+    told = capsys.readouterr().err
+    assert told.startswith(
+        f"error: no rollout server is left; continue with: firm resume {tmp_path}"
+    )
+    assert end.value.code == 2
 
 
 def test_the_line_of_an_interrupt_allows_the_code_that_the_run_had(tmp_path, capsys):

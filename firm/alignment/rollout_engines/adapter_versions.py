@@ -54,7 +54,7 @@ def rows_of(
     rows = []
     for at, request in enumerate(requests):
         generator, num_rows = request.generator, request.queries.num_rows
-        device = generator.device if generator else "cpu"
+        device = generator.device if generator else request.queries.device
         drawn = torch.randint(2**31, (num_rows,), generator=generator, device=device)
         share = request.team.share(num_rows)
         seeds = drawn[share].tolist()

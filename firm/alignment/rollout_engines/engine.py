@@ -58,7 +58,7 @@ class RolloutEngine(Protocol):
         """Returns the samples of each request, in one batch if the engine can.
 
         Raises:
-            RuntimeError: When an adapter cannot be used. An engine never falls back to another one
+            RolloutError: When an adapter cannot be used. An engine never falls back to another one
                 or to the base model.
         """
         ...
@@ -76,6 +76,6 @@ class BackgroundEngine(RolloutEngine, Protocol):
         The samples are those of the adapters at the call, which may change meanwhile.
 
         Raises:
-            RuntimeError: When an adapter cannot be used; also the returned functions.
+            RolloutError: When an adapter cannot be used; also the returned functions.
         """
         ...

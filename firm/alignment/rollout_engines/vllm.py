@@ -23,9 +23,15 @@ import torch
 
 from firm.alignment.adapter_files import save_state
 from firm.alignment.policy_config import is_gguf
-from firm.alignment.rollout_config import RolloutConfig, VLLMConfig, max_lora_rank
+from firm.alignment.rollout_config import (
+    RolloutConfig,
+    VLLMConfig,
+    check_temperature,
+    max_lora_rank,
+)
 from firm.alignment.rollout_engines.adapter_versions import Reply, Row, rows_of, to_samples
 from firm.alignment.rollout_engines.engine import SampledTokens, SampleRequest
+from firm.base.errors import RolloutError
 
 SHARED_MEMORY = Path("/dev/shm")
 
@@ -49,7 +55,8 @@ class VLLMEngine:
         rollout: Lengths of prompts and replies.
 
     Raises:
-        ValueError: When the base model is a GGUF file, or the adapter's rank is too large.
+        ValueError: When the base model is a GGUF file, or the adapter's rank or the temperature is
+            larger than vLLM supports.
     """
 
     def __init__(self, config: VLLMConfig, policy: Any, rollout: RolloutConfig) -> None:
@@ -61,6 +68,7 @@ class VLLMEngine:
                 f"got the GGUF file {self._path}."
             )
         self._max_rank = max_lora_rank(settings.r)
+        check_temperature(config, rollout)
         self.config = config
         self._policy, self._rollout = policy, rollout
         self._llm: Any = None
@@ -114,6 +122,8 @@ class VLLMEngine:
             devices = [self._policy.device.index or 0]
         if devices is not None:
             arguments["tensor_parallel_size"] = len(devices)
+            # vLLM would otherwise need nearly all of a GPU free, of which it takes `cache_gb` alone
+            arguments["gpu_memory_utilization"] = 0.01
         with _visible(devices):
             self._llm = vllm.LLM(**{**arguments, **self.config.options})
         parent = SHARED_MEMORY if os.access(SHARED_MEMORY, os.W_OK) else None
@@ -143,7 +153,7 @@ class VLLMEngine:
             try:
                 engine.add_lora(request)
             except Exception as error:
-                raise RuntimeError(
+                raise RolloutError(
                     f"vLLM cannot load the adapter ({error}): use other policy.lora settings, or "
                     "rollout.engine.name transformers."
                 ) from error
@@ -151,11 +161,11 @@ class VLLMEngine:
         self._check_loaded(states)
 
     def _check_loaded(self, versions: Iterable[str]) -> None:
-        """Raises ``RuntimeError`` unless vLLM has these versions of adapters."""
+        """Raises ``RolloutError`` unless vLLM has these versions of adapters."""
         loaded = self._llm.llm_engine.list_loras()
         missing = [version for version in versions if self._ids[version] not in loaded]
         if missing:
-            raise RuntimeError(
+            raise RolloutError(
                 f"vLLM no longer has the adapters {', '.join(missing)}, so that replies would come "
                 "from another policy: raise rollout.engine.max_loras, or use rollout.engine.name "
                 "transformers."
@@ -173,7 +183,7 @@ class VLLMEngine:
         for request, output in zip(requests, found, strict=True):
             used = output.lora_request and output.lora_request.lora_name
             if used != request.lora_name:
-                raise RuntimeError(
+                raise RolloutError(
                     f"vLLM sampled with the adapter {used}, but {request.lora_name} was requested: "
                     "use another release of vLLM, or rollout.engine.name transformers."
                 )

@@ -31,10 +31,16 @@ from transformers import PreTrainedTokenizerBase
 
 from firm.alignment.adapter_files import save_state
 from firm.alignment.policy import adapter_parameters, copy_adapter, load_adapter_, set_mode
-from firm.alignment.rollout_config import RolloutConfig, VLLMServerConfig
+from firm.alignment.rollout_config import (
+    MAX_TEMPERATURE,
+    RolloutConfig,
+    VLLMServerConfig,
+    check_temperature,
+)
 from firm.alignment.rollout_engines.adapter_versions import Reply, Row, rows_of, to_samples
 from firm.alignment.rollout_engines.engine import SampledTokens, SampleRequest
 from firm.alignment.sequences import set_preferences
+from firm.base.errors import RolloutError
 from firm.base.sanitize import printable
 from firm.base.servers import JsonServer, ServerLost, error_text
 
@@ -42,9 +48,8 @@ logger = logging.getLogger(__name__)
 
 PROBE = "The quick brown fox jumps over the lazy dog, and 12 others ask: why does it do that?"
 """Text whose tokens and log-probabilities are compared."""
-MIN_TEMPERATURE, MAX_TEMPERATURE = 0.01, 2.0
-"""Temperatures at which servers sample; at the largest, log-probabilities before and after
-tempering differ most."""
+MIN_TEMPERATURE = 0.01
+"""Lowest temperature at which vLLM samples; below, replies are the most likely ones."""
 MAX_DIFFERENCE = {torch.float32: 0.01, torch.float64: 0.01}
 """Largest root mean square difference of the base models' log-probabilities in nats, by dtype."""
 MAX_ROUNDING = 0.2
@@ -85,7 +90,7 @@ class Server(JsonServer):
 
         Raises:
             ServerLost: There is no answer.
-            RuntimeError: The server refuses the request, or answers with another model.
+            RolloutError: The server refuses the request, or answers with another model.
         """
         answer = self.ask("/v1/completions", {"add_special_tokens": False, **content})
         if answer.status_code != 200:
@@ -95,10 +100,10 @@ class Server(JsonServer):
                     "; it has forgotten the adapter, or several servers answer at this address: "
                     "list each of them in rollout.engine.urls"
                 )
-            raise RuntimeError(f"{self.url} refuses a request: {error_text(answer)}{hint}.")
+            raise RolloutError(f"{self.url} refuses a request: {error_text(answer)}{hint}.")
         model, choice = self.read(answer, lambda found: (found["model"], dict(found["choices"][0])))
         if model != content["model"]:
-            raise RuntimeError(
+            raise RolloutError(
                 f"{self.url} answered with the model {printable(model)}, but {content['model']} "
                 "was requested: use another release of vLLM, or another rollout engine."
             )
@@ -109,7 +114,7 @@ class Server(JsonServer):
 
         Raises:
             ServerLost: There is no answer.
-            RuntimeError: The answer is no such list.
+            RolloutError: The answer is no such list.
         """
         return self.read(self.ask("/v1/models"), lambda found: [dict(own) for own in found["data"]])
 
@@ -117,12 +122,12 @@ class Server(JsonServer):
         """Returns what is taken from an answer's JSON, which may come from any program.
 
         Raises:
-            RuntimeError: It is not there.
+            RolloutError: It is not there.
         """
         try:
             return take(answer.json())
         except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
-            raise RuntimeError(
+            raise RolloutError(
                 f"{self.url} does not answer as vLLM does (status {answer.status_code}, "
                 f"{type(error).__name__}: {printable(error, max_length=200)}): use vLLM 0.32 or "
                 "newer, at this address."
@@ -152,11 +157,7 @@ class VLLMServerEngine:
         self.config = config
         self._policy, self._tokenizer, self._rollout = policy, tokenizer, rollout
         settings = policy.peft_config["default"]
-        if rollout.temperature > MAX_TEMPERATURE:
-            raise ValueError(
-                f"rollout.temperature must be at most {MAX_TEMPERATURE:g} with rollout.engine.name "
-                f"{config.name}, got {rollout.temperature:g}."
-            )
+        check_temperature(config, rollout)
         self._num_tokens = rollout.max_prompt_tokens + rollout.max_new_tokens
         dtype = policy.get_input_embeddings().weight.dtype
         self._max_difference = MAX_DIFFERENCE.get(dtype, MAX_ROUNDING)
@@ -169,7 +170,7 @@ class VLLMServerEngine:
         self._servers = [Server(url, config) for url in config.urls]
         # processes load and unload independently, so that names of one are not those of another
         self._process = uuid4().hex[:8]
-        self._folder = Path(config.shared_folder).expanduser() / f"firm-{self._process}"
+        self._folder = Path(config.shared_folder).expanduser().absolute() / f"firm-{self._process}"
         # also at the end of a process whose run did not close its engines
         weakref.finalize(self, _close, self._servers, self._folder)
         self._probe: list[int] = tokenizer(PROBE, add_special_tokens=False)["input_ids"]  # type: ignore[assignment]
@@ -185,7 +186,7 @@ class VLLMServerEngine:
         Rows of all requests are sampled at a time. Each process of a team asks for its share.
 
         Raises:
-            RuntimeError: A server does not fit the policy, or none is left.
+            RolloutError: A server does not fit the policy, or none is left.
         """
         return [finish() for finish in self.begin(requests)]
 
@@ -255,10 +256,10 @@ class VLLMServerEngine:
         logger.warning("rollout server %s is left out of this batch: %s", server.url, error)
 
     def _check_left(self) -> None:
-        """Raises ``RuntimeError`` if no server is left."""
+        """Raises ``RolloutError`` if no server is left."""
         if all(server.lost for server in self._servers):
             reasons = "; ".join(f"{server.url}: {server.lost}" for server in self._servers)
-            raise RuntimeError(
+            raise RolloutError(
                 f"no rollout server is left ({reasons}). Start one, then resume: {self._command}"
             )
 
@@ -267,7 +268,7 @@ class VLLMServerEngine:
 
         Raises:
             ServerLost: It does not answer.
-            RuntimeError: It serves another model, or in another way than it must.
+            RolloutError: It serves another model, or in another way than it must.
         """
         base = next((model for model in server.models() if not model.get("parent")), {})
         name, length = base.get("id"), base.get("max_model_len")
@@ -320,23 +321,31 @@ class VLLMServerEngine:
                 f"{self.config.max_loras}",
             )
 
-    def _unfit(self, server: Server, reason: str) -> RuntimeError:
-        return RuntimeError(f"{server.url} {reason}. Start it as follows: {self._command}")
+    def _unfit(self, server: Server, reason: str) -> RolloutError:
+        return RolloutError(f"{server.url} {reason}. Start it as follows: {self._command}")
 
     def _load(self, server: Server, row: Row, own: dict[str, torch.Tensor]) -> None:
         """Loads a row's version into a server, and compares it with the policy's own passes."""
         name = row.version
         folder = Path(self.config.folder_on_servers or self._folder.parent)
         path = folder / self._folder.name / name
-        answer = server.ask("/v1/load_lora_adapter", {"lora_name": name, "lora_path": str(path)})
+        try:
+            content = {"lora_name": name, "lora_path": str(path)}
+            answer = server.ask("/v1/load_lora_adapter", content)
+        except ServerLost as error:
+            if not str(error).startswith("status 500"):
+                raise
+            self._probe_of(server, server.model)  # raises unless it is the adapter that fails
+            reason = f"cannot load the adapter {path} ({error})"
+            raise self._unfit(server, reason) from error
         if answer.status_code == 404 and name not in answer.text:
             raise self._unfit(server, "does not load adapters while it runs")
         # by an earlier try, whose answer was lost
         is_loaded = answer.status_code == 400 and "already" in error_text(answer)
         if answer.status_code != 200 and not is_loaded:
-            raise self._unfit(server, f"cannot load the adapter {path}: {error_text(answer)}")
+            raise self._unfit(server, f"cannot load the adapter {path} ({error_text(answer)})")
         if not any(model.get("id") == name for model in server.models()):
-            raise RuntimeError(
+            raise RolloutError(
                 f"{server.url} does not list the adapter that it loaded, so several servers answer "
                 "at this address: list each of them in rollout.engine.urls."
             )
@@ -351,7 +360,7 @@ class VLLMServerEngine:
             effect > 4 * rounding + 1e-4 and difference > effect / 2
         ):
             is_base = _rms(found - server.base) < effect / 4
-            raise RuntimeError(
+            raise RolloutError(
                 f"{server.url} loaded the adapter {name}, but "
                 + ("serves the base model" if is_base else "serves another one")
                 + f": log-probabilities differ by {difference:.2g} nats per token from the "
@@ -378,7 +387,7 @@ class VLLMServerEngine:
         except (KeyError, TypeError, ValueError):
             values = torch.tensor([torch.nan])
         if not values.isfinite().all():  # a comparison with NaN would find no difference
-            raise RuntimeError(
+            raise RolloutError(
                 f"{server.url} must give a finite log-probability for each of a prompt's tokens, "
                 f"and gives others for {name}: use vLLM 0.32 or newer."
             )
@@ -450,12 +459,12 @@ class VLLMServerEngine:
     @staticmethod
     def _reply_to(server: Server, row: Row) -> Reply:
         config = row.request.config
+        is_greedy = config.temperature < MIN_TEMPERATURE
         choice = server.complete(
             model=row.version,
             prompt=row.prompt,
             max_tokens=config.max_new_tokens,
-            # vLLM would raise lower ones, at which replies are the most likely ones anyhow
-            temperature=config.temperature if config.temperature >= MIN_TEMPERATURE else 0.0,
+            temperature=0.0 if is_greedy else config.temperature,
             seed=row.seed,
             stop_token_ids=list(row.request.end_ids),
             ignore_eos=True,  # the end tokens include it
@@ -463,7 +472,8 @@ class VLLMServerEngine:
             return_token_ids=True,
             skip_special_tokens=False,
         )
-        return _reply(server, choice, config.max_new_tokens)
+        ids, logprobs = _reply(server, choice, config.max_new_tokens)
+        return ids, [0.0] * len(ids) if is_greedy else logprobs  # the others are untempered
 
 
 def _unload(server: Server, name: str) -> None:
@@ -497,7 +507,7 @@ def _reply(server: Server, choice: Mapping[str, Any], max_tokens: int) -> Reply:
     )
     if not is_whole:
         got = json.dumps({"token_ids": ids, "logprobs": logprobs})[:200]
-        raise RuntimeError(
+        raise RolloutError(
             f"{server.url} must answer with 1 to {max_tokens} tokens and a log-probability for "
             f"each, got {got}: use vLLM 0.32 or newer."
         )

@@ -138,7 +138,9 @@ class StackedSampler(Sampler):
         request = SampleRequest(
             queries, self.config, self.end_ids, adapter=self.policy.adapter, generator=generator
         )
-        result = together(work, request, size=queries.num_rows)
+        # an engine with its own copy of the policy takes all rows at a time
+        size = 1 if self.config.engine.samples_itself else queries.num_rows
+        result = together(work, request, size=size)
         set_generator(generator)
         return result
 

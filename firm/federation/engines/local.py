@@ -15,7 +15,7 @@ from typing import Any, Protocol
 
 import torch
 
-from firm.base.errors import TeamLost, WithheldError
+from firm.base.errors import RolloutError, TeamLost, WithheldError
 from firm.base.state import State
 from firm.base.user_code import ENDS
 from firm.federation.client import Client, Failure, LazyClients, Reply
@@ -34,7 +34,9 @@ from firm.federation.tasks import TASKS
 
 logger = logging.getLogger(__name__)
 
-MACHINE_ERRORS = (OSError, MemoryError, torch.OutOfMemoryError)
+_SHARED = (MemoryError, torch.OutOfMemoryError, RolloutError)
+"""Errors of what all clients of this program share."""
+MACHINE_ERRORS = (OSError, *_SHARED)
 """Errors caused by the machine rather than the batch. TimeoutError, an OSError, is excluded."""
 
 
@@ -181,7 +183,7 @@ class LocalEngine:
 
         Any exception raised by a client becomes a failure; the traceback is logged at level DEBUG.
         The batches that the client had drawn are skipped in later rounds, unless the machine caused
-        the error (out of memory, disk full).
+        the error (out of memory, disk full, no rollout server).
         """
         if self._timeout is not None and threading.current_thread() is not threading.main_thread():
             raise RuntimeError("a time limit can only be enforced from the program's main thread.")
@@ -289,7 +291,14 @@ class LocalEngine:
             reason = str(error) if is_withheld else f"{type(error).__name__}: {error}"
             for each in (error, own):
                 traceback.clear_frames(each.__traceback__)  # may hold a whole autograd graph
-            outcome = Failure(name, reason, bytes_down, kind=error_kind(own), cause=error)
+            outcome = Failure(
+                name,
+                reason,
+                bytes_down,
+                kind=error_kind(own),
+                cause=error,
+                is_of_machine=isinstance(own, _SHARED),
+            )
             if isinstance(own, MACHINE_ERRORS) and not isinstance(own, TimeoutError):
                 return outcome
         self._leave_out_failed_batches(client, accepted_round, accepted_state)

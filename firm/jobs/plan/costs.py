@@ -203,10 +203,11 @@ def _static_cache_bytes(cache: int, cfg: AlignmentConfig, work: Work) -> int:
         cfg: The run.
         work: Its work.
     """
-    rows = -(-work.rollouts.rows // work.rollouts.clients)
+    clients = work.rollouts.clients
+    rows = -(-work.rollouts.rows // clients)
     length = cfg.rollout.max_prompt_tokens + cfg.rollout.max_new_tokens
-    padded = bucket_of_rows(rows) * bucket_of_lengths(length)
-    return cache * padded // (rows * length)
+    most = max(clients * bucket_of_rows(rows), bucket_of_rows(evaluated_rows(cfg)))
+    return cache * most * bucket_of_lengths(length) // (clients * rows * length)
 
 
 def evaluated_rows(cfg: AlignmentConfig) -> int:

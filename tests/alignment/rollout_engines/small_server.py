@@ -93,7 +93,7 @@ class SmallServer:
             rank = json.load(file)["r"]
         if rank > self.max_lora_rank:
             text = f"LoRA rank {rank} is greater than max_lora_rank {self.max_lora_rank}."
-            return 400, _error(text)
+            return 500, _error(text)  # as vLLM 0.32 does
         # the run in this process goes on with the same random numbers
         with (
             torch.random.fork_rng(devices=[]),

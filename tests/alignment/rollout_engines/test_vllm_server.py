@@ -140,6 +140,8 @@ def test_greedy_tokens_are_those_of_the_policys_own_passes(start, policy, tokeni
     load_adapter_(adapter_parameters(policy), fresh)
     real = samples.token_ids >= 0
     assert torch.equal(samples.token_ids[real], expected.token_ids[real])
+    assert samples.logprobs is not None  # as of the tempered distribution
+    assert (samples.logprobs[real[:, -samples.logprobs.size(1) :]] == 0).all()
 
 
 def test_versions_are_named_by_content_and_unloaded_when_needless(start, policy, queries, tmp_path):

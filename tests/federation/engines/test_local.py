@@ -12,7 +12,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from firm.base.errors import ProcessLost, TeamLost
+from firm.base.errors import ProcessLost, RolloutError, TeamLost
 from firm.federation import LocalEngine
 from firm.federation.client import LazyClients
 from firm.federation.options.noise import errors_kept_back
@@ -150,8 +150,18 @@ def test_one_bad_batch_costs_a_client_one_round(new_client, request_of):
     assert failed_in == [2]
 
 
-@pytest.mark.parametrize("error", [OSError(28, "full"), MemoryError(), torch.OutOfMemoryError()])
-def test_a_failure_of_the_machine_leaves_nothing_out(new_client, request_of, same, error):
+@pytest.mark.parametrize(
+    ("error", "is_of_machine"),
+    [
+        (OSError(28, "full"), False),
+        (MemoryError(), True),
+        (torch.OutOfMemoryError(), True),
+        (RolloutError("no server"), True),
+    ],
+)
+def test_a_failure_of_the_machine_leaves_nothing_out(
+    new_client, request_of, same, error, is_of_machine
+):
     client = new_client("a")
     step = client.step
 
@@ -167,6 +177,7 @@ def test_a_failure_of_the_machine_leaves_nothing_out(new_client, request_of, sam
         _, failures = engine.map(request_of(1, {}), ["a"])
         assert failures[0].kind.startswith(type(error).__name__)
         assert failures[0].reason.startswith(type(error).__name__)
+        assert failures[0].is_of_machine == is_of_machine
     assert "full" not in failures[0].reason
     client.step = step
     found, _ = engine.map(request_of(2, {}), ["a"])
