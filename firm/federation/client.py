@@ -8,7 +8,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any, ClassVar, Protocol
+from typing import Any, Protocol
 
 import torch
 
@@ -66,8 +66,8 @@ class Client(ABC):
     """Size of the shard, the client's weight in ``by_examples`` aggregation."""
     objectives: tuple[str, ...]
     """Names of the M objectives, in the order of the Jacobian's rows."""
-    capabilities: ClassVar[frozenset[Capability]] = frozenset()
-    """Optional methods that clients of this class implement."""
+    capabilities: frozenset[Capability] = frozenset()
+    """Optional methods that the client implements."""
     shared: slice = slice(None)
     """The Jacobian's columns that all objectives share."""
     is_conditioned: bool = False

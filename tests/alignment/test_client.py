@@ -155,6 +155,24 @@ def test_weights_that_are_known_take_one_backward_pass_per_minibatch(trainer, mo
     assert counts == [2] + 6 * [1]  # PPO's clip takes two for a Jacobian of critic_free, too
 
 
+@pytest.mark.parametrize("aggregation", ["normalize_then_sum", "sum_then_normalize"])
+def test_known_weights_weigh_the_rewards_of_an_estimator_that_sums_them(
+    make_trainer, letter_count, aggregation
+):
+    rewards = {letter: letter_count(letter) for letter in "ab"}
+    trainer = make_trainer(rewards=rewards, estimator="critic_free", aggregation=aggregation)
+    start = copy_adapter(trainer.adapter_parameters)
+    federated, rows = run(trainer, 1, FedAvgConfig(weights=(0.8, 0.2)), rounds=1, strategy=fedavg)
+    client = AlignmentClient("client_0", PROMPTS, trainer, seed=SEED)
+    client.load(start)
+    for batch in client.batches(1):
+        for minibatch in batch.minibatches():
+            row = client.weighted_gradients(minibatch, torch.tensor([0.8, 0.2]).double())
+            client.step(row, torch.ones(1))
+    assert_equal_adapters(federated, client.adapter())
+    assert "step_share" not in rows[0]["clients"][0]  # one gradient has no shares
+
+
 @pytest.mark.parametrize("estimator", ["ppo", "critic_free"])
 @pytest.mark.parametrize("options", [{}, {"micro_batch_size": 3}, {"ratio": "ppo"}])
 def test_the_gradient_of_a_weighted_sum_is_the_mixture_of_the_jacobians_rows(
