@@ -342,6 +342,32 @@ def load_reward_model(config: RewardModelConfig, objective: str, *, like: Any = 
     return with_condition(reward, config)
 
 
+def given_reward(function: Callable[..., Any], config: RewardModelConfig, objective: str) -> Any:
+    """Returns a function that a program passes as the reward model of an objective.
+
+    Args:
+        function: The function, or a loaded `SequenceClassifierReward`.
+        config: Its settings; a classifier takes no options.
+        objective: The objective's name.
+
+    Raises:
+        ValueError: The function does not fit its settings, or misses a golden score.
+    """
+    try:
+        if config.options and hasattr(function, "append_eos"):
+            raise ValueError(
+                f"`options` are a function's arguments, got {', '.join(config.options)} for a "
+                "sequence classifier: remove them."
+            )
+        reward = as_reward(objective, function, options=config.options)
+        if config.output is not None:
+            reward = reward.of(objective, config.output)
+        check_golden_scores(reward, config.golden)
+    except ValueError as error:
+        raise ValueError(f"reward model of {objective!r}: {error}") from error
+    return with_condition(reward, config)
+
+
 class Conditional:
     """A reward model whose score counts in training only where that of another passes.
 

@@ -20,6 +20,7 @@ from trl.trainer.reward_trainer import RewardTrainer
 from firm.alignment.pairs import Pair
 from firm.alignment.policy import checkpoint_errors, read_tokenizer, without_needless_warnings
 from firm.alignment.prompt_data import loose_text
+from firm.alignment.rewards import score
 from firm.base.devices import dtype_name, named_device, prepare_attention
 from firm.base.randomness import RandomStream
 from firm.run.errors import UserError
@@ -49,15 +50,12 @@ def score_differences(reward: Any, pairs: Sequence[Pair]) -> np.ndarray:
 
     NaN where a reward function does not judge.
     """
-    prompts: list[Any] = [pair.prompt for pair in pairs]
-    if not getattr(reward, "reads_prompts", False):
-        prompts = [prompt.given for prompt in prompts]
-    scores = [
-        reward(prompts=prompts, completions=replies)
+    prompts = [pair.prompt for pair in pairs]
+    chosen, rejected = (
+        score({reward.name: reward}, prompts, replies)[0].double()
         for replies in ([pair.chosen for pair in pairs], [pair.rejected for pair in pairs])
-    ]
-    chosen, rejected = ([math.nan if s is None else s for s in side] for side in scores)
-    return np.array(chosen, dtype=float) - np.array(rejected, dtype=float)
+    )
+    return (chosen - rejected).numpy()
 
 
 def check_texts(pairs: Sequence[Pair]) -> None:

@@ -30,7 +30,7 @@ from firm.run.errors import UserError
 from firm.run.resuming import Resume
 from firm.run.shipped import with_shipped_paths
 from reward_models.config import RewardModelConfig
-from reward_models.registry import as_reward, reward_settings
+from reward_models.registry import given_reward, reward_settings
 
 Reward = Callable[..., Any] | str | Mapping[str, Any] | RewardModelConfig
 """A reward function, a text as in `reward_settings`, or the settings of a reward model."""
@@ -104,7 +104,11 @@ def align_objects(
     given = Given(
         model=model if is_object else None,
         tokenizer=tokenizer,
-        reward_fns={n: as_reward(n, r) for n, r in (rewards or {}).items() if callable(r)},
+        reward_fns={
+            name: given_reward(reward, cfg.rewards[name], name)
+            for name, reward in (rewards or {}).items()
+            if callable(reward)
+        },
         rows=_pair_rows(pairs, cfg)
         if prompts is None
         else _splits(prompts, validation_prompts, test_prompts, cfg, share=share),

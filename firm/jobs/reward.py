@@ -28,7 +28,7 @@ from firm.run.progress import print_table, say
 from firm.run.shipped import with_shipped_paths
 from reward_models import training
 from reward_models.config import RewardModelConfig
-from reward_models.registry import load_reward_model, reward_settings
+from reward_models.registry import load_reward_models, reward_settings
 from reward_models.training_config import RewardConfig
 
 SETTINGS_NAME = "reward.yaml"
@@ -78,6 +78,11 @@ def train_reward(cfg: RewardConfig) -> TrainedReward:
         ranked, held_out = training.split_pairs(pairs, cfg)
         others = {n: RewardModelConfig(**_settings_of(text)) for n, text in cfg.others.items()}
         reward = training.new_reward(cfg)
+        # before the training, which would be lost with them
+        differences = {
+            name: training.score_differences(own, held_out)
+            for name, own in load_reward_models(others).items()
+        }
     except ValueError as error:
         raise UserError(str(error)) from error
     for note in notes:
@@ -86,9 +91,7 @@ def train_reward(cfg: RewardConfig) -> TrainedReward:
     began = time.monotonic()
     losses = training.fit(reward, ranked, cfg)
     seconds = time.monotonic() - began
-    differences = {cfg.name: training.score_differences(reward, held_out)}
-    for name, own in others.items():
-        differences[name] = training.score_differences(load_reward_model(own, name), held_out)
+    differences = {cfg.name: training.score_differences(reward, held_out), **differences}
     lengths = [len(pair.chosen.split()) - len(pair.rejected.split()) for pair in held_out]
     report = report_of(
         differences,

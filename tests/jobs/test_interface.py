@@ -16,6 +16,7 @@ from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer, RwkvCon
 from transformers.utils import logging
 
 import firm
+from firm.alignment.rewards import score
 from firm.cli.main import COMMANDS
 from firm.jobs.alignment_config import GIVEN
 from firm.run import Run, UserError
@@ -373,6 +374,34 @@ def test_rewards_are_functions_names_settings_and_paths(model, tmp_path):
     run = firm.align(model, rewards, PROMPTS, settings=settings, out=tmp_path / "run")
     assert list(run.rewards) == list(rewards)
     assert math.isfinite(run.rewards.loc["aligned"].sum())
+
+
+def test_settings_hold_for_functions_too(model, tmp_path, monkeypatch):
+    def lengths(completions, unit=1):
+        return {"long": [len(reply) / unit for reply in completions], "other": [0.0]}
+
+    kept = []
+    monkeypatch.setattr("firm.jobs.objects.run_alignment", lambda cfg, given: kept.append(given))
+    settings = {
+        **SETTINGS,
+        "rewards.a.only_if": "vowels > 0.5",
+        "rewards.a.options.unit": 2,
+        "rewards.a.output": "long",
+    }
+    given = {"settings": settings, "out": tmp_path / "run"}
+    firm.align(model, {"a": lengths, "vowels": vowels}, PROMPTS, **given)
+    reward = kept[0].reward_fns["a"]
+    assert score({"a": reward}, ["p"], ["four"]).tolist() == [[2.0]]
+    assert reward.condition.name == "vowels"
+    golden = [{"prompt": "p", "completion": "four", "score": 9.0}]
+    with pytest.raises(ValueError, match=r"reward model of 'a': .*9"):
+        firm.align(
+            model,
+            {"a": lengths, "vowels": vowels},
+            PROMPTS,
+            settings={**settings, "rewards.a.golden": golden},
+            out=tmp_path / "run",
+        )
 
 
 @pytest.mark.parametrize(

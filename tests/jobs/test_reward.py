@@ -89,6 +89,29 @@ def test_the_written_settings_load_the_model_that_was_reported(trained) -> None:
         load_reward_model(wrong, "polite")
 
 
+def test_other_models_are_compared_before_the_training(base, tmp_path, monkeypatch) -> None:
+    """As in a run: with chats as messages, columns by name, and coroutines awaited."""
+    file = tmp_path / "own.py"
+    file.write_text(
+        "async def right(completions, answer):\n"
+        "    texts = [reply[0]['content'] for reply in completions]\n"
+        "    return [float(text == own) for text, own in zip(texts, answer, strict=True)]\n"
+    )
+    pairs = tmp_path / "pairs.jsonl"
+    asked = [[{"role": "user", "content": f"Why {n}?"}] for n in range(60)]
+    own = {"answer": "Yes", "chosen": "Yes", "rejected": "No"}
+    rows = [{"prompt": prompt, **own} for prompt in asked]
+    pairs.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+    monkeypatch.setattr(training, "fit", lambda *_: 1 / 0)
+    others = {"right": f"{file}:right"}
+    with pytest.raises(ZeroDivisionError):  # once all is ready
+        train_reward(config(base, pairs, tmp_path / "out", others=others))
+    file.write_text("def wrong(completions):\n    return None\n")
+    with pytest.raises(UserError, match="wrong"):
+        train_reward(config(base, pairs, tmp_path / "out", others={"wrong": f"{file}:wrong"}))
+
+
 def test_training_reads_the_tokens_and_the_place_that_scoring_reads(
     base, pairs, tmp_path, monkeypatch
 ) -> None:
