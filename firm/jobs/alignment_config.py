@@ -156,9 +156,10 @@ class EvaluationConfig:
     num_refined: Annotated[NonNegativeInt, Le(1_000)] = 0
     """Further preferences at which the final policy is evaluated and folded, each in the middle of
     the widest gap of the front, for even spacing in rewards (SURF, arXiv:2605.20619)."""
-    front_every: Annotated[PositiveInt | None, Hint("null waits for the end")] = 4
+    front_every: Annotated[PositiveInt | None, Hint("null for never")] = 4
     """Rounds between evaluations of a conditioned policy at its preferences, on the validation
-    prompts; null: only at the end."""
+    prompts; null: never, so that adapters are compared at equal shares, and `firm pick` chooses on
+    the test prompts."""
 
     def __post_init__(self) -> None:
         if self.num_validation_prompts == 1:

@@ -428,9 +428,10 @@ def _start(trainer: MultiObjectiveTrainer, cfg: AlignmentConfig) -> Adapter:
     """Returns the adapter that the run starts from, merged from those in the configuration."""
     policy: Any = trainer.policy_model
     adapters = []
-    for folder in cfg.start:
-        check_settings(Path(folder), policy, cfg.policy.path)
-        fill_adapter_(policy, Path(folder), cfg.policy.path, preference=cfg.start_preference)
+    for name in cfg.start:
+        folder = Path(name).expanduser()
+        check_settings(folder, policy, cfg.policy.path)
+        fill_adapter_(policy, folder, cfg.policy.path, preference=cfg.start_preference)
         adapters.append(copy_adapter(trainer.adapter_parameters))
     shares = list(cfg.start.values())
     if cfg.start_merge == "mean":

@@ -44,7 +44,7 @@ from firm.report.settings_page import alarms_of, settings_page
 from firm.report.settings_tables import NUM_TABLE_USERS, further_texts, summary_table
 from firm.report.tables import Frame, Setting
 from firm.run.config import to_dict, to_yaml
-from firm.run.directory import Run
+from firm.run.directory import Run, check_free
 from firm.run.errors import UserError
 from firm.run.files import file_errors, make_private_folder, refuse_links
 from firm.run.guard import drawing
@@ -138,7 +138,8 @@ def run_classic(cfg: ClassicConfig) -> ClassicResult:
         torch.set_num_threads(cfg.num_threads)
     out = cfg.out or dated_folder("fmoo")
     refuse_links(out)
-    is_resumed(out, cfg.resume, "*/seed_*/run.json")  # fail before the data are loaded
+    if not is_resumed(out, cfg.resume, "*/seed_*/run.json"):  # fail before the data are loaded
+        check_free(out, to_dict(cfg))
     try:
         device = named_device(cfg.device)
     except ValueError as error:
@@ -154,6 +155,7 @@ def run_classic(cfg: ClassicConfig) -> ClassicResult:
     for name, own in named.items():
         try:
             own.strategy.check(list(splits.train.objectives))
+            own.strategy.check_clients("SupervisedClient", SupervisedClient.capabilities)
         except ValueError as error:
             raise UserError(f"algorithms.{name}: {error}") from error
     cfg, runs = replace(cfg, algorithms=named), list[Setting]()

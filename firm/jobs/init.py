@@ -403,7 +403,8 @@ def _prompts(prompts: str, test_prompts: str, *, is_full: bool) -> NewData:
     name = "" if is_file(test_prompts) else "test"
     train = _rows("prompts", prompts, split := "[:]" if is_file(prompts) else "train")
     lines, held_out = [f"  train: {_data(prompts, split)}"], None
-    for use, split in (("validation", f"{name}[:50%]"), ("test", f"{name}[50%:]")):
+    splits = {"validation": f"{name}[:50%]", "test": f"{name}[50%:]"}
+    for use, split in (splits if is_full else {"test": name or "[:]"}).items():
         held_out = _rows("test_prompts", test_prompts or prompts, split)
         lines.append(f"  {use}: {_data(test_prompts or prompts, split)}")
     num_test = None if held_out is None else len(held_out)

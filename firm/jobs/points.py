@@ -163,6 +163,8 @@ def run_points(
         if any(outcome.problem for outcome in outcomes):
             show()
         summarise(outcomes, out)
+        if set(wave).intersection(sweep.pending()):
+            break  # others train what the next ones start from
     if left := sweep.pending():
         again = shlex.join(["firm", "resume", str(out)])
         print(f"{len(left)} runs are executed by other processes; then run `{again}`")

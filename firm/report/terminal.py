@@ -24,7 +24,12 @@ def settings_in(study: Path) -> list[Setting]:
     """
     runs: dict[str, list[Record]] = {}
     if (study / SWEEP_NAME).is_file():
-        runs = study_records(Sweep(study))
+        sweep = Sweep(study)
+        if not all("setting" in point for point in sweep.manifest["points"].values()):
+            raise UserError(
+                f"{study} is a sweep, without settings to compare; pass a study's folder."
+            )
+        runs = study_records(sweep)
     else:  # a classic study has SETTING/seed_NUMBER and no manifest
         for folder in sorted(path.parent for path in study.glob("*/seed_[0-9]*/run.json")):
             runs.setdefault(folder.parent.name, []).append(read_record(folder))

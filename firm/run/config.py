@@ -429,6 +429,8 @@ def _items(text: _Unread, part: Any, path: str) -> Any:
 
 def _convert(kind: Any, value: Any, path: str) -> Any:
     """Converts a single value, or its text, to the type `kind`."""
+    if kind is Any and isinstance(value, list):  # several words on the command line
+        return [_convert(kind, item, path) for item in value]
     readings, doubt = _readings(kind, value) if isinstance(value, str) else ([value], None)
     for reading in readings:
         with suppress(ValidationError):
@@ -448,7 +450,9 @@ def _convert(kind: Any, value: Any, path: str) -> Any:
 
 def _readings(kind: Any, text: str) -> tuple[list[Any], AmbiguousYaml | None]:
     """Returns possible values of a text, the likeliest first, and the error if it is ambiguous."""
-    own: Any = Path(text) if Path in members_of(kind) else str(text)
+    own: Any = str(text)
+    if Path in members_of(kind):
+        own = Path(text).expanduser() if text == "~" or text.startswith("~/") else Path(text)
     if kind in (str, Path) or (kind is Any and not isinstance(text, _Unread)):
         return [own], None
     try:

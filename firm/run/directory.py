@@ -49,7 +49,7 @@ from firm.run.files import (
     sync,
 )
 from firm.run.lock import LOCK_NAME, check_not_held, hold
-from firm.run.resuming import CONFIG_NAME, RESTORE, Resume, is_resumed, read_settings
+from firm.run.resuming import BEGUN, CONFIG_NAME, RESTORE, Resume, is_resumed, read_settings
 from firm.run.rows import Row, load_quantities, valid_rows
 
 logger = logging.getLogger(__name__)
@@ -72,13 +72,18 @@ class CheckpointConfig:
 def check_free(path: str | Path, config: Mapping[str, Any]) -> None:
     """Raises `UserError` unless `path` is absent or an empty directory.
 
-    If the directory contains a run and the configuration has a key `resume`, the message suggests
-    resuming.
+    If the directory contains a run or study and the configuration has a key `resume`, the message
+    suggests resuming.
     """
     path = Path(path)
     check_not_held(path)
+    if path.exists() and path.samefile("."):
+        raise UserError(
+            f"the run directory {path} is the current folder, which a run replaces; choose another "
+            "path."
+        )
     if path.exists() and (not path.is_dir() or any(path.iterdir())):
-        is_resumable = "resume" in config and (path / CONFIG_NAME).exists()
+        is_resumable = "resume" in config and any((path / name).exists() for name in BEGUN)
         line = shlex.join(["firm", "resume", str(path)])
         again = f"continue it with `{line}` or " if is_resumable else ""
         raise UserError(
@@ -110,7 +115,8 @@ class Run:
     ) -> None:
         """Raises the `UserError` that `open` would raise, without side effects."""
         run = cls(path)
-        with file_errors(f"the run directory {run.path}"):
+        again = "continue with `firm resume`" if resume else "start again"
+        with file_errors(f"the run directory {run.path}", again=again):
             if is_resumed(run.path, resume, CONFIG_NAME):
                 run._check_resumable(config, ignore)
                 place = run.path
@@ -130,12 +136,13 @@ class Run:
             UserError: `path` exists and is not an empty directory, or it is not writable.
         """
         run = cls(path)
-        with file_errors(f"the run directory {run.path}"):
+        with file_errors(f"the run directory {run.path}", again="start again"):
             check_free(path, config)
             give(run.path)
             place = run.path.absolute()
             if place.is_symlink() or ".." in place.parts:
-                os.close(open_inside(place, os.O_DIRECTORY))
+                there = next(each for each in (place, *place.parents) if os.path.lexists(each))
+                os.close(open_inside(there, os.O_DIRECTORY))
                 place = place.resolve()
             # Filled under a temporary name, so that the run appears complete and already locked.
             draft = place.with_name(f".{place.name}.draft")

@@ -22,6 +22,8 @@ CONFIG_NAME = "config.yaml"
 """File with the resolved configuration of a run, in its folder."""
 STUDY_NAME = "study.yaml"
 """File with the configuration of a study or sweep, in its folder."""
+BEGUN = (CONFIG_NAME, STUDY_NAME)
+"""Files of which a run, study or sweep that has begun has one."""
 RESTORE = "restore the file from a backup, or start a new run."
 """Remedy for a damaged file of a run."""
 
@@ -114,7 +116,7 @@ def continued_later(path: Path) -> Iterator[None]:
     except (KeyboardInterrupt, RoundFailed, RolloutError, ProcessLost) as end:
         if isinstance(end, ProcessLost) and os.environ.get("RANK", "0") != "0":
             raise
-        files = [path / name for name in (CONFIG_NAME, STUDY_NAME)]
+        files = [path / name for name in BEGUN]
         if file := next((file for file in files if file.exists()), None):
             allowed = ["--allow_code"] if code_in({"base": str(file)}) else []
             line = shlex.join([*launcher, "firm", "resume", str(path), *allowed])

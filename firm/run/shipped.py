@@ -36,13 +36,13 @@ def find_config(name: str | Path) -> Path:
         return path
     if path.name and not path.suffix and (own := path.with_suffix(".yaml")).is_file():
         return own
-    if path.exists():
-        return path
     parts = path.parts[1:] if path.parts[:1] == ("configs",) else path.parts
     stem = str(Path(*parts)).removesuffix(".yaml")
     shipped = CONFIGS / f"{stem}.yaml"
     if shipped.is_file():
         return shipped
+    if path.exists():  # a folder, or what a program writes to this one
+        return path
     names = [str(file.relative_to(CONFIGS).with_suffix("")) for file in CONFIGS.rglob("*.yaml")]
     beside = path.parent.iterdir() if path.parent.is_dir() else ()
     own = {file.stem: str(file) for file in beside if file.suffix in (".yaml", ".yml")}

@@ -138,7 +138,7 @@ class Sweep:
         is_resumed(path, resume, SWEEP_NAME)
         if path.exists() and (not path.is_dir() or any(path.iterdir())):
             raise UserError(f"{path} is not empty and contains no {kind}; choose another path.")
-        with file_errors(f"the {kind} {path}"):
+        with file_errors(f"the {kind} {path}", again="start again"):
             make_private_folder(path)
             manifest = json_text({"id": uuid.uuid4().hex[:8], **asked}, indent=2)
             with suppress(FileExistsError):  # the first of several processes wins

@@ -521,7 +521,22 @@ def test_nobody_else_can_enter_a_study(study):
 
 def test_a_study_is_never_overwritten(study, refusal):
     one = ["--algorithms", "{firm: {strategy: {name: firm}}}"]
-    assert "firm" in refusal(cli, ["--out", str(study), *one])
+    assert f"continue it with `firm resume {study}`" in refusal(cli, ["--out", str(study), *one])
+    other = ["--algorithms", "{other: {strategy: {name: firm}}}"]
+    assert "exists and is not empty" in refusal(cli, ["--out", str(study), *other])
+
+
+@pytest.mark.parametrize("name", ["famo", "tchebycheff"])
+def test_strategies_that_need_rewards_are_refused_before_anything_is_trained(
+    tmp_path, refusal, name
+):
+    own = [
+        "--algorithms",
+        f"{{firm: {{strategy: {{name: firm}}}}, x: {{strategy: {{name: {name}}}}}}}",
+    ]
+    line = refusal(cli, ["--out", str(tmp_path / "study"), *own])
+    assert f"algorithms.x: strategy.name {name} needs" in line
+    assert not (tmp_path / "study").exists()
 
 
 def test_rounds_have_no_figures_that_the_page_would_take_for_evaluations(tmp_path):

@@ -212,19 +212,24 @@ def test_held_out_prompts_of_their_own_and_data_sets(tmp_path, data, monkeypatch
     (tmp_path / "my 😀 rewards.py").write_text(FILE)
     data.rename("a.jsonl")
     Path("b.jsonl.gz").write_bytes(gzip.compress(Path("a.jsonl").read_bytes()))
-    own = InitConfig("a/b", REWARDS, "a.jsonl", "b.jsonl.gz", out=tmp_path / "own.yaml")
+    own = InitConfig("a/b", REWARDS, "a.jsonl", "b.jsonl.gz", out=tmp_path / "short.yaml")
+    data = init(own).config.data  # a short run measures no validation prompts
+    assert (data.test.source, data.test.split) == ("b.jsonl.gz", "[:]")
+    assert data.validation.split is None
+    own = replace(own, full=True, out=tmp_path / "own.yaml")
     data = init(own).config.data
     assert (data.train.source, data.train.split) == ("a.jsonl", "[:]")
     assert (data.validation.source, data.validation.split) == ("b.jsonl.gz", "[:50%]")
     assert (data.test.source, data.test.split) == ("b.jsonl.gz", "[50%:]")
-    hub = init(InitConfig("a/b", REWARDS, "trl-lib/tldr", out=tmp_path / "hub.yaml")).config.data
+    own = replace(own, prompts="trl-lib/tldr", test_prompts="", out=tmp_path / "hub.yaml")
+    hub = init(own).config.data
     splits = [hub.train.split, hub.validation.split, hub.test.split]
     assert splits == ["train", "test[:50%]", "test[50%:]"]
     rewards = {"here": REWARDS["helpful"], "elsewhere": "a/reward"}
     formats = init(InitConfig("a/b", rewards, "trl-lib/tldr", out=tmp_path / "c.yaml")).config
     found = {name: own.format for name, own in formats.rewards.items()}
     assert found == {"here": "plain", "elsewhere": "chat_template"}  # the first has no template
-    both = init(InitConfig("a/b", REWARDS, "trl-lib/tldr", "a.jsonl", out=tmp_path / "both.yaml"))
+    both = init(replace(own, test_prompts="a.jsonl", out=tmp_path / "both.yaml"))
     data = both.config.data
     assert [data.train.split, data.validation.split] == ["train", "[:50%]"]
 
@@ -338,7 +343,7 @@ def test_a_policy_that_the_hub_lacks_is_refused_but_not_a_gated_one(
         (0, None, "prompts: prompts.jsonl has no rows; add prompts to it."),
         (4, None, "prompts: prompts.jsonl has too few rows to hold any out; add"),
         (0, 9, "prompts: prompts.jsonl has no rows; add prompts to it."),
-        (9, 0, "test_prompts: test.jsonl has no rows in its part [:50%]; add"),
+        (9, 0, "test_prompts: test.jsonl has no rows; add"),
     ],
 )
 def test_a_file_without_prompts_for_a_use_is_refused(

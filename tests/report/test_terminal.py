@@ -3,6 +3,7 @@
 import pytest
 
 from firm.cli.main import COMMANDS
+from firm.run.sweep import Sweep
 from tests.runs import write_classic_run
 
 cli = COMMANDS["report"].run
@@ -63,6 +64,14 @@ def test_differences_at_the_end_are_paired_by_seed_with_intervals(study, capsys)
     assert printed.startswith("Differences from theirs on the test split, by seed")
     (ours,) = [" ".join(line.split()) for line in printed.splitlines() if "ours" in line]
     assert ours == "ours +0.300 [-0.331, +0.931]"  # 0.2 and 0.4: 6.314 standard errors of 0.1
+
+
+def test_a_sweep_has_no_settings_to_compare(tmp_path, refusal):
+    points = {"a": {"method": "FIRM", "preference": [1, 0], "seed": 0}}
+    Sweep.open(tmp_path / "sweep", {}, points, resume=False, kind="sweep")
+    assert "is a sweep, without settings to compare" in refusal(
+        cli, [str(tmp_path / "sweep"), "--against", "FIRM"]
+    )
 
 
 def test_a_folder_without_runs_is_refused(tmp_path, capsys):

@@ -496,6 +496,8 @@ def test_plain_data_holds_no_tuples_dataclasses_or_paths() -> None:
 def test_a_mapping_of_anything_takes_key_paths_for_names() -> None:
     config = parse(Config, ["--options.strategy.beta", "0.5", "--options.rounds", "3"])
     assert config.options == {"strategy.beta": 0.5, "rounds": 3}
+    several = parse(Config, ["--options.words", "a", "b", "--options.shares", "0.7", "1"])
+    assert read_yaml(to_yaml(several))["options"] == {"words": ["a", "b"], "shares": [0.7, 1]}
 
 
 def _help(capsys, *topic: str, **options) -> str:

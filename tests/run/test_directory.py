@@ -43,6 +43,15 @@ def test_a_folder_that_holds_something_is_not_touched(tmp_path: Path) -> None:
     assert contents(path) == before
 
 
+def test_a_run_may_be_beside_the_current_folder_but_not_be_it(tmp_path: Path, monkeypatch) -> None:
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    Run.create("../runs/a", CONFIG).close()
+    assert (tmp_path / "runs/a/run.json").exists()
+    with pytest.raises(UserError, match="is the current folder, which a run replaces"):
+        Run.check(".", CONFIG, resume=False)
+
+
 def test_rows_come_back_in_order_and_a_torn_line_is_left_out(tmp_path: Path) -> None:
     run = Run.create(tmp_path / "a", CONFIG)
     rows = [{"kind": "run", "text": "Zürich\u2028\n"}, {"kind": "round", "round": 1, "kl": None}]

@@ -27,6 +27,8 @@ def test_a_file_of_ones_own_comes_before_the_shipped_one(tmp_path, monkeypatch):
     assert find_config("smoke") == Path("smoke.yaml")
     Path("smoke").mkdir()  # such as a folder of runs
     assert find_config("smoke") == Path("smoke.yaml")
+    Path("smoke.yaml").unlink()
+    assert find_config("smoke") == CONFIGS / "smoke.yaml"
 
 
 def test_a_name_that_nothing_has_is_told_with_the_nearest(tmp_path, monkeypatch):
