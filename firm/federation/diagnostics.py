@@ -213,8 +213,13 @@ def beta_for_effect(gram: torch.Tensor, effect: float) -> float:
     return 10.0**high
 
 
-def beta_alarm(rows: Sequence[Mapping[str, Any]], beta: float) -> str | None:
+def beta_alarm(
+    rows: Sequence[Mapping[str, Any]], beta: float, *, normalize: bool = True
+) -> str | None:
     """Returns an alarm if β has almost no effect on the weights; otherwise None.
+
+    `normalize` tells whether clients divide Gram matrices by the mean of their diagonals; without
+    it, the β that the alarm names is of their scale.
 
     The alarm is raised once, after ``ALARM_ROUNDS``, if the median β-effect of all solves in the
     log's rows is below 5 %. There is no alarm if β is 0, or if privacy hides all solves.
@@ -230,7 +235,11 @@ def beta_alarm(rows: Sequence[Mapping[str, Any]], beta: float) -> str | None:
         for row in clients
         for norms, cosine in zip(row["gradient_norms"], row["cosines"], strict=True)
     )
-    solves = [beta_for_effect(gram, INERT_EFFECT) for gram in map(_nonzero, grams) if len(gram) > 1]
+    solves = [
+        beta_for_effect(gram, INERT_EFFECT) * (1 if normalize else gram.diagonal().mean().item())
+        for gram in map(_nonzero, grams)
+        if len(gram) > 1
+    ]
     if not solves:
         return None
     return (

@@ -21,6 +21,7 @@ from firm.base.fields import (
     PositiveInt,
     configuration,
 )
+from firm.base.registry import did_you_mean
 from firm.federation.capabilities import Capabilities, Capability, missing
 from firm.federation.option import Option, Requests
 from firm.federation.schedule import ScheduleConfig
@@ -173,6 +174,16 @@ class RoundConfig:
     def alarms(self, rows: Sequence[Mapping[str, Any]]) -> list[str]:
         """Returns alarms to show after a round, each only once, from the log's rows so far."""
         return []
+
+    def check_names(self, clients: Sequence[str]) -> None:
+        """Raises ``ValueError`` if an option names another client than these."""
+        for key in ("always", "preferences", "ranks"):  # only some strategies have the second
+            for name in getattr(self, key, ()):
+                if name not in clients:
+                    raise ValueError(
+                        f"strategy.{key} must name clients, {clients[0]} to {clients[-1]}, got "
+                        f"{name!r}{did_you_mean(name, clients)}"
+                    )
 
     def check_clients(self, kind: str, capabilities: Capabilities) -> None:
         """Raises ``ValueError`` if a class of clients lacks a required capability.

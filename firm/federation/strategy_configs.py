@@ -309,7 +309,7 @@ class FirmConfig(StrategyConfig):
         from firm.federation.diagnostics import beta_alarm
 
         solves = [row for row in rows if {"gradient_norms", "cosines"} <= row.keys()]
-        alarm = beta_alarm(solves, self.beta)
+        alarm = beta_alarm(solves, self.beta, normalize=self.normalize)
         return [alarm] if alarm else []
 
     def solves_at_preferences(self, objectives: Sequence[str]) -> bool:
@@ -607,7 +607,8 @@ class FedCmooPrefConfig(GramConfig):
     by a second upload after the server's broadcast (Algorithm 6)."""
     preference: tuple[float, ...] | None = None
     """Preference r, in order or by name, which targets losses with r₁F₁ = ... = r_M F_M; null
-    targets equal losses."""
+    targets equal losses, by ones. Its scale counts, in the constraints of Eq. (19); a schedule's
+    preferences have sum 1."""
     threshold: float = 0.01
     """Divergence ε of the losses from the target ratios; at or below it, the sum of the losses is
     minimised."""
@@ -629,7 +630,9 @@ class FedCmooPrefConfig(GramConfig):
         """Raises ``ValueError`` if the preference does not fit these objectives."""
         multiples = self.multiples(len(objectives))
         check_shares(multiples, len(objectives), name="strategy.preference")
-        check_targets(self.threshold, self.least(len(objectives)), sum(map(bool, multiples)))
+        check_targets(
+            self.threshold, self.least(len(objectives)), max(1, sum(map(bool, multiples)))
+        )
 
     def multiples(self, num_objectives: int) -> tuple[float, ...]:
         """Returns the preference r, shape [M]; ones by default."""

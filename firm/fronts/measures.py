@@ -1,7 +1,6 @@
 """Evaluation measures of the classic federated multi-objective papers, as functions on arrays.
 
 All raise ``ValueError`` on empty arrays, mismatched shapes or non-finite values. See also
-``firm.federation.fedcmoo.approx_gram.nrmse`` for the error of Gram matrices and
 ``firm.federation.diagnostics.stationarity`` for the bound on Pareto stationarity.
 """
 

@@ -464,25 +464,16 @@ def _check_participation(cfg: AlignmentConfig) -> None:
                 "decrease it, or add clients."
             )
     cfg.strategy.check_federation(cfg.num_clients)
-    names = client_names(cfg)
-    preferences = getattr(cfg.strategy, "preferences", {})  # only some strategies have them
-    for key, own in (("always", cfg.strategy.always), ("preferences", preferences)):
-        for name in own:
-            if name not in names:
-                raise ValueError(
-                    f"strategy.{key} must name clients, {names[0]} to {names[-1]}, got {name!r}"
-                    f"{did_you_mean(name, names)}"
-                )
+    cfg.strategy.check_names(client_names(cfg))
 
 
 def _check_ranks(cfg: AlignmentConfig) -> None:
-    """Raises ``ValueError`` on ranks for unknown clients, or above the adapter's rank."""
-    names, whole = client_names(cfg), cfg.policy.lora.r
+    """Raises ``ValueError`` on ranks above the adapter's rank."""
     for name, rank in cfg.strategy.ranks.items():
-        if name not in names or rank > whole:
+        if rank > cfg.policy.lora.r:
             raise ValueError(
-                f"strategy.ranks must name clients, {names[0]} to {names[-1]}, with ranks of at "
-                f"most policy.lora.r ({whole}), got {name}: {rank}."
+                f"strategy.ranks must be at most policy.lora.r ({cfg.policy.lora.r}), got "
+                f"{name}: {rank}."
             )
 
 

@@ -239,6 +239,7 @@ def federate(
             f"attack.clients must be among the clients {names[0]} to {names[-1]}, got "
             f"{min(strangers)!r}."
         )
+    algorithm.strategy.check_names(names)
     workspace = Workspace(build_model(cfg.model, train, seed=seed), train, algorithm.local)
     indices = {name: torch.as_tensor(shard) for name, shard in shards.items()}
     count = len(train.objectives)

@@ -114,6 +114,9 @@ def test_an_inert_beta_is_told_once_with_one_that_matters():
     needed = (2 + 2 * 0.4 / 2.125) * 0.05 / 0.95
     assert f"about {needed:.2g} would move them 5%" in told
     assert beta_effect(*_two_weights(needed)) == pytest.approx(0.05, rel=1e-3)
+    told = beta_alarm(rows, 0.01, normalize=False)  # β is of the gradients' own scale
+    assert told is not None
+    assert f"about {2.125 * needed:.2g} would move them 5%" in told
 
 
 def _two_weights(beta):

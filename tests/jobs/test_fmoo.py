@@ -453,6 +453,10 @@ def test_every_configuration_is_one_and_names_what_there_is(path):
             ["--attack.kind", "bias", "--attack.clients", "[phd]", "--attack.amount", "1"],
             "attack.clients must be among the clients client_0 to client_19, got 'phd'",
         ),
+        (
+            ["--algorithms", "{a: {strategy: {name: firm, preferences: {client_20: [1, 0]}}}}"],
+            "strategy.preferences must name clients, client_0 to client_19, got 'client_20'",
+        ),
         (["--algorithms", "{a: {strategy: {name: fedcmo}}}"], "fedcmoo"),
         (["--algorithms.FedCMOO.local.lr", "-1"], "lr must be positive, got -1"),
         (
@@ -462,6 +466,10 @@ def test_every_configuration_is_one_and_names_what_there_is(path):
         (
             ["--progress_from", "FedCMOO", "--algorithms.FSMGDA.is_centralised", "true"],
             "requires algorithms with the same clients, but FSMGDA and FedCMOO differ",
+        ),
+        (
+            ["--algorithms", "{a: {strategy: {name: fedcmoo_pref, preference: {lft: 0}}}}"],
+            "preference has the unknown objective 'lft'",
         ),
         (["--progress_from", "FedCMO"], "progress_from must be one of FedCMOO, FSMGDA"),
         (
