@@ -282,7 +282,8 @@ class Evaluation(RowMetrics):
         self.change(base)  # checks that the two can be paired
         figures = {name: (base.scores[name], after) for name, after in self.scores.items()}
         for name, after in self.rewards.items() if has_rewards else ():
-            figures[f"{name} in [0, 1]"] = base.rewards[name], after
+            if not torch.equal(after.nan_to_num(), self.scores[name].nan_to_num()):  # calibrated
+                figures[f"{name} in [0, 1]"] = base.rewards[name], after
         figures["kl"], figures["length"] = (base.kl, self.kl), (base.length, self.length)
         figures["end_share"] = base.ended, self.ended
         groups, count = self.prompt_of_row, self.num_prompts

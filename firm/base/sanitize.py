@@ -14,6 +14,8 @@ NUM_NAMED = 3
 """Maximum number of names that a message lists per reason."""
 MAX_NAME = 64
 """Maximum length of a name of a run, site or client, which may become part of a path."""
+_FIGURES = ("kl", "length", "end_share", "distinct_1", "distinct_2")
+"""Figures of an evaluation beside the scores."""
 
 
 def printable(text: object, *, max_length: int = 500) -> str:
@@ -82,6 +84,20 @@ def check_name(name: str, what: str) -> str:
         raise ValueError(
             f"{what} must be at most {MAX_NAME} letters, digits, '.', '_' and '-', and begin with "
             f"a letter or a digit, got {printable(repr(name), max_length=80)}."
+        )
+    return name
+
+
+def check_score_name(name: str, what: str) -> str:
+    """Returns the name of an objective or score, checked as by ``check_name``.
+
+    Raises:
+        ValueError: The name is not safe, or that of a figure that every evaluation has.
+    """
+    if check_name(name, what) in _FIGURES:
+        raise ValueError(
+            f"{what} must not be one of {', '.join(_FIGURES)}, which are figures of every "
+            f"evaluation, got {name!r}; choose another, such as {name}_reward."
         )
     return name
 

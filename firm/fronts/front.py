@@ -163,6 +163,14 @@ class Front:
         """Returns whether a quantity is an objective's reward in [0, 1]."""
         return self.calibrations.get(name, {"method": "none"}).get("method") != "none"
 
+    @property
+    def measure(self) -> str:
+        """What the objectives' figures are."""
+        methods = {own.get("method", "pairs") for own in self.calibrations.values()}
+        if methods <= {"pairs"}:
+            return "accuracy on pairs"
+        return "reward" if "none" in methods else "reward in [0, 1]"
+
     def prompts(self, noun: str = "prompts") -> str:
         """Describes the number of prompts that the rewards are means over."""
         partial = ", ".join(f"{name} on {count}" for name, count in self.num_scored.items())

@@ -13,6 +13,10 @@ from firm.fronts.dominance import as_points
 from firm.solvers.checks import check_finite
 
 
+class PackageMissing(ValueError):
+    """Raised when a hypervolume needs a package that is not installed."""
+
+
 def hypervolume(
     points: ArrayLike,
     reference: ArrayLike,
@@ -108,7 +112,7 @@ def _by_moocore(gains: np.ndarray) -> np.ndarray:
     try:
         import moocore  # pyright: ignore[reportMissingImports]
     except ImportError:
-        raise ValueError(
+        raise PackageMissing(
             f"the hypervolume of {gains.shape[-1]} objectives requires moocore, which is not "
             f"installed: {install_command('fronts')}."
         ) from None

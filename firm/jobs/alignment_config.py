@@ -34,7 +34,7 @@ from firm.base.fields import (
 )
 from firm.base.preferences import MAX_CELLS, grid, in_order
 from firm.base.registry import OneOf, did_you_mean
-from firm.base.sanitize import check_name
+from firm.base.sanitize import check_name, check_score_name
 from firm.federation.engine_registry import ENGINES
 from firm.federation.strategies import StrategyConfig
 from firm.federation.strategy_configs import FirmConfig
@@ -291,9 +291,9 @@ class AlignmentConfig:
         _check_conditioning(self)
         _check_aggregation(self)
         for name in self.objectives:
-            check_name(name, f"{self.objectives_key}: the name of an objective")
+            check_score_name(name, f"{self.objectives_key}: the name of an objective")
         for name in self.evaluation.metrics:
-            check_name(name, "evaluation.metrics: the name of a score")
+            check_score_name(name, "evaluation.metrics: the name of a score")
         if shared := self.rewards.keys() & self.evaluation.metrics.keys():
             raise ValueError(
                 f"evaluation.metrics and rewards both have {min(shared)!r}; rename one."

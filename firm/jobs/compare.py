@@ -18,7 +18,13 @@ from firm.base.sanitize import legible, printable
 from firm.jobs.alignment_config import DEFAULT_SPLITS, GIVEN, NO_PROMPTS
 from firm.jobs.configs import CompareConfig
 from firm.jobs.fetch import fetch_policy
-from firm.jobs.finished_runs import adapter_folder, check_code, checked_record, frozen_calibrations
+from firm.jobs.finished_runs import (
+    adapter_folder,
+    check_code,
+    checked_record,
+    frozen_calibrations,
+    run_settings,
+)
 from firm.jobs.speakers import Speakers
 from firm.report.comparison import write_comparison
 from firm.report.record import Record
@@ -81,6 +87,8 @@ def compare(cfg: CompareConfig) -> ComparisonResult:
     fetch_policy(cfg.policy.path)
     cfg = with_shipped_paths(cfg)
     check_comparable(cfg.runs, records, calibrated=cfg.calibrated)
+    if cfg.held_out:
+        _check_held_out(cfg, records)
     folder_by_name = named_folders([*cfg.runs, *cfg.adapters])
     calibrations = {}
     if cfg.calibrated and records:
@@ -189,6 +197,22 @@ def check_comparable(runs: Sequence[Path], records: Sequence[Record], *, calibra
                     f"{run}, so their rewards cannot be compared; --calibrated false compares only "
                     "raw scores."
                 )
+
+
+def _check_held_out(cfg: CompareConfig, records: Sequence[Record]) -> None:
+    """Raises `UserError` if a run was trained on prompts that the first one held out."""
+    for run, record in zip(cfg.runs[1:], records[1:], strict=True):
+        own, data = run_settings(record), record.settings.get("data") or {}
+        is_same = (own.get("held_out"), own.get("held_out_seed")) == (
+            cfg.held_out,
+            cfg.held_out_seed,
+        )
+        if not is_same and (data.get("train") or {}).get("source") == cfg.prompts.source:
+            raise UserError(
+                f"{run} did not hold out the prompts that {cfg.runs[0]} did (data.hold_out, "
+                "data.hold_out_seed, and the seed without it), so that it was trained on some of "
+                "them; pass --prompts.source FILE, with prompts that no run was trained on."
+            )
 
 
 def named_folders(paths: Sequence[Path]) -> dict[str, Path]:

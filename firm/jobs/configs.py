@@ -22,7 +22,7 @@ from firm.base.fields import (
     configuration,
 )
 from firm.base.preferences import TRADE_OFFS
-from firm.base.sanitize import check_name
+from firm.base.sanitize import check_name, check_score_name
 from firm.run.names import check_slugs
 from firm.run.resuming import Resume, check_out
 from firm.serving.targets import TargetName
@@ -265,6 +265,8 @@ class CompareConfig(SpeakersConfig):
                 "nothing to evaluate: pass --runs '[runs/mine]', or --adapters with --policy.path."
             )
         super().__post_init__()
+        for name in (*self.rewards, *self.metrics):
+            check_score_name(name, "the name of a score")
         if shared := sorted(self.rewards.keys() & self.metrics.keys()):
             raise ValueError(f"rewards and metrics both have {shared[0]!r}; rename one.")
 
@@ -413,6 +415,11 @@ class ServeConfig:
     def __post_init__(self) -> None:
         if (self.run is None) == (self.export is None):
             raise ValueError("serve needs a model: firm serve runs/mine, or --export FOLDER.")
+        if self.export and (self.policy, self.rollout) != (PolicyConfig(path=""), RolloutConfig()):
+            raise ValueError(
+                "policy and rollout are settings of a run that is exported, and an export has its "
+                "own: pass them to firm export, or sampling with each request."
+            )
         if served_name(self.name) != self.name:
             raise ValueError(
                 "name must have no blanks and no @, which comes before a trade-off, got "

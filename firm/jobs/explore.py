@@ -15,7 +15,7 @@ from firm.jobs.chat import SIDES, ChatReply, Conversation
 from firm.jobs.configs import ChatConfig, ExploreConfig, SpeakersConfig
 from firm.jobs.pick import conditioned_front
 from firm.report.drawing import LegendEntry
-from firm.report.front_sections import front_clouds
+from firm.report.front_sections import front_clouds, unit
 from firm.report.plane import KL, Cloud, Spot, planes
 from firm.report.static import light_color
 from firm.run.errors import UserError
@@ -94,7 +94,13 @@ class Explorer:
         spot = Spot(point.expected.rewards, point.expected.errors, facts)
         here = Cloud(POINT, len(self._clouds), [], [spot])
         base = {KL: 0.0, **self.front.base}
-        panels = planes("front", [*self._clouds, here], self.front.objectives, base=base)
+        panels = planes(
+            "front",
+            [*self._clouds, here],
+            self.front.objectives,
+            unit=unit({"": self.front}),
+            base=base,
+        )
         figures = [_in_any_light(panel.figure) for panel in panels]
         for figure in figures:
             figure["layout"]["modebar"] = {"bgcolor": CLEAR, "color": GRAY}

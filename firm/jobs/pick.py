@@ -94,7 +94,7 @@ def main(cfg: PickConfig) -> Path:
         preference = picked.in_words(point.preference)
         print(f"model     {point.name}, {picked.made} {preference}{part}")
     print_table(
-        "\nReward in [0, 1], mean ± standard error over prompts",
+        f"\n{picked.front.measure.capitalize()}, mean ± standard error over prompts",
         ["", "base", "expected"],
         picked.reward_rows,
     )

@@ -38,10 +38,9 @@ class StudyResult:
 
     path: Path
     """The study's folder."""
-    header: list[str]
-    """Headings of the table."""
-    rows: list[list[str]]
-    """Final values of every setting, mean ± standard deviation over the seeds."""
+    values: list[tuple[list[str], list[list[str]]]]
+    """Headings and rows of the settings' final values, mean ± standard deviation over the seeds,
+    for each group of settings with equal calibrations."""
     differences: list[Table]
     """Differences from the first setting, for each group of settings with equal calibrations."""
     report: Path
@@ -84,13 +83,10 @@ def study(cfg: StudyConfig) -> StudyResult | None:
     by_setting, page = _write_results(cfg, sweep)
     show_layout(out)
     settings = settings_of(by_setting)
-    header, rows = summary_table(settings, criteria_of(settings)[0], {}, has_spread=True)
-    differences = [
-        difference_table(group, criteria_of(group)[0])
-        for group in scales(settings)
-        if len(group) > 1
-    ]
-    return StudyResult(out, header, rows, differences, page)
+    groups = scales(settings)
+    values = [summary_table(g, criteria_of(g)[0], {}, has_spread=True) for g in groups]
+    differences = [difference_table(g, criteria_of(g)[0]) for g in groups if len(g) > 1]
+    return StudyResult(out, values, differences, page)
 
 
 def _show_finished(cfg: StudyConfig, sweep: Sweep, note: str) -> None:
@@ -179,12 +175,9 @@ def main(cfg: StudyConfig) -> Path | None:
     result = study(cfg)
     if result is None:
         return None
-    print_table(
-        f"{cfg.name}: aligned model on the test prompts, mean ± standard deviation over "
-        f"{len(cfg.seeds)} seeds",
-        result.header,
-        result.rows,
-    )
+    title = "aligned model on the test prompts, mean ± standard deviation over"
+    for header, rows in result.values:
+        print_table(f"{cfg.name}: {title} {len(cfg.seeds)} seeds", header, rows)
     for table in result.differences:
         print_table(f"{table.title}: {table.text}", table.headings, table.rows)
     print(legible(f"report   {result.report}"))

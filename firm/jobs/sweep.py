@@ -17,6 +17,7 @@ from firm.base.preferences import NamedShares, grid, in_order, in_words, prefere
 from firm.base.sanitize import legible
 from firm.federation.strategies import StrategyConfig
 from firm.fronts.front import Front, seed_hypervolumes
+from firm.fronts.hypervolume import PackageMissing
 from firm.jobs.alignment_config import AlignmentConfig
 from firm.jobs.configs import SweepConfig
 from firm.jobs.plan.tables import print_plans
@@ -345,6 +346,8 @@ def _check_reference(fronts: Mapping[str, Front]) -> None:
     for method, front in fronts.items():
         try:
             _ = front.hypervolume
+        except PackageMissing:  # the page says so
+            continue
         except ValueError as error:
             raise UserError(
                 f"{method}: {error} The runs are kept: lower --reference or remove the cause, and "

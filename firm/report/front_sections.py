@@ -28,7 +28,7 @@ from firm.report.drawing import (
 )
 from firm.report.ledger import total_bytes
 from firm.report.page import Block, Section, Table, prose
-from firm.report.plane import ACCURACY, KL, REWARD, Cloud, Spot, clouds_of, planes
+from firm.report.plane import ACCURACY, KL, Cloud, Spot, clouds_of, planes
 from firm.report.record import Record, share_error
 from firm.report.tables import Setting
 from firm.run.comparison import Measure, score_label, score_notes
@@ -68,13 +68,13 @@ def objectives_of(fronts: Fronts) -> tuple[str, ...]:
 
 def unit(fronts: Fronts) -> str:
     """Returns the unit of the objectives: rewards, or accuracies on pairs."""
-    maps = next(iter(fronts.values())).calibrations.values()
-    return ACCURACY if all(own.get("method", "pairs") == "pairs" for own in maps) else REWARD
+    measure = next(iter(fronts.values())).measure
+    return ACCURACY if measure == "accuracy on pairs" else f"mean {measure}"
 
 
 def errors(front: Front, point: Point) -> dict[str, Error]:
     """Returns the error bars of a point: standard errors, or exact 95 % intervals of accuracies."""
-    if unit({"": front}) == REWARD:
+    if unit({"": front}) != ACCURACY:
         return {**point.errors}
     counts = {name: front.num_scored.get(name, front.num_prompts) for name in front.objectives}
     return {name: share_error(point.rewards[name], count) for name, count in counts.items()}

@@ -190,6 +190,8 @@ def volumes_of_run(run: Setting) -> Section:
                 models.setdefault(row["split"], {})[at] = rewards
     whole = [own for own in models.values() if len(own) == len(by_round)]
     seeds = [whole] if len(whole) > 1 and len(by_round) > 1 else []
+    if not (record.learns_from_pairs or all(map(record.is_bounded, record.objectives))):
+        seeds = []  # raw rewards have no reference point
     volumes = volumes_by_round(seeds, [0.0] * len(record.objectives))
     data = "pairs" if record.learns_from_pairs else "prompts"
     return volume_section({run: volumes}, data=data)

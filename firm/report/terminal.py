@@ -65,7 +65,8 @@ def print_differences(study: Path, against: str) -> None:
 def print_rounds(study: Path, rounds: Sequence[int], *, against: str | None = None) -> None:
     """Prints the values of a study's main criterion, such as accuracy, at given rounds.
 
-    Each value is the mean over the seeds with its standard error. A second table has the
+    Each value is the mean over the seeds with its standard error; settings with other objectives or
+    calibrations have a table of their own. A second table has the
     differences from one setting, paired by seed. Its brackets count, for each seed, the
     measurements since the previous given round at which the setting was not better.
 
@@ -78,6 +79,17 @@ def print_rounds(study: Path, rounds: Sequence[int], *, against: str | None = No
         UserError: The folder has no evaluations, or none of a given round or of the setting.
     """
     settings = settings_in(study)
+    if against is not None:
+        _check_setting(study, settings, against)
+    for group in scales(settings):
+        is_compared = any(setting.name == against for setting in group)
+        _print_rounds(study, group, sorted(rounds), against=against if is_compared else None)
+
+
+def _print_rounds(
+    study: Path, settings: Sequence[Setting], rounds: Sequence[int], *, against: str | None
+) -> None:
+    """Prints the values of settings with the same objectives and calibrations."""
     criterion = criteria_of(settings)[0]
     curves = {
         (setting.name, name): setting.curves(criterion.curve, name).rename(
@@ -86,7 +98,6 @@ def print_rounds(study: Path, rounds: Sequence[int], *, against: str | None = No
         for setting in settings
         for name in criterion.objectives
     }
-    rounds = sorted(rounds)
     evaluated = sorted(set.intersection(*(set(curve.index) for curve in curves.values())))
     if missing := [str(number) for number in rounds if number not in evaluated]:
         raise UserError(
@@ -98,7 +109,6 @@ def print_rounds(study: Path, rounds: Sequence[int], *, against: str | None = No
     print_table(f"{criterion.curve}, mean ± standard error over seeds", header, lines)
     if against is None:
         return
-    _check_setting(study, settings, against)
     lines = []
     for (setting, objective), seeds in curves.items():
         if setting == against:

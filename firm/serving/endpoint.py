@@ -11,19 +11,19 @@ import gc
 import hmac
 import logging
 import socket
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing, suppress
 from threading import Event
 from traceback import extract_tb
-from typing import Any, Protocol, Self
+from typing import Any, Self
 
 import uvicorn
 from starlette.requests import Request
 from starlette.types import Receive, Scope, Send
 
 from firm.serving.connection import IDLE_S, SEND_S, Connection, LeftError, TimedProtocol
-from firm.serving.front import ServedFront
+from firm.serving.llama import LlamaEngine
 from firm.serving.local import check_host, family_of, foreign, is_local
 from firm.serving.replies import (
     assemble,
@@ -47,21 +47,6 @@ logger = logging.getLogger(__name__)
 BACKLOG = 2048
 """Connections that the system keeps until they are accepted."""
 
-OnChunk = Callable[[dict[str, Any]], bool]
-"""Receives a part of a reply; returns True to stop."""
-
-
-class ServingEngine(Protocol):
-    """Replies at given scales; see `firm.serving.llama.LlamaEngine`."""
-
-    served: ServedFront
-    num_slots: int
-    context: int
-
-    def reply(self, body: Any, scales: Any, on_chunk: OnChunk) -> Any:
-        """Passes the parts of the reply to a chat request to `on_chunk`."""
-        ...
-
 
 class Endpoint:
     """An HTTP server of `/v1/chat/completions`, `/v1/models` and `/health`.
@@ -82,7 +67,7 @@ class Endpoint:
 
     def __init__(
         self,
-        engine: ServingEngine,
+        engine: LlamaEngine,
         *,
         name: str,
         host: str,

@@ -474,8 +474,10 @@ def _engine_body(
                 "limit.",
                 param=key,
             )
-    if body.get("top_logprobs") and not body.get("logprobs"):
+    if not body.get("logprobs") and body.pop("top_logprobs", 0):
         raise RequestRefused("top_logprobs must come with logprobs: true.", param="top_logprobs")
+    if body.get("logprobs") and body.get("tools"):  # llama.cpp gives none in parts
+        raise RequestRefused("logprobs must not come with tools.", param="logprobs")
     if (window := body.get("repeat_last_n")) is not None:  # llama.cpp reserves so many numbers
         body["repeat_last_n"] = context if window < 0 else min(window, context)
     if "seed" in body:

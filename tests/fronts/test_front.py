@@ -227,6 +227,14 @@ def test_other_calibrations_are_not_comparable(build_front, change, message):
         check_comparable(first, second)
 
 
+def test_the_figures_of_a_front_are_rewards_or_accuracies(build_front):
+    raw = {"a": {"method": "none"}, "b": {"method": "sigmoid"}}
+    assert build_front([], calibrations=raw).measure == "reward"
+    assert build_front([]).measure == "reward in [0, 1]"
+    pairs = {name: {"method": "pairs"} for name in raw}
+    assert build_front([], calibrations=pairs).measure == "accuracy on pairs"
+
+
 def test_other_objectives_or_reference_points_are_not_comparable(build_front):
     first = build_front([])
     swapped = dataclasses.replace(first, objectives=("b", "a"))

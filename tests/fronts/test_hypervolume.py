@@ -12,7 +12,7 @@ from hypothesis.extra.numpy import arrays
 
 from firm.base.extras import install_command
 from firm.fronts import hypervolume, non_dominated
-from firm.fronts.hypervolume import volumes
+from firm.fronts.hypervolume import PackageMissing, volumes
 
 
 def points(num_objectives):
@@ -113,5 +113,5 @@ def test_a_reference_of_another_shape_or_not_finite_is_refused(reference):
 
 def test_four_objectives_without_moocore_name_the_remedy(monkeypatch):
     monkeypatch.setitem(sys.modules, "moocore", None)
-    with pytest.raises(ValueError, match=re.escape(install_command("fronts"))):
+    with pytest.raises(PackageMissing, match=re.escape(install_command("fronts"))):
         hypervolume([[1.0] * 4], [0.0] * 4)

@@ -217,6 +217,10 @@ CASES = {
         ["--rewards", "{a/b: {name: brevity}}"],
         ["rewards: the name of an objective must be at most 64 letters", "got 'a/b'"],
     ),
+    "an objective with the name of a figure": (
+        ["--rewards", "{length: {name: length}}"],
+        ["rewards: the name of an objective must not be one of kl, length", "got 'length'"],
+    ),
     "an objective that YAML takes for a bool": (
         ["--rewards", "{true: {name: brevity}}"],
         ["rewards must have strings as keys, got True, which YAML reads as bool; quote it"],

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+import yaml
 from safetensors.torch import load_file, save_file
 
 from firm.alignment.calibration import Calibration
@@ -263,6 +264,17 @@ def test_runs_with_other_maps_are_refused_by_name_unless_raw_scores_do(
     out = evaluate("--runs", runs, "--calibrated", "false", "--out", tmp_path / "out")
     assert list(figures(out)) == ["base", "aligned", "shifted"]
     assert not [name for name in figures(out)["shifted"] if "[0, 1]" in name]
+
+
+def test_a_run_that_held_out_other_prompts_of_the_same_is_refused(run, copied, refusal, tmp_path):
+    runs = [copied(name) for name in ("first", "second")]
+    for seed, own in enumerate(runs):
+        config = yaml.safe_load((own / "config.yaml").read_text())
+        config["data"] |= {"hold_out": 0.2, "hold_out_seed": seed}
+        (own / "config.yaml").write_text(yaml.safe_dump(config))
+    given = ["--runs", f"[{runs[0]}, {runs[1]}]", "--out", tmp_path / "out"]
+    error = refusal(cli, given)
+    assert f"{runs[1]} did not hold out the prompts that {runs[0]} did" in error
 
 
 @pytest.mark.parametrize(

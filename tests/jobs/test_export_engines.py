@@ -151,7 +151,7 @@ def generate(path, run, tmp_path_factory):
         max_model_len=128,
         enable_lora="--enable-lora" in command,
         max_lora_rank=int(command[command.index("--max-lora-rank") + 1]),
-        max_loras=len(requests),
+        max_loras=int(command[command.index("--max-loras") + 1]),
         kv_cache_memory_bytes=2**29,
         enforce_eager=True,
     )

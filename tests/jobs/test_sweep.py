@@ -7,6 +7,7 @@ import multiprocessing
 import re
 import shutil
 import signal
+import sys
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -17,9 +18,9 @@ import torch
 from safetensors.torch import load_file
 
 from firm.base.preferences import NamedShares
-from firm.fronts import Front, grid
+from firm.fronts import Front, Point, grid
 from firm.jobs.configs import MethodConfig, SweepConfig
-from firm.jobs.sweep import main, row_rewards
+from firm.jobs.sweep import _check_reference, main, row_rewards
 from firm.report import read_record
 from firm.run import Sweep, UserError, parse
 from tests.nursery import forked_workers
@@ -363,3 +364,34 @@ def test_a_sweep_with_a_failed_point_shows_the_others_and_names_it(swept, tmp_pa
     names = {point.name for point in Front.load(out / "firm.front.json").points}
     assert names == {"firm-100_0-seed_0", "firm-0_100-seed_0"}
     assert all(name in page for name in names)
+
+
+def test_four_objectives_without_moocore_keep_their_front(monkeypatch):
+    """The page of the sweep says why it has no hypervolume."""
+    monkeypatch.setitem(sys.modules, "moocore", None)
+    names = "abcd"
+    points = tuple(
+        Point(
+            name=str(at),
+            preference=(1, 1, 1, 1),
+            seed=0,
+            rewards=dict.fromkeys(names, own),
+            errors=dict.fromkeys(names, 0.0),
+            scores={},
+            kl=0.0,
+            adapter=f"{at}/adapter",
+        )
+        for at, own in enumerate((0.4, 0.6))
+    )
+    front = Front(
+        objectives=tuple(names),
+        points=points,
+        reference=(0.0,) * 4,
+        calibrations={name: {"method": "none"} for name in names},
+        base=dict.fromkeys(names, 0.5),
+        strategy="firm",
+        num_prompts=8,
+    )
+    _check_reference({"FIRM": front})
+    with pytest.raises(UserError, match="lower --reference"):
+        _check_reference({"FIRM": replace(front, reference=(0.5,) * 4)})

@@ -34,6 +34,7 @@ def test_log_probabilities_come_without_those_of_other_tokens_unless_asked_for(s
         _, text = ask(server, body={"messages": MESSAGES, "logprobs": True, **likely})
         entries = json.loads(text)["choices"][0]["logprobs"]["content"]
         assert [len(entry["top_logprobs"]) for entry in entries] == [num] * 3
+    assert ask(server, body={"messages": MESSAGES, "logprobs": False, "top_logprobs": 0})[0] == 200
     status, text = ask(server, body={"messages": MESSAGES, "top_logprobs": 2})
     assert (status, json.loads(text)["error"]["param"]) == (400, "top_logprobs")
 

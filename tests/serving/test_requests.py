@@ -107,6 +107,10 @@ REFUSED = {
     "many stops": ({"stop": ["a"] * 17}, "stop must be of at most 16 items"),
     "likely tokens": ({"top_logprobs": 10**6}, "top_logprobs must be at most 20"),
     "a token in words": ({"logit_bias": {"the": 1}}, "logit_bias.the must be a text that matches"),
+    "likely tokens of tools": (
+        {"tools": [tool()], "logprobs": True},
+        "logprobs must not come with tools",
+    ),
     "tools 3": ({"tools": 3}, "tools must be a list, got 3"),
     "a tool 3": ({"tools": [3]}, "tools.0 must be a mapping, got 3"),
     "a tool without a name": ({"tools": [{"type": "function", "function": {}}]}, "name is missing"),

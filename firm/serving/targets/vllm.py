@@ -5,6 +5,7 @@ from pathlib import Path
 
 from transformers import GenerationConfig
 
+from firm.alignment.rollout_config import max_lora_rank
 from firm.federation.client import Adapter
 from firm.serving.export_target import ExportedRun
 from firm.serving.plain import check_plain
@@ -32,12 +33,12 @@ class VllmTarget(PeftTarget):
         self, folder: Path, base_model: str, places: Sequence[str], rank: int, *, is_front: bool
     ) -> list[str]:
         """Returns the command of vLLM's server."""
-        max_rank = max(8, 1 << (rank - 1).bit_length())  # vLLM takes powers of two from 8
         modules = [f"{place or 'adapter'}={folder.resolve() / place}" for place in places]
         return [
             *("vllm", "serve", base_model, "--host", "127.0.0.1", "--enable-lora"),
             *("--generation-config", str(folder.resolve())),
-            *("--max-lora-rank", str(max_rank), "--lora-modules", *modules),
+            *("--max-loras", str(len(places)), "--max-lora-rank", str(max_lora_rank(rank))),
+            *("--lora-modules", *modules),
         ]
 
 
