@@ -342,10 +342,13 @@ def _own_row(setting: Setting, case: Case) -> Row:
     layers = plan.policy.num_parameters - 2 * setting.shape.policy.vocab_size * (
         setting.shape.policy.hidden_size or 0
     )
-    positions = cfg.estimator.num_epochs * (
-        tokens + len(clients) * size * cfg.rollout.max_prompt_tokens
-    )
-    backward = len(cfg.rewards) if case.estimator == "ppo" else 1  # frozen weights have no gradient
+    prompts, num_objectives = len(clients) * size * cfg.rollout.max_prompt_tokens, len(cfg.rewards)
+    if loaded.trainer.prompts_once:  # with a backward pass through the prompts per objective
+        prompts //= cfg.estimator.replies_per_prompt
+        positions = 2 * tokens + (1 + num_objectives) * prompts
+    else:  # frozen weights have no gradient
+        num_backward = num_objectives if case.estimator == "ppo" else 1
+        positions = (1 + num_backward) * (tokens + prompts)
     taken = stages["forward"] + stages["backward"]
     return Row(
         case,
@@ -353,7 +356,7 @@ def _own_row(setting: Setting, case: Case) -> Row:
         seconds=seconds,
         stages=stages,
         tokens_per_second=tokens / stages["rollout"],
-        flops=2 * layers * positions * (1 + backward) / taken,
+        flops=2 * layers * cfg.estimator.num_epochs * positions / taken,
         rows=plan.work.updates.rows,
         peak=_peak(setting.device),
         planned=sum(plan.memory_by_device().values()),

@@ -117,6 +117,7 @@ SMOLLM2 = World(
         **RUNS,
         "num_threads": 1,
         "policy.conditioning.kind": "none",
+        "policy.dtype": "bfloat16",
     },
     {"validation": 20, "test": 50},
     num_samples=2,

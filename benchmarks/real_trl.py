@@ -43,6 +43,7 @@ WORLD = World(
     {
         "num_threads": 1,
         "rounds": ROUNDS,
+        "policy.dtype": "bfloat16",
         "estimator.name": "critic_free",
         "estimator.kl.coefficient": 0.0,
         "data.test.source": "firm/questions/unseen.jsonl",
@@ -89,7 +90,9 @@ def train_trl(lab: Lab, method: str, rate: float) -> dict[int, Path]:
     cfg = with_shipped_paths(compose(AlignmentConfig, [world.base], list(world.common.items())))
     torch.manual_seed(lab.seed)
     tokenizer: Any = AutoTokenizer.from_pretrained(cfg.policy.path, padding_side="left")
-    model = AutoModelForCausalLM.from_pretrained(cfg.policy.path, dtype=torch.bfloat16)
+    model = AutoModelForCausalLM.from_pretrained(
+        cfg.policy.path, dtype=getattr(torch, cfg.policy.dtype)
+    )
     fns, lora, own = load_reward_models(cfg.rewards), cfg.policy.lora, cfg.estimator
     lines = Path(str(cfg.data.train.source)).read_text(encoding="utf-8").splitlines()
     prompts = [[{"role": "user", "content": json.loads(line)["prompt"]}] for line in lines]
