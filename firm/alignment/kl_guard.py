@@ -30,6 +30,10 @@ if TYPE_CHECKING:
 
 NUM_RECENT = 5
 """Rounds whose KL defines the trust region."""
+_BLIND = (
+    "guard.kl_growth and guard.max_kl have no effect, since no client reports response_length, of "
+    "which they are multiples: let the sites' policy.metrics contain it."
+)
 
 
 @configuration(source=NOT_IN_PAPER)
@@ -129,6 +133,12 @@ class KLGuard:
         if before.round != self.undone_round:  # which has the adapter of an earlier round
             self._good = _checkpoint(before)  # the KL measured now is that of the round's start
         return after, []
+
+    def blind_alarms(self, clients: Sequence[Mapping[str, Any]]) -> list[str]:
+        """Returns an alarm if the first round's rows have a KL, but no length to judge it by."""
+        has_limits = self.config.kl_growth is not None or self.config.max_kl is not None
+        is_blind = round_kl(clients) is not None and not self._num_tokens
+        return [_BLIND] if has_limits and is_blind else []
 
     @property
     def limit(self) -> float | None:

@@ -524,6 +524,7 @@ class _LanguageTask(Task):
             self._stop_by_rules(rows, after.round, alarms)
         metrics["round"]["alarms"] = [
             *alarms,
+            *(self._guard.blind_alarms(metrics["clients"]) if before.round == 0 else ()),
             *alarms_of_rounds(self._cfg, [*self.book.rows, *rows]),
         ]
         return RoundResult(rows, quality=quality, state=after)

@@ -424,6 +424,11 @@ def as_calibrations(figures: Mapping[str, Any]) -> dict[str, Calibration]:
     return {name: Calibration.from_dict(values) for name, values in figures.items()}
 
 
+def without_start(cfg: AlignmentConfig) -> AlignmentConfig:
+    """Returns the configuration of clients that receive the adapter to start from."""
+    return replace(cfg, start={}, start_merge="mean", start_preference=None)
+
+
 def _start(trainer: MultiObjectiveTrainer, cfg: AlignmentConfig) -> Adapter:
     """Returns the adapter that the run starts from, merged from those in the configuration."""
     policy: Any = trainer.policy_model

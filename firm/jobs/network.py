@@ -49,6 +49,7 @@ from firm.jobs.alignment_loading import (
     set_threads,
     with_fast_dtypes,
     with_recorded,
+    without_start,
 )
 from firm.jobs.network_config import (
     HOME_VARIABLE,
@@ -68,6 +69,7 @@ from firm.network.site import Site
 from firm.network.sites import SitesEngine
 from firm.run.config import compose, to_dict
 from firm.run.differences import leaves
+from firm.run.directory import Run
 from firm.run.errors import UserError
 from firm.run.files import make_private_folder
 from firm.run.lock import check_not_held
@@ -77,6 +79,8 @@ logger = logging.getLogger(__name__)
 
 LEDGER = "ledger.jsonl"
 """File with a site's record of its answers and refusals, in its kit."""
+_TEMPLATE = "chat template, special and end tokens"
+"""Name of the digest of how prompts are written and replies end."""
 THREADS = "num_threads.txt"
 """File with a site's measured number of CPU threads, beside the states of a run's clients."""
 OWN_KEYS = (
@@ -124,9 +128,17 @@ class AlignmentController(SitesController):
         )
         setup = {"calibrations": as_figures(calibrations), "name": self._name}
         certificates = certificates_digest(kit) if cfg.strategy.secure else None
-        if problems := engine.meet(fingerprint(cfg, loaded, certificates), setup):
+        problems = engine.meet(fingerprint(cfg, loaded, certificates), setup)
+        if problems and (len(problems) == len(federation.sites) or not _has_rounds(out)):
             raise UserError(f"the sites cannot start: {'; '.join(problems)}.")
+        for problem in problems:
+            shown.print(f"note: the run continues without {problem}", markup=False)
         run_rounds(loaded, cfg, calibrations, engine, progress, out)
+
+
+def _has_rounds(out: Path) -> bool:
+    """Returns whether a run has finished a round, after which it needs no site to go on."""
+    return (out / "run.json").exists() and any(row["kind"] == "round" for row in Run(out).rows())
 
 
 def _wait_until_free(out: Path, patience: float = 60.0) -> None:
@@ -146,7 +158,8 @@ def site_process(kit: Path) -> None:
     names = clients_by_site(federation_of(kit))[site_name(kit)]
     cfg = with_fast_dtypes(kit_config(kit, own.overrides))
     processes = Processes.join(per_client=own.processes_per_client)
-    loaded = load(cfg, processes, measures=False, holds_out=not own.own_prompts)
+    # the server sends the adapter to start from, which need not be here
+    loaded = load(without_start(cfg), processes, measures=False, holds_out=not own.own_prompts)
     shared = fingerprint(cfg, loaded, certificates_digest(kit) if cfg.strategy.secure else None)
     run = digest_of_run(shared)
     states = kit / "states" / run
@@ -160,7 +173,11 @@ def site_process(kit: Path) -> None:
         calibrations = as_calibrations(setup["calibrations"])
         hosted = processes.hosted(names)
         clients = build_clients(loaded, cfg, calibrations, hosted, shards=shards)
-        kept = states / check_name(setup["name"], "a run's name") / f"process_{processes.rank}"
+        kept = (
+            states
+            / check_name(setup["name"], "a run's name")
+            / f"process_{processes.rank % own.processes_per_client}"
+        )
         engine = own_engine(clients, cfg, processes, states=DiskStates(kept))
         if processes.size == 1:
             return engine
@@ -242,6 +259,13 @@ def fingerprint(
         "base model": base.hexdigest()[:16],
         **({} if certificates is None else {"sites' certificates": certificates}),
         "tokenizer": _digest(sorted(tokenizer.get_vocab().items())),
+        _TEMPLATE: _digest(
+            (
+                tokenizer.chat_template,
+                sorted(tokenizer.special_tokens_map.items()),
+                loaded.trainer.end_ids,
+            )
+        ),
         **{f"key {key}": value for key, value in leaves(to_dict(cfg)) if not _is_own(key)},
     }
 
@@ -251,7 +275,7 @@ def digest_of_run(shared: Mapping[str, Any]) -> str:
 
     The states of a site's clients are found by it.
     """
-    renewed = ("version", "sites' certificates", *(f"key {key}" for key in RENEWED_KEYS))
+    renewed = ("version", _TEMPLATE, "sites' certificates", *(f"key {key}" for key in RENEWED_KEYS))
     return _digest(sorted((name, own) for name, own in shared.items() if name not in renewed))
 
 

@@ -214,9 +214,11 @@ class FlareChannel:
     def returned(self) -> list[str]:
         """Returns the reconnected sites: FLARE does not let them rejoin a running job.
 
-        Returns none if no administrator follows the job, who would have to restart it.
+        Returns none while others are away, without which a job does not start, or if no
+        administrator follows the job, who would have to restart it.
         """
-        return self._outside_job(self._lost) if self.transcript.is_followed else []
+        back = self._outside_job(self._lost) if self.transcript.is_followed else []
+        return back if len(back) == len(self._lost) else []
 
     def close(self) -> None:
         """Does nothing: FLARE notifies the sites of the job's end."""

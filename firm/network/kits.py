@@ -115,6 +115,8 @@ def prepare_server(kit: Path, *, controller: str, arguments: Mapping[str, Any]) 
     for component in resources["components"]:
         if component["id"] == "job_manager":
             component["args"]["uri_root"] = str((kit / "jobs").resolve())
+        if component["id"] == "job_scheduler":  # a job waits for its sites, however long
+            component["args"] |= {"max_schedule_count": 2**31, "max_schedule_interval": 10.0}
     _write(kit / "local/resources.json", resources)
     _restrict(kit, SERVER_RIGHTS)
 

@@ -23,6 +23,9 @@ from firm.network.site_policy import SitePolicy
 
 logger = logging.getLogger(__name__)
 
+NOT_MET = "this site has not met the server yet"
+"""Problem of a site whose process has been started again."""
+
 MAX_BYTES = 4 * 2**30
 """Maximum size of a server's message in bytes."""
 
@@ -113,7 +116,7 @@ class Site:
         if len(set(clients)) < len(clients):
             raise Refused("a client is requested twice")
         if self._engine is None:
-            raise Refused("this site has not met the server yet")
+            raise Refused(NOT_MET)
         request = self._agreement.request(task, message.get("request"), clients)
         self.ledger.check(clients, task)
         replies, failures = self._engine.map(request, clients)

@@ -18,6 +18,7 @@ from firm.federation.engines.engine import (
 from firm.federation.messages import Request
 from firm.federation.schema import shown
 from firm.federation.serialization import pack, packed_size, unpack
+from firm.network.site import NOT_MET
 
 logger = logging.getLogger(__name__)
 
@@ -99,6 +100,8 @@ class SitesEngine:
     def meet(self, fingerprint: Mapping[str, Any], setup: State) -> list[str]:
         """Returns the sites that are lost or differ from the server, with the reasons; else [].
 
+        Until they are ready, rounds continue without them.
+
         Args:
             fingerprint: Values that must be equal everywhere (program, configuration, models), by
                 name.
@@ -107,6 +110,7 @@ class SitesEngine:
         self._introduction = {"do": "meet", "fingerprint": dict(fingerprint), "setup": setup}
         sites = dict.fromkeys(self._site_of.values())
         answers = self._meet(list(sites), timeout=self._timeout)
+        self._lost.update((site, problem) for site, problem in answers.items() if problem)
         return [f"{site}: {problem}" for site, problem in answers.items() if problem]
 
     def map(self, request: Request, clients: Sequence[str]) -> tuple[list[Reply], list[Failure]]:
@@ -210,6 +214,8 @@ class SitesEngine:
         for site, raw in self._channel.ask(packed, timeout=timeout).items():
             if not isinstance(raw, Lost):
                 answers[site] = _read(raw, numbers[site], max_bytes[site])
+                if answers[site].get("problem") == NOT_MET:  # its process died between requests
+                    self._lost.setdefault(site, NOT_MET)
                 continue
             answers[site] = raw = Lost(printable(raw.reason))
             if site not in self._lost:

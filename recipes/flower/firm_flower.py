@@ -47,6 +47,7 @@ from firm.jobs.alignment_loading import (
     common_calibrations,
     load,
     with_fast_dtypes,
+    without_start,
 )
 from firm.run.command_line import parse
 
@@ -123,7 +124,8 @@ def loaded_run(arguments: str, has_own_prompts: bool) -> tuple[AlignmentConfig, 
     A node's own prompts are all trained on, since nothing measures them.
     """
     cfg = config_of(arguments)
-    return cfg, load(cfg, Processes(), measures=False, holds_out=not has_own_prompts)
+    own = without_start(cfg)  # which the server sends
+    return cfg, load(own, Processes(), measures=False, holds_out=not has_own_prompts)
 
 
 @cache

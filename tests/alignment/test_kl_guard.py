@@ -116,6 +116,17 @@ def test_a_round_without_kls_makes_no_adapter_a_good_one():
     assert back.adapter["a"].tolist() == [1.0, 1.0]  # the last whose KL was seen
 
 
+def test_a_guard_that_sees_no_lengths_says_so_once():
+    guard = KLGuard(GuardConfig())
+    hidden = [{"kl": 0.5}]
+    assert guard.judge(hidden, server(0), server(1, 1.0))[1] == []  # nothing is undone
+    assert "no client reports response_length" in guard.blind_alarms(hidden)[0]
+    assert KLGuard(GuardConfig(kl_growth=None, max_kl=None)).blind_alarms(hidden) == []
+    seeing = KLGuard(GuardConfig())
+    seeing.judge(clients(0.5), server(0), server(1, 1.0))
+    assert seeing.blind_alarms(clients(0.5)) == []
+
+
 def test_a_slow_rise_above_the_ceiling_ends_the_run():
     guard = KLGuard(GuardConfig(max_kl=0.5))  # 5 nats
     state, alarms = rounds(guard, [0.0, 1.0, 2.5, 4.0, 5.1])

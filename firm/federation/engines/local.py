@@ -45,8 +45,8 @@ class StateMissing(RuntimeError):
 
     def __init__(self, client: str, round: int, kept: list[int]) -> None:
         super().__init__(
-            f"{client} has states of rounds {kept}, not of round {round}; restore its state from "
-            "the checkpoint of the server's state."
+            f"{client} has states of rounds {kept}, not of round {round}; restore its state from a "
+            "backup, or start a new run."
         )
 
 

@@ -414,6 +414,30 @@ def test_a_site_trains_for_no_server_that_it_has_not_met(new_network, start):
         _run(engine, start, 1)
 
 
+def test_a_site_whose_process_died_between_requests_is_met_again(new_network, start):
+    states = {site: MemoryStates() for site in PLACES}
+    engine, channel = new_network(states=states)
+    _, fresh = new_network(states=states, meets=False)
+
+    def before(number):
+        if number == 2:
+            channel.sites["bank"] = fresh.sites["bank"]
+
+    _, rows = _run(engine, start, 3, before=before)
+    assert [row["clients"] for row in rows] == [NAMES, ["client_0"], NAMES]
+    assert "has not met the server yet" in rows[1]["failures"][0]["reason"]
+
+
+def test_a_run_may_go_on_without_a_site_that_differs(new_network, start):
+    engine, channel = new_network(meets=False)
+    _, other = new_network(fingerprint={**FINGERPRINT, "version": "2"}, meets=False)
+    channel.sites["bank"] = other.sites["bank"]
+    assert len(engine.meet(FINGERPRINT, {})) == 1
+    _, rows = _run(engine, start, 1)
+    assert rows[0]["clients"] == ["client_0"]
+    assert "version" in rows[0]["failures"][0]["reason"]
+
+
 def test_clients_are_built_from_what_the_server_tells(new_clients):
     told = []
 

@@ -91,6 +91,11 @@ class SecureSums(Option):
     def check_federation(self, cfg: RoundConfig, num_clients: int) -> None:
         """Raises ``ValueError`` if a round has too few clients to hide any from the colluders."""
         key = "clients_per_round" if cfg.clients_per_round else "num_clients"
+        if (count := cfg.clients_per_round or num_clients) > MAX_UPDATES:
+            raise ValueError(
+                f"{key}: secure aggregation adds at most {MAX_UPDATES} updates, got {count}; set "
+                "clients_per_round to as many."
+            )
         try:
             threshold(cfg.clients_per_round or num_clients, self._num_colluders(num_clients))
         except ValueError as error:

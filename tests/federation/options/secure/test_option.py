@@ -506,3 +506,9 @@ def test_a_round_that_colluders_may_fill_but_for_one_is_refused_before_it(
     with pytest.raises(ValueError, match=f"^{key}: a sum of .* hides nothing from"):
         cfg.check_federation(num_clients)
     replace(cfg, clients_per_round=5).check_federation(9)
+
+
+def test_more_updates_than_a_sum_takes_are_refused_before_the_first_round():
+    cfg = FedAvgConfig(secure="masks")
+    with pytest.raises(ValueError, match=r"num_clients: .* at most 1024 updates, got 1025"):
+        cfg.check_federation(1025)
