@@ -120,7 +120,7 @@ class AlignmentClient(Client):
         self.num_examples = len(examples)
         self._trainer = trainer
         if trainer.config.sums_rewards:  # known weights then weigh rewards, not gradients
-            self.capabilities = CAPABILITIES | {"weighted_gradients"}
+            self.capabilities = frozenset({*CAPABILITIES, "weighted_gradients"})
         self._on_event = on_event or (lambda name, **info: None)
         self._common = self._learner = trainer.new_learner()
         self._alone: dict[str, Learner] = {}

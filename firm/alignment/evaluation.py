@@ -8,7 +8,7 @@ metrics.
 """
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NotRequired, TypedDict
@@ -273,17 +273,16 @@ class Evaluation(RowMetrics):
         )
 
     def comparison(
-        self, base: "Evaluation", *, has_rewards: bool = False
+        self, base: "Evaluation", *, rewards: Collection[str] = ()
     ) -> "list[MetricComparison]":
         """Compares all metrics with the base model's, one row each, scores first.
 
-        With `has_rewards`, the rewards in [0, 1] follow the scores.
+        The rewards in [0, 1] of the objectives in `rewards` follow the scores.
         """
         self.change(base)  # checks that the two can be paired
         figures = {name: (base.scores[name], after) for name, after in self.scores.items()}
-        for name, after in self.rewards.items() if has_rewards else ():
-            if not torch.equal(after.nan_to_num(), self.scores[name].nan_to_num()):  # calibrated
-                figures[f"{name} in [0, 1]"] = base.rewards[name], after
+        for name in [name for name in self.rewards if name in rewards]:
+            figures[f"{name} in [0, 1]"] = base.rewards[name], self.rewards[name]
         figures["kl"], figures["length"] = (base.kl, self.kl), (base.length, self.length)
         figures["end_share"] = base.ended, self.ended
         groups, count = self.prompt_of_row, self.num_prompts

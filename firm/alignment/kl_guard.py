@@ -192,7 +192,7 @@ class KLGuard:
 
     def _undo(self, after: "ServerState", why: str) -> "tuple[ServerState, list[str]]":
         self.undone_round = after.round
-        if self._num_rollbacks == self.config.max_rollbacks:
+        if self._num_rollbacks >= self.config.max_rollbacks:
             self.stopped = f"{why}, after {self._num_rollbacks} undone updates"
             return self.good(after), [_end_alarm(self.stopped)]
         self._num_rollbacks += 1

@@ -90,6 +90,7 @@ class RandomStream:
             "accelerators": {
                 # other types of accelerators cannot read them
                 "type": accelerator_type(),
+                "index": torch.accelerator.current_device_index() if states.accelerators else 0,
                 "states": [state.clone() for state in states.accelerators],
             },
             # int64, because safetensors readers in other languages do not support uint32
@@ -110,13 +111,19 @@ class RandomStream:
         """Restores a state returned by ``state``.
 
         States of accelerators that this machine does not have, or of another type, are dropped;
-        accelerators missing from the state start from the stream's seed.
+        accelerators missing from the state start from the stream's seed. The state of the device on
+        which this process then was is that of the one on which it is now.
         """
         accelerators = []
         if torch.accelerator.is_available():
             fresh, saved = fresh_generator_states(self._seed), state["accelerators"]
             known = saved["states"] if saved["type"] == accelerator_type() else []
-            accelerators = [*known, *fresh[len(known) :]][: len(fresh)]
+            here = torch.accelerator.current_device_index()
+            there = saved.get("index", here)  # absent in older checkpoints
+            accelerators = [*known, *fresh[len(known) :]]
+            if there < len(known):
+                accelerators[here], accelerators[there] = accelerators[there], accelerators[here]
+            accelerators = accelerators[: len(fresh)]
         numpy_state, python_state = state["numpy"], state["python"]
         self._state = GeneratorStates(
             state["torch"].clone(),

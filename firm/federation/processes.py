@@ -21,11 +21,16 @@ import torch
 import torch.distributed as dist
 
 from firm.base.devices import communicates, num_accelerators, process_group_backend
-from firm.base.errors import ProcessLost, TeamLost, Terminated
+from firm.base.errors import ProcessLost, RolloutError, TeamLost, Terminated
 from firm.federation.serialization import pack, unpack
 
 _LAUNCHER = ("WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
 """Environment variables that a launcher sets for a process, in addition to RANK."""
+
+SHARED_ERRORS = (MemoryError, torch.OutOfMemoryError, RolloutError)
+"""Errors of what all clients of a program share."""
+MACHINE_ERRORS = (*SHARED_ERRORS, OSError)
+"""Errors caused by the machine rather than the batch. TimeoutError, an OSError, is excluded."""
 
 ACCOMPANY = "accompany"
 """Message of the first process that has another one call ``Processes.accompany``."""
@@ -261,8 +266,9 @@ class Team:
     def unanimous(self) -> Iterator[None]:
         """Raises an error on every member if the block raises one on any member.
 
-        A member's own error is raised unchanged, another member's as ``RuntimeError``. No member
-        then waits for one that has failed.
+        A member's own error is raised unchanged, another member's as ``RuntimeError``, or as an
+        error of the same class if the machine or the rollout engine caused it. No member then waits
+        for one that has failed.
         """
         error = None
         try:
@@ -271,12 +277,19 @@ class Team:
             raise
         except Exception as own:  # raised below, once the other members have been informed
             error = own
-        reasons = self.gather(f"{type(error).__name__}: {error}" if error else None)
+        reason, kinds = None, [""]
+        if error:
+            reason = f"{type(error).__name__}: {error}"
+            own = () if isinstance(error, TimeoutError) else MACHINE_ERRORS
+            kinds = [*(kind.__name__ for kind in own if isinstance(error, kind)), ""]
+        reasons = self.gather([reason, kinds[0]])
         if error:
             raise error
-        for rank, reason in enumerate(reasons):
+        for rank, (reason, kind) in enumerate(reasons):
             if reason:
-                raise RuntimeError(f"process {rank} of the client's {self.size} failed: {reason}")
+                known = {each.__name__: each for each in MACHINE_ERRORS}
+                text = f"process {rank} of the client's {self.size} failed: {reason}"
+                raise known.get(kind, RuntimeError)(text)
 
 
 def _received(rank: int) -> Any:

@@ -212,6 +212,14 @@ def align(cfg: AlignmentConfig, given: Given | None = None) -> Result | None:
         UserError: A model, file or other resource in the configuration is not available, or the
             run's directory is in use.
     """
+    num_threads = torch.get_num_threads()
+    try:
+        return _align(cfg, given)
+    finally:  # a later run of this process chooses its own
+        torch.set_num_threads(num_threads)
+
+
+def _align(cfg: AlignmentConfig, given: Given | None) -> Result | None:
     processes = Processes.join(per_client=cfg.processes_per_client)
     cfg = with_fast_dtypes(with_recorded(cfg), processes)
     out = claim_folder(cfg, processes)
@@ -486,6 +494,7 @@ class _LanguageTask(Task):
             "is_out": self._is_out,
             "limits": asdict(self._cfg.guard),
             "calibrations": as_figures(self._calibrations),
+            "training_data": self._loaded.data.digest,
             # its replies are texts, which a run may not keep
             "base": {split: asdict(own) for split, own in self._base.items()}
             if self._cfg.evaluation.num_shown_samples
@@ -576,6 +585,8 @@ class _LanguageTask(Task):
         Logs both, and saves the aligned adapter, which stays loaded in the policy.
         """
         is_out = self._is_out or bool(self._guard.stopped)
+        if self._measures_front and self._loaded.data.validation and not is_out:
+            self._measure_last_front(state)
         base, chosen = self._base["test"], self._chosen(state, is_out=is_out)
         aligned = self._evaluate(chosen.adapter, "test")
         is_blind = not self._loaded.data.validation
@@ -596,6 +607,14 @@ class _LanguageTask(Task):
             replace_bytes(self.book.run.path / SCORES_NAME, save(aligned.by_row()))
             self._save_adapters(base, aligned, chosen)
         return base, aligned
+
+    def _measure_last_front(self, state: ServerState) -> None:
+        """Measures the last adapter where a run ends at a round that was not its last before."""
+        if self._best.newest is None or self._best.newest.round < state.round:
+            for row in self._at_preferences(state, "validation"):
+                self.book.log(row)
+            at = {tuple(p): self._by_row["validation", tuple(p)] for p in self.preferences}
+            self._note_utility(state.round, at)
 
     def _measure_again(self, state: ServerState, adapter_round: int | None) -> None:
         """Measures the chosen adapter on the validation prompts, where this is still to be done.

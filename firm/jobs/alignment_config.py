@@ -516,6 +516,17 @@ def _check_conditioning(cfg: AlignmentConfig) -> None:
                     "unconditioned policy."
                 )
         return
+    if (weights := getattr(cfg.strategy, "weights", None)) is not None:
+        raise ValueError(
+            "strategy.weights must be null with policy.conditioning.kind preference, where each "
+            f"reply counts by its own preference, got {weights}."
+        )
+    if cfg.strategy.solves_on_server:
+        raise ValueError(
+            f"strategy {cfg.strategy.name} cannot train a policy with policy.conditioning.kind "
+            "preference, whose replies count by their own preferences and not by weights that the "
+            "server solves for; use strategy firm or fedavg."
+        )
     _check_preferences("evaluation.preferences", preferences or [], cfg)
     shown = [tuple(f"{share:.3g}" for share in row) for row in measured_preferences(cfg)]
     if len(set(shown)) < len(shown):
@@ -692,10 +703,10 @@ about 30 ms of Python, and the buckets of a run take some minutes to compile."""
 
 def compiles_rollouts(cfg: AlignmentConfig, device_type: str) -> bool:
     """Returns whether a run compiles the steps of its rollouts; see `RolloutConfig.compile`."""
-    if cfg.estimator.learns_from == "pairs":
-        return False
     if cfg.rollout.compile != "auto":
         return cfg.rollout.compile
+    if cfg.estimator.learns_from == "pairs":  # which samples no replies
+        return False
     if cfg.rollout.engine.samples_itself or cfg.policy.shard or cfg.policy.device_map:
         return False
     batches = 1 if cfg.engine == "stacked" else cfg.num_clients

@@ -1,8 +1,10 @@
 """Training and held-out data of an alignment run, by what its estimator learns from."""
 
+import hashlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
@@ -40,6 +42,15 @@ class DataSplits:
     """Data to evaluate on after every round; empty except on the server."""
     test: list[Any]
     """Data to evaluate on before and after training; empty except on the server."""
+
+    @cached_property
+    def digest(self) -> str:
+        """A digest of the texts of the training data, in order."""
+        digest = hashlib.sha256()
+        for each in self.train:
+            prompt, replies = (each.prompt, each.replies) if isinstance(each, Pair) else (each, ())
+            digest.update(repr((prompt.transcript, *replies)).encode())
+        return digest.hexdigest()[:16]
 
     @property
     def prompts(self) -> list[Prompt]:
@@ -136,6 +147,11 @@ class PromptData(Data):
                 raise UserError(
                     f"data.{use}.source: the prompts were passed to firm.align as objects; call it "
                     f"again with them and resume=True, or pass --data.{use}.source."
+                )
+            default = PromptsConfig().source
+            if own is None and config.source == default != cfg.data.train.source:
+                on_note(
+                    f"data.{use} has the prompts of {default}: set data.{use}.source to others."
                 )
             return load_prompts(
                 config,

@@ -15,6 +15,7 @@ from firm.alignment.prompt_data import load_prompts
 from firm.base.inside import replace_text, whole_folder
 from firm.base.randomness import RandomStream
 from firm.base.sanitize import legible, printable
+from firm.fronts.front import differing_figure
 from firm.jobs.alignment_config import DEFAULT_SPLITS, GIVEN, NO_PROMPTS
 from firm.jobs.configs import CompareConfig
 from firm.jobs.fetch import fetch_policy
@@ -37,6 +38,7 @@ from firm.run.files import file_errors, write_csv
 from firm.run.guard import drawing
 from firm.run.names import dated_folder
 from firm.run.progress import SamplingLines, print_table, say
+from firm.run.resuming import CONFIG_NAME
 from firm.run.shipped import with_shipped_paths
 
 PAGE_NAME = "evaluation.html"
@@ -95,8 +97,9 @@ def compare(cfg: CompareConfig) -> ComparisonResult:
         calibrations = frozen_calibrations(cfg.rewards, records[0])
     evaluations = _evaluations(cfg, folder_by_name, calibrations)
     base = evaluations.pop(BASE)
+    mapped = [name for name, own in calibrations.items() if own.method != "none"]
     tables = {
-        name: evaluation.comparison(base, has_rewards=True)
+        name: evaluation.comparison(base, rewards=mapped)
         for name, evaluation in evaluations.items()
     }
     samples = shown_samples({BASE: base, **evaluations}, cfg.num_shown_samples)
@@ -183,8 +186,9 @@ def check_comparable(runs: Sequence[Path], records: Sequence[Record], *, calibra
                     "run as --adapters to ignore its settings."
                 )
         maps = [r.header.get("calibration") or {} for r in (first, record)]
-        for name in [name for name in maps[0] if name in maps[1] and calibrated]:
-            if maps[0][name] != maps[1][name]:
+        common = [name for name in first.objectives if name in maps[0] and name in maps[1]]
+        for name in common if calibrated else ():
+            if differing_figure(maps[0][name], maps[1][name]):
                 ours, theirs = (
                     ", ".join(
                         f"{key} {v:.6g}" if isinstance(v, float) else f"{key} {v}"
@@ -201,13 +205,16 @@ def check_comparable(runs: Sequence[Path], records: Sequence[Record], *, calibra
 
 def _check_held_out(cfg: CompareConfig, records: Sequence[Record]) -> None:
     """Raises `UserError` if a run was trained on prompts that the first one held out."""
-    for run, record in zip(cfg.runs[1:], records[1:], strict=True):
+    others = [path for path in cfg.adapters if (path / CONFIG_NAME).is_file()]
+    records = [*records[1:], *map(checked_record, others)]
+    for run, record in zip([*cfg.runs[1:], *others], records, strict=True):
         own, data = run_settings(record), record.settings.get("data") or {}
         is_same = (own.get("held_out"), own.get("held_out_seed")) == (
             cfg.held_out,
             cfg.held_out_seed,
         )
-        if not is_same and (data.get("train") or {}).get("source") == cfg.prompts.source:
+        source = with_shipped_paths((data.get("train") or {}).get("source"))
+        if not is_same and source == cfg.prompts.source:
             raise UserError(
                 f"{run} did not hold out the prompts that {cfg.runs[0]} did (data.hold_out, "
                 "data.hold_out_seed, and the seed without it), so that it was trained on some of "

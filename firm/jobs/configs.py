@@ -141,7 +141,7 @@ class MethodConfig:
     """train: one training per preference; soup: one training per objective, and weighted means of
     their adapters (Rewarded Soups, arXiv:2306.04488); ties, dare_linear and dare_ties: the same,
     merged by these methods; front: one training of a policy conditioned
-    on the preference, folded at each preference."""
+    on the preference, whose adapters are compared at equal shares, folded at each preference."""
     overrides: dict[str, Any] = field(default_factory=dict)
     """Keys to override, with their values, such as {strategy.beta: 0}; they take precedence over
     the sweep's overrides."""

@@ -187,8 +187,9 @@ def run_seed(cfg: ClassicConfig, name: str, splits: Splits, path: Path, seed: in
     )
     rounds, free = algorithm.rounds or cfg.rounds, [*FREE_KEYS, f"algorithms.{name}.rounds"]
     if is_there := bool(cfg.resume) and (path / "run.json").exists():
-        measured = last_evaluation(Run(path).rows())
-        if is_done(measured, rounds, cfg.target_loss):
+        measured, kept = last_evaluation(Run(path).rows()), Run(path).latest_checkpoint()
+        is_kept = measured is not None and kept is not None and kept[0] == measured["round"]
+        if is_kept and is_done(measured, rounds, cfg.target_loss):
             Run(path).check_same(settings, ignore=[*free, "rounds"])
             return
         if measured is not None and measured["round"] > rounds:

@@ -28,7 +28,7 @@ from firm.run.progress import print_table, say
 from firm.run.shipped import with_shipped_paths
 from reward_models import training
 from reward_models.config import RewardModelConfig
-from reward_models.registry import load_reward_models, reward_settings
+from reward_models.registry import load_reward_model, reward_settings
 from reward_models.training_config import RewardConfig
 
 SETTINGS_NAME = "reward.yaml"
@@ -80,8 +80,8 @@ def train_reward(cfg: RewardConfig) -> TrainedReward:
         reward = training.new_reward(cfg)
         # before the training, which would be lost with them
         differences = {
-            name: training.score_differences(own, held_out)
-            for name, own in load_reward_models(others).items()
+            name: training.score_differences(load_reward_model(own, name), held_out)
+            for name, own in others.items()
         }
     except ValueError as error:
         raise UserError(str(error)) from error

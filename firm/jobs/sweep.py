@@ -39,10 +39,11 @@ from firm.run.tracking import open_tracker
 MERGES = {"soup": "mean", "ties": "ties", "dare_linear": "dare_linear", "dare_ties": "dare_ties"}
 """Ways to merge the adapters of single objectives, by a method's kind."""
 MEASURED = {
-    "rewards": "rewards in [0, 1] on",
-    "pairs": "accuracies on held-out pairs of replies to",
+    "reward in [0, 1]": "rewards in [0, 1] on",
+    "reward": "rewards on",
+    "accuracy on pairs": "accuracies on held-out pairs of replies to",
 }
-"""Description of a front's figures, by the key of the objectives."""
+"""Words before the number of prompts, by `Front.measure`."""
 
 
 @dataclass(frozen=True)
@@ -310,9 +311,11 @@ def _run_config(
         trained = PointConfig(point.method, _equal_shares(objectives), point.seed)
         if point.name == trained.name:  # the sweep runs its preferences as separate points
             overrides["policy.conditioning.kind"] = "preference"
-            overrides["evaluation.preferences"] = []
+            overrides |= {"evaluation.preferences": [], "evaluation.num_refined": 0}
         else:
             overrides["policy.conditioning.kind"] = "none"  # its adapter is folded
+            overrides |= {"evaluation.preferences": None, "evaluation.num_refined": 0}
+            overrides |= {"groups": {}, "policy.lora.freeze_a": False}  # nothing is trained
             overrides["start"] = {str(out / "points" / trained.name / "adapter"): 1.0}
             overrides["start_preference"] = list(point.preference)
             overrides["rounds"] = 0
@@ -390,9 +393,8 @@ def main(cfg: SweepConfig) -> Path | None:
     result = sweep(cfg)
     if result is None:
         return None
-    key = _base(cfg).objectives_key
     for method, front in result.fronts.items():
-        _print_front(method, front, MEASURED[key])
+        _print_front(method, front, MEASURED[front.measure])
     print(legible(f"report   {result.report}"))
     return result.path
 

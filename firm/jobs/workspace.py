@@ -146,10 +146,10 @@ def _read_logged(path: Path) -> _Logged:
     records = [record for run in paths if (record := read_record(run)).rounds]
     if not records:
         raise UserError(f"{path} has no completed round to draw; rerun after the first round.")
-    objectives, names = records[0].objectives, set[str]()
+    names = set[str]()
     for record in records:
-        names |= {name for row in record.rows for name in flatten(row, objectives)}
-        names |= means(record.rows, objectives).keys()
+        names |= {name for row in record.rows for name in flatten(row, record.objectives)}
+        names |= means(record.rows, record.objectives).keys()
     has_samples = any(record.samples for record in records)
     return _Logged(records[0], frozenset(names), has_samples, is_one=not is_sweep)
 

@@ -115,8 +115,9 @@ def prepare_server(kit: Path, *, controller: str, arguments: Mapping[str, Any]) 
     for component in resources["components"]:
         if component["id"] == "job_manager":
             component["args"]["uri_root"] = str((kit / "jobs").resolve())
-        if component["id"] == "job_scheduler":  # a job waits for its sites, however long
-            component["args"] |= {"max_schedule_count": 2**31, "max_schedule_interval": 10.0}
+        if component["id"] == "job_scheduler":  # a job waits for its sites, for more than a day
+            # FLARE computes 2 to the power of the count, which overflows at 1024
+            component["args"] |= {"max_schedule_count": 1000, "max_schedule_interval": 120.0}
     _write(kit / "local/resources.json", resources)
     _restrict(kit, SERVER_RIGHTS)
 

@@ -9,7 +9,8 @@ import numpy as np
 
 from firm.base.quantities import QUANTITIES, Quantity
 from firm.report.plane import ACCURACY
-from firm.report.tables import Frame, How, Setting
+from firm.report.record import Record
+from firm.report.tables import Frame, How, Setting, scales
 from firm.run.comparison import score_label
 from firm.run.errors import UserError
 
@@ -86,8 +87,14 @@ def criteria_of(settings: Sequence[Setting]) -> list[Criterion]:
             own = replace(quantity, axis=LOG_TICKS)  # losses that approach a target
         if quantity.name == "rewards" and learns_from_pairs:
             own = replace(quantity, title="accuracy on pairs", unit=ACCURACY, help="")
+        elif quantity.name == "rewards" and not all(_are_bounded(record) for record in records):
+            own = replace(quantity, unit="mean reward", help="")
         criteria.append(Criterion(own, final, curve, runs.most_common(1)[0][0]))
     return criteria
+
+
+def _are_bounded(record: Record) -> bool:
+    return all(record.is_bounded(name) for name in record.objectives)
 
 
 def comparable(settings: Sequence[Setting]) -> tuple[list[Setting], list[str]]:
@@ -117,6 +124,27 @@ def comparable(settings: Sequence[Setting]) -> tuple[list[Setting], list[str]]:
             "no run has a valid evaluation; run the study again in another folder (--out)."
         )
     return kept, notices
+
+
+def comparable_groups(settings: Sequence[Setting]) -> tuple[list[list[Setting]], list[str]]:
+    """Returns `comparable` settings by group of equal objectives and calibrations, and sentences.
+
+    Raises:
+        UserError: No run is left in any group.
+    """
+    groups, notices, problem = [], list[str](), None
+    for group in scales(settings):
+        try:
+            kept, own = comparable(group)
+        except UserError as error:
+            problem = error
+            notices += [f"{setting.name} is left out: it has no valid rows." for setting in group]
+            continue
+        groups.append(kept)
+        notices += own
+    if not groups and problem is not None:
+        raise problem
+    return groups, notices
 
 
 # --- Final values ---------------------------------------------------------------------------------

@@ -100,7 +100,7 @@ def front_page(
     points = [point for front in fronts.values() for point in front.points]
     num_collapsed = sum(point.collapse is not None for point in points)
     data = data_of(fronts)
-    scale = prose(f"scale-{data}")[1]
+    scale = prose("scale-raw" if first.measure == "reward" else f"scale-{data}")[1]
     facts = {
         "Methods": ", ".join(fronts),
         "Objectives": ", ".join(first.objectives),

@@ -15,7 +15,7 @@ from typing import Any
 from firm.report import formats
 from firm.report import settings_sections as sections
 from firm.report import settings_tables as tables
-from firm.report.criteria import Column, Criterion, comparable, criteria_of
+from firm.report.criteria import Column, Criterion, comparable_groups, criteria_of
 from firm.report.page import (
     Block,
     Choice,
@@ -37,7 +37,6 @@ from firm.report.static import PaperFigure, curves_figure, plane_figure
 from firm.report.tables import (
     COLORS,
     Setting,
-    scales,
     seeds_text,
     settings_of,
     span_text,
@@ -99,9 +98,9 @@ def settings_page(
     """
     records = [record for setting in settings for record in setting.records]
     notices = [*notes, *untrained_notes(records), *left_out_notes(records)]
-    settings, left_out = comparable(settings)
+    groups, left_out = comparable_groups(settings)
     notices += left_out
-    groups = scales(settings)
+    settings = [setting for group in groups for setting in group]
     warnings = alarms_of(settings)
     if num_hidden := len(warnings[NUM_ALARMS:]):
         notices.append(f"{formats.count(num_hidden, 'more warning')} in the logs of the runs.")
@@ -300,8 +299,7 @@ def study_figures(
         known = [label for label in labels if any(record.rows for record in runs.get(label, ()))]
         if not known:
             continue
-        settings, _ = comparable(settings_of({label: runs[label] for label in known}))
-        groups = scales(settings)
+        groups, _ = comparable_groups(settings_of({label: runs[label] for label in known}))
         for place, group in enumerate(groups, start=1):
             stem = [name, str(place) if len(groups) > 1 else ""]
             for kind, figure in _figures(group, half_life, folder).items():

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pandas as pd
 
-from firm.report.criteria import comparable, criteria_of
+from firm.report.criteria import comparable_groups, criteria_of
 from firm.report.record import Record, read_record, study_records
 from firm.report.settings_tables import difference_table
 from firm.report.tables import Frame, Setting, scales, settings_of
@@ -35,7 +35,8 @@ def settings_in(study: Path) -> list[Setting]:
             runs.setdefault(folder.parent.name, []).append(read_record(folder))
     if not runs:
         raise UserError(f"{study} contains no evaluated runs of a study; pass a study's folder.")
-    return comparable(settings_of(runs))[0]
+    groups, _ = comparable_groups(settings_of(runs))
+    return [setting for group in groups for setting in group]
 
 
 def print_differences(study: Path, against: str) -> None:

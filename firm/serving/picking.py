@@ -98,11 +98,12 @@ class PickedModel:
         is_apart = self.front.has_validation
         if self.certificate is not None:
             is_apart = self.certificate.num_models == 1
+        front_every = " and evaluation.front_every" if self.front.is_conditioned else ""
         selected = (
             " It was selected by rewards on validation prompts."
             if is_apart
             else " It was selected on the same prompts, so expect a little less: runs with "
-            "evaluation.num_validation_prompts above 0 select on others."
+            f"evaluation.num_validation_prompts above 0{front_every} select on others."
         )
         return f"Measured on {prompts} at the end of its run.{selected}{nearby}"
 
@@ -242,7 +243,7 @@ def merged_card(picked: PickedModel) -> ModelCard:
 
 {picked.evidence}
 
-{markdown_table(["reward in [0, 1]", "base", "expected"], picked.reward_rows)}"""
+{markdown_table([picked.front.measure, "base", "expected"], picked.reward_rows)}"""
     return model_card(
         base_model,
         picked.in_words(picked.target),

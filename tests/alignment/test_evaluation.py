@@ -182,7 +182,7 @@ def test_the_table_sets_base_and_final_side_by_side():
 
 def test_rewards_in_0_to_1_follow_the_scores_when_asked_for():
     base, final = run(policy()), run(policy(extra_words=2))
-    plain, table = final.comparison(base), final.comparison(base, has_rewards=True)
+    plain, table = final.comparison(base), final.comparison(base, rewards=["words"])
     assert [row.name for row in table][:3] == ["words", "match", "words in [0, 1]"]
     assert [row for row in table if row.name != "words in [0, 1]"] == plain
     reward, raw = table[2], table[0]
@@ -239,7 +239,7 @@ def test_the_change_is_that_of_prompts_on_which_both_have_a_score():
     base, final = having([1.0, 2, nan, 5, 6, nan]), having([2.0, nan, 3, 5, 8, nan])
     change = final.row(base, round=1, split="test")["change"]["words"]
     assert change == {"mean": 1.0, "se": pytest.approx(1 / 3**0.5), "num_prompts": 3}  # 1, 0, 2
-    scores, line = final.comparison(base, has_rewards=True)[:2]
+    scores, line = final.comparison(base, rewards=["words"])[:2]
     assert scores.cells()[0] == "words, 3 prompts"
     assert (line.base, line.aligned, line.change) == (3.5, 4.5, 1.0)
     with pytest.raises(ValueError, match=r"^1 of 6 .* a score of 'words' of both policies, and"):

@@ -149,6 +149,15 @@ def test_too_many_undone_updates_end_the_run_with_the_last_good_adapter():
     assert len(alarms) == 3
 
 
+def test_a_limit_that_is_lowered_below_the_updates_undone_ends_the_run_at_the_next():
+    before = KLGuard(GuardConfig())
+    state, _ = rounds(before, [0.0, 1.0, 9.0, 9.0])
+    guard = KLGuard(GuardConfig(max_rollbacks=1))
+    guard.restore(before.state())
+    guard.judge(clients(9.0), state, server(5, 5.0))
+    assert "after 2 undone updates" in guard.stopped
+
+
 def test_an_undone_round_has_the_adapter_of_an_earlier_one():
     guard = KLGuard(GuardConfig())
     state, alarms = rounds(guard, [0.0, 9.0, 0.0, 9.0])  # round 3 starts from round 2's state

@@ -132,6 +132,20 @@ CASES = {
         ],
         ["cannot train a policy with policy.conditioning.kind preference", "firm pick --require"],
     ),
+    "a conditioned policy under fixed weights": (
+        [
+            *["--policy.conditioning.kind", "preference", "--estimator.name", "critic_free"],
+            *["--strategy.name", "fedavg", "--strategy.weights", "[0.7, 0.3]"],
+        ],
+        ["strategy.weights must be null with policy.conditioning.kind preference"],
+    ),
+    "a conditioned policy under a server's weights": (
+        [
+            *["--policy.conditioning.kind", "preference", "--estimator.name", "critic_free"],
+            *["--strategy.name", "fedcmoo"],
+        ],
+        ["strategy fedcmoo cannot train a policy with policy.conditioning.kind preference"],
+    ),
     "a sum of rewards before weights are solved": (
         ["--estimator.name", "critic_free", "--estimator.aggregation", "sum_then_normalize"],
         ["must not be sum_then_normalize with strategy firm", "use strategy fedavg with"],

@@ -8,6 +8,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from firm.alignment import AlignmentClient
 from firm.cli.main import COMMANDS
 from firm.fronts import Front
 from firm.jobs.alignment import align
@@ -100,6 +101,38 @@ def test_no_fold_of_an_earlier_end_stays_beside_the_front(tmp_path):
     assert {row["round"] for row in rows} == {2}
     kept = {tuple(row["preference"]): row["rewards"]["brevity"]["mean"] for row in rows}
     assert {point.preference: point.rewards["brevity"] for point in front.points} == kept
+
+
+def test_a_conditioned_run_that_ends_early_measures_its_last_front(tmp_path, monkeypatch):
+    options = ("--out", tmp_path / "run", *FRONT, "--evaluation.preferences", "[[1, 0], [0, 1]]")
+    options = (*options, "--evaluation.front_every", 8)
+    train = AlignmentClient.batches
+
+    def stopped(client, num_steps):
+        if client._round == 3:
+            raise KeyboardInterrupt
+        return train(client, num_steps)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(AlignmentClient, "batches", stopped)
+        with pytest.raises(KeyboardInterrupt):
+            run(*options, "--rounds", 3)
+    path = run(*options, "--rounds", 2, "--resume", "true")
+    rows = read_rows(path, "evaluation")
+    measured = {row["round"] for row in rows if row["split"].startswith("validation at ")}
+    assert measured == {0, 2}
+    assert "was not measured" not in final_row(read_record(path))["adapter_reason"]
+
+
+def test_training_data_that_have_changed_are_refused(tmp_path, refusal):
+    prompts = tmp_path / "prompts.jsonl"
+    lines = [json.dumps({"prompt": f"Question {n}?"}) for n in range(12)]
+    prompts.write_text("\n".join(lines))
+    options = ("--data.train.source", prompts, "--data.train.split", "train", *OPTIONS)
+    path = run("--out", tmp_path / "run", "--rounds", 1, *options)
+    prompts.write_text("\n".join(lines[1:]))
+    arguments = ["--config", SMOKE, "--out", path, "--resume", *options, "--rounds", 2]
+    assert "the training data differ from those that the run" in refusal(align_cli, arguments)
 
 
 def test_fewer_rounds_than_are_done_are_refused(begun, refusal):

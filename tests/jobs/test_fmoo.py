@@ -13,6 +13,7 @@ import torch
 
 from firm.cli.main import COMMANDS
 from firm.federation import ServerState
+from firm.federation.serialization import pack
 from firm.federation.strategies import STRATEGIES
 from firm.fmoo import DatasetConfig, Splits, TaskData, load_data
 from firm.fmoo import measures as fmoo_measures
@@ -25,6 +26,7 @@ from firm.jobs.fmoo_config import ClassicConfig, attack_on
 from firm.report import read_record
 from firm.report.tables import Setting
 from firm.run import Run, UserError, pace, parse
+from firm.run.checkpoint import load_state
 from firm.run.shipped import CONFIGS
 from tests.runs import edit_rows, read_rows, write_classic_run
 from tests.wandb_files import started
@@ -525,6 +527,16 @@ def test_bad_input_ends_in_one_line(arguments, message, refusal, tmp_path):
 def test_nobody_else_can_enter_a_study(study):
     for folder in (study, *study.glob("*/seed_*")):
         assert folder.stat().st_mode & 0o777 == 0o700
+
+
+def test_a_run_whose_last_checkpoint_is_gone_is_not_finished(tmp_path):
+    out = main(_config(tmp_path / "study", "--seeds", "[0]"))
+    (run,) = (folder for folder in sorted(out.glob("*/seed_0"))[:1])
+    last = max((run / "checkpoints").glob("round_*"))
+    before = load_state(last)
+    shutil.rmtree(last)
+    main(_config(out, "--seeds", "[0]", "--resume", "true"))
+    assert pack(load_state(last)["server"]) == pack(before["server"])
 
 
 def test_a_study_is_never_overwritten(study, refusal):

@@ -446,13 +446,16 @@ def test_models_and_tokenizers_of_other_kinds_are_one_line(model, tokenizer, tmp
 def test_what_a_program_has_set_changes_no_run_and_stays(result, model, tmp_path):
     logging.enable_progress_bar()
     torch.set_default_dtype(torch.float64)
+    torch.set_num_threads(num_threads := 3)  # the run takes one
     try:
         with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
             run = firm.align(model, REWARDS, PROMPTS, settings=SETTINGS, out=tmp_path / "run")
             assert not torch.is_grad_enabled()
         assert torch.get_default_dtype() == torch.float64
+        assert torch.get_num_threads() == num_threads
     finally:
         torch.set_default_dtype(torch.float32)
+        torch.set_num_threads(1)
     assert logging.is_progress_bar_enabled()
     adapter = read_adapter(run.path)
     assert all(torch.equal(own, adapter[n]) for n, own in read_adapter(result.path).items())

@@ -9,6 +9,7 @@ import shutil
 import signal
 import sys
 import time
+from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 
@@ -20,7 +21,7 @@ from safetensors.torch import load_file
 from firm.base.preferences import NamedShares
 from firm.fronts import Front, Point, grid
 from firm.jobs.configs import MethodConfig, SweepConfig
-from firm.jobs.sweep import _check_reference, main, row_rewards
+from firm.jobs.sweep import _check_reference, main, row_rewards, sweep_configs
 from firm.report import read_record
 from firm.run import Sweep, UserError, parse
 from tests.nursery import forked_workers
@@ -364,6 +365,18 @@ def test_a_sweep_with_a_failed_point_shows_the_others_and_names_it(swept, tmp_pa
     names = {point.name for point in Front.load(out / "firm.front.json").points}
     assert names == {"firm-100_0-seed_0", "firm-0_100-seed_0"}
     assert all(name in page for name in names)
+
+
+def test_a_front_is_swept_on_a_base_with_fronts_and_groups_of_its_own():
+    cfg = SweepConfig(
+        base="configs/miniature_front.yaml",  # with refined preferences
+        overrides={"groups": {"own": {"clients": [0], "preferences": [[0.9, 0.1]]}}},
+        methods={"one": MethodConfig(kind="front")},
+        preferences=[[1, 0], [0, 1]],
+    )
+    configs = sweep_configs(cfg, Path("runs"))
+    kinds = Counter(own.policy.conditioning.kind for own in configs.values())
+    assert kinds == {"preference": 1, "none": 2}
 
 
 def test_four_objectives_without_moocore_keep_their_front(monkeypatch):

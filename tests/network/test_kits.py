@@ -121,7 +121,8 @@ def test_one_class_may_run_at_each_party_and_a_gate_stands_before_it(made):
         assert gate in paths
         by_id = {component["id"]: component for component in resources["components"]}
         if party == "server":  # where FLARE would give a run up after ten tries
-            assert by_id["job_scheduler"]["args"]["max_schedule_count"] > 1_000_000
+            patience = by_id["job_scheduler"]["args"]
+            assert 100 < patience["max_schedule_count"] < 1024  # 2 to its power is a float
         assert not [path for path in paths if path.endswith("JobLauncher")]
 
 

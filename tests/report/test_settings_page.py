@@ -8,7 +8,7 @@ import pytest
 from scipy import stats
 
 from firm.report import read_record
-from firm.report.criteria import criteria_of
+from firm.report.criteria import comparable_groups, criteria_of
 from firm.report.formats import measure, number, size
 from firm.report.ledger import stage_seconds, total_bytes, uploads_so_far
 from firm.report.plane import KL
@@ -238,6 +238,16 @@ def test_with_one_objective_the_reward_stands_against_the_kl(make_study, tmp_pat
     assert trace["x"] == [record.evaluations["test"][-1]["kl"] for record in runs["FIRM"]]
     assert not any(name.startswith("weights") for name in shown)
     assert setting_clouds(settings_of(runs), folder=tmp_path)[0].means[0].place[KL] > 0
+
+
+def test_settings_with_other_objectives_are_in_the_study_too(make_study, tmp_path):
+    more = make_study("more")["more"]
+    fewer = make_study("fewer", objectives=("helpful",))["fewer"]
+    groups, notices = comparable_groups(settings_of({"more": more, "fewer": fewer}))
+    assert [[setting.name for setting in group] for group in groups] == [["more"], ["fewer"]]
+    assert notices == []
+    page = write_settings_page(tmp_path / "report.html", {"more": more, "fewer": fewer}).read_text()
+    assert "is left out" not in page
 
 
 def rescaled(row):

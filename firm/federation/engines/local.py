@@ -15,7 +15,7 @@ from typing import Any, Protocol
 
 import torch
 
-from firm.base.errors import RolloutError, TeamLost, WithheldError
+from firm.base.errors import TeamLost, WithheldError
 from firm.base.state import State
 from firm.base.user_code import ENDS
 from firm.federation.client import Client, Failure, LazyClients, Reply
@@ -29,15 +29,11 @@ from firm.federation.engines.engine import (
 )
 from firm.federation.engines.time_limit import GRACE, time_limit
 from firm.federation.messages import Request
+from firm.federation.processes import MACHINE_ERRORS, SHARED_ERRORS
 from firm.federation.serialization import packed_size
 from firm.federation.tasks import TASKS
 
 logger = logging.getLogger(__name__)
-
-_SHARED = (MemoryError, torch.OutOfMemoryError, RolloutError)
-"""Errors of what all clients of this program share."""
-MACHINE_ERRORS = (OSError, *_SHARED)
-"""Errors caused by the machine rather than the batch. TimeoutError, an OSError, is excluded."""
 
 
 class StateMissing(RuntimeError):
@@ -297,7 +293,7 @@ class LocalEngine:
                 bytes_down,
                 kind=error_kind(own),
                 cause=error,
-                is_of_machine=isinstance(own, _SHARED),
+                is_of_machine=isinstance(own, SHARED_ERRORS),
             )
             if isinstance(own, MACHINE_ERRORS) and not isinstance(own, TimeoutError):
                 return outcome

@@ -29,6 +29,12 @@ try:
         1 / (1 - team.rank)
 except Exception as error:
     print("together", type(error).__name__, error)
+try:
+    with team.unanimous():
+        if team.rank:
+            raise MemoryError("full")
+except Exception as error:
+    print("machine", type(error).__name__)
 with team.unanimous():
     print("again", "fine")
 message = {"half": torch.tensor(0.5)} if processes.is_server else None
@@ -94,14 +100,15 @@ def test_the_thread_that_receives_has_freed_its_tensors_when_the_message_is_ther
 def test_two_members_sum_gather_and_fail_together(two_processes):
     members = two_processes(MEMBER)
     first, second = (member.stdout.splitlines() for member in members)
-    assert len(second) == 5, members[1].stderr
+    assert len(second) == 6, members[1].stderr
     assert first[0] == f"sum {[[3.0] * 3] * 2} {[[1.0] * 3] * 2}"
     assert second[0] == f"sum {[[3.0] * 3] * 2} {[[2.0] * 3] * 2}"
     assert first[1] == second[1] == "gather [0, 5]"
     assert first[2].startswith("together RuntimeError process 1 of the client's 2 failed: ZeroDiv")
     assert second[2] == "together ZeroDivisionError division by zero"
-    assert first[3] == second[3] == "again fine"
-    assert second[4] == "broadcast {'half': tensor(0.5000)}"
+    assert first[3] == second[3] == "machine MemoryError"
+    assert first[4] == second[4] == "again fine"
+    assert second[5] == "broadcast {'half': tensor(0.5000)}"
     assert first[-1].startswith("lost process 1 of the run's 2 is gone")
 
 
