@@ -111,16 +111,26 @@ class Round:
             count = self._bytes.setdefault(item.client, [0, 0])
             count[0] += item.bytes_down
             count[1] += item.bytes_up
-        replies, self.failures = accept(
-            request,
-            replies,
-            [*self.failures, *failures],
-            cfg=self._cfg,
-            check=check,
-            common=common,
-            may_fail=may_fail,
-        )
+        try:
+            replies, self.failures = accept(
+                request,
+                replies,
+                [*self.failures, *failures],
+                cfg=self._cfg,
+                check=check,
+                common=common,
+                may_fail=may_fail,
+            )
+        except RoundFailed as error:
+            error.spent = self._spent
+            raise
         return replies
+
+    @property
+    def _spent(self) -> tuple[int, int, float]:
+        """Bytes to and from the clients, and seconds, so far."""
+        down, up = (sum(counts[way] for counts in self._bytes.values()) for way in (0, 1))
+        return down, up, time.perf_counter() - self._start
 
     def train(
         self, fields: Mapping[str, Any], *, clients: Sequence[str] | None = None
@@ -182,9 +192,9 @@ class Round:
             replace(reply, bytes_down=down, bytes_up=up)
             for reply, (down, up) in ((reply, self._bytes[reply.client]) for reply in replies)
         ]
-        seconds = time.perf_counter() - self._start
+        spent = [self._spent, *(attempt.spent for attempt in self._state.attempts)]
+        down, up, seconds = (sum(own) for own in zip(*spent, strict=True))
         rows = round_metrics(self._state, after, totals, self.failures, seconds=seconds)
-        down, up = (sum(counts) for counts in zip(*self._bytes.values(), strict=True))
         rows["round"].update(bytes_down=down, bytes_up=up, **entries)
         for name in hidden:
             del rows["round"][name]
@@ -228,7 +238,7 @@ def with_retries(
             if len(state.attempts) >= cfg.round_retries:
                 raise
             logger.warning("%s. Trying the round again.", error.reason)
-            attempt = FailedAttempt(error.asked, error.failed)
+            attempt = FailedAttempt(error.asked, error.failed, error.spent)
             state = replace(state, attempts=(*state.attempts, attempt))
 
 

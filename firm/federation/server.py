@@ -41,6 +41,8 @@ class FailedAttempt(NamedTuple):
     """Names of the clients that received a request."""
     failed: tuple[str, ...]
     """Names of those that did not answer, or whose answers were refused."""
+    spent: tuple[int, int, float] = (0, 0, 0.0)
+    """Bytes to and from the clients, and seconds."""
 
 
 @dataclass(frozen=True)

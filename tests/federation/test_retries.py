@@ -50,6 +50,8 @@ def test_a_round_without_its_quorum_is_tried_again(engine, start):
     plain, plain_rows = fedavg(start, NAMES, engine, cfg)
     assert all(torch.equal(plain.adapter[n], state.adapter[n]) for n in plain.adapter)
     assert "retries" not in plain_rows["round"]
+    up, plain_up = rows["round"]["bytes_up"], plain_rows["round"]["bytes_up"]
+    assert up == plain_up * (6 + 8) // 8  # the first attempt's answers, too
 
 
 def test_a_retry_asks_others_where_there_are_some(engine, start):
