@@ -1,11 +1,8 @@
 """What others would have sent: the formulas against what the strategies themselves send."""
 
-from dataclasses import dataclass
-
 import pytest
 import torch
 
-from firm.federation.client import Client, Gradients
 from firm.federation.engines import LocalEngine
 from firm.federation.server import ServerState
 from firm.federation.strategies import STRATEGIES
@@ -20,6 +17,7 @@ from firm.report.ledger import (
 )
 from firm.report.record import read_record
 from firm.report.tables import Setting
+from tests.quadratic import QuadraticClient
 
 NUM_TRAINABLE = 20_000
 OVERHEAD = 4_000
@@ -37,50 +35,6 @@ CONFIGS = {
 }
 
 
-@dataclass
-class Batch:
-    whole: torch.Tensor
-
-    def minibatches(self):
-        yield self.whole
-
-
-class Quadratic(Client):
-    """Objective j is the half squared distance to its own target, in many dimensions."""
-
-    num_examples = 1
-
-    def __init__(self, name: str, objectives: tuple[str, ...]) -> None:
-        self.name, self.objectives = name, objectives
-        self._targets = torch.randn(len(objectives), NUM_TRAINABLE)
-        self._point = torch.zeros(NUM_TRAINABLE)
-
-    def load(self, adapter, round=1):
-        self._point = adapter["w"].clone()
-
-    def batches(self, num_steps):
-        return (Batch(torch.zeros(NUM_TRAINABLE)) for _ in range(num_steps))
-
-    def gradients(self, minibatch):
-        rows = self._point - self._targets
-        return Gradients(rows, rows.square().sum(dim=1) / 2)
-
-    def step(self, gradients, weights):
-        self._point -= 0.1 * weights.float() @ gradients.jacobian
-
-    def adapter(self):
-        return {"w": self._point.clone()}
-
-    def state(self):
-        return {}
-
-    def restore(self, state):
-        pass
-
-    def metrics(self):
-        return {}
-
-
 @pytest.mark.parametrize("algorithm", CONFIGS)
 @pytest.mark.parametrize("num_objectives", [2, 3])
 def test_the_formulas_are_what_the_strategies_send(algorithm, num_objectives):
@@ -88,8 +42,12 @@ def test_the_formulas_are_what_the_strategies_send(algorithm, num_objectives):
     objectives = ("a", "b", "c")[:num_objectives]
     names = ["client_0", "client_1"]
     cfg = CONFIGS[algorithm]
-    state = ServerState({"w": torch.zeros(NUM_TRAINABLE)}, objectives=objectives, seed=0)
-    engine = LocalEngine([Quadratic(name, objectives) for name in names])
+    adapter = {"w": torch.zeros(NUM_TRAINABLE)}
+    state = ServerState(adapter, objectives=objectives, seed=0)
+    targets = torch.randn(len(names), num_objectives, NUM_TRAINABLE)
+    options = {"objectives": objectives, "num_minibatches": 1, "parameters": adapter}
+    clients = [QuadraticClient(*each, **options) for each in zip(names, targets, strict=True)]
+    engine = LocalEngine(clients)
     _, rows = STRATEGIES[cfg.name](state, names, engine, cfg)
     each = UPLOADS[algorithm](num_objectives, NUM_TRAINABLE, 4 * NUM_TRAINABLE)
     assert 0 < rows["round"]["bytes_up"] - len(names) * each < len(names) * OVERHEAD

@@ -1,6 +1,5 @@
 """Rounds that ask more of clients than local training, on two processes as on one."""
 
-import runpy
 from pathlib import Path
 
 import pytest
@@ -11,8 +10,8 @@ from firm.federation.options.privacy import PrivacyConfig
 from firm.federation.serialization import pack
 from firm.federation.strategies import STRATEGIES
 from firm.federation.strategy_configs import FedCmooConfig, FirmConfig, FsmgdaConfig
+from tests.quadratic import QuadraticClient
 
-QuadraticClient = runpy.run_path(str(Path(__file__).parents[1] / "conftest.py"))["QuadraticClient"]
 NAMES = [f"client_{index}" for index in range(5)]
 PRIVACY = PrivacyConfig(clip_norm=0.1, noise_multiplier=1.0, at="client", noise_seed=3)
 CONFIGS = {
