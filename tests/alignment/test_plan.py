@@ -232,38 +232,48 @@ def test_the_policy_is_the_one_that_is_loaded(dtype, freeze_a):
     assert figures.num_trainable == sum(p.numel() for p in adapter_parameters(policy).values())
 
 
+TRAINER = (
+    "--policy.lora.target_modules", "[q_proj, v_proj]",
+    "--rollout.max_prompt_tokens", 40, "--rollout.max_new_tokens", 10,
+    "--estimator.batch_size", 16, "--estimator.minibatch_size", 8,
+)  # fmt: skip
+"""Settings of the trainers that `new_trainer` builds, and of the prompts that come with them."""
+
+
+@pytest.fixture
+def new_trainer(make_trainer, checkpoint, letter_count):
+    """Builds a trainer and prompts of 40 tokens: ``new_trainer(estimator, **policy)``."""
+    lora = LoraSettings(r=4, target_modules=["q_proj", "v_proj"])
+
+    def build(estimator: str, **policy):
+        cfg = PolicyConfig(str(checkpoint), lora=lora, **policy)
+        trainer = make_trainer(
+            rewards={letter: letter_count(letter) for letter in "ab"},
+            policy=load_policy(cfg, stream=RandomStream(0, "adapter"), num_objectives=2),
+            estimator=estimator,
+        )
+        torch.manual_seed(5)
+        query_ids = torch.randint(4, 10, (trainer.config.num_prompts, 40))
+        return trainer, queries(query_ids, trainer.tokenizer.batch_decode(query_ids))
+
+    return build
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("estimator", ["ppo", "critic_free"])
 @pytest.mark.parametrize("checkpointing", [False, True])
 @pytest.mark.filterwarnings("ignore:.*gradient_checkpointing.*:FutureWarning")
 def test_the_memory_of_an_update_is_what_the_trainer_takes(
-    make_trainer, checkpoint, letter_count, checkpointing, estimator
+    new_trainer, checkpoint, checkpointing, estimator
 ):
-    policy = PolicyConfig(
-        str(checkpoint),
-        gradient_checkpointing=checkpointing,
-        lora=LoraSettings(r=4, target_modules=["q_proj", "v_proj"]),
-    )
-    trainer = make_trainer(
-        rewards={letter: letter_count(letter) for letter in "ab"},
-        policy=load_policy(policy, stream=RandomStream(0, "adapter")),
-        estimator=estimator,
-    )
-    torch.manual_seed(5)
-    query_ids = torch.randint(4, 10, (trainer.config.num_prompts, 40))
-    prompts = trainer.tokenizer.batch_decode(query_ids)
-    experience = experience_of(trainer, rollouts_of(trainer, queries(query_ids, prompts)))
-    minibatch = experience.rows(np.arange(8))
+    trainer, asked = new_trainer(estimator, gradient_checkpointing=checkpointing)
+    minibatch = experience_of(trainer, rollouts_of(trainer, asked)).rows(np.arange(8))
     with LiveBytes(trainer.policy_model) as live:
         gradients = trainer.gradients(trainer.learner, minibatch)
     taken = live.peak - gradients.jacobian.nbytes
     cfg = config(
-        "--policy.path", checkpoint,
-        "--policy.lora.target_modules", "[q_proj, v_proj]",
+        "--policy.path", checkpoint, *TRAINER, "--estimator.name", estimator,
         "--policy.gradient_checkpointing", str(checkpointing).lower(),
-        "--rollout.max_prompt_tokens", 40, "--rollout.max_new_tokens", 10,
-        "--estimator.name", estimator,
-        "--estimator.batch_size", 16, "--estimator.minibatch_size", 8,
     )  # fmt: skip
     memory = plan_of(cfg).memory
     assert memory.update == pytest.approx(taken, rel=0.1)
@@ -271,34 +281,18 @@ def test_the_memory_of_an_update_is_what_the_trainer_takes(
     assert memory.saved < memory.update
 
 
-def test_the_memory_of_gradients_by_preference_is_what_the_trainer_takes(
-    make_trainer, checkpoint, letter_count
-):
+def test_the_memory_of_gradients_by_preference_is_what_the_trainer_takes(new_trainer, checkpoint):
     conditioning = ConditioningConfig(kind="preference")
-    lora = LoraSettings(r=4, target_modules=["q_proj", "v_proj"])
-    policy = PolicyConfig(str(checkpoint), lora=lora, conditioning=conditioning)
-    trainer = make_trainer(
-        rewards={letter: letter_count(letter) for letter in "ab"},
-        policy=load_policy(policy, stream=RandomStream(0, "adapter"), num_objectives=2),
-        estimator="critic_free",
-    )
-    torch.manual_seed(5)
-    query_ids = torch.randint(4, 10, (trainer.config.num_prompts, 40))
-    prompts = trainer.tokenizer.batch_decode(query_ids)
+    trainer, asked = new_trainer("critic_free", conditioning=conditioning)
     preferences = torch.tensor([[0.1, 0.9], [0.3, 0.7], [0.6, 0.4], [1.0, 0.0]])
-    experience = experience_of(
-        trainer, rollouts_of(trainer, queries(query_ids, prompts, preferences=preferences))
-    )
-    minibatch = experience.rows(np.array([0, 1, 4, 5, 8, 9, 12, 13]))  # two replies to each prompt
+    rollouts = rollouts_of(trainer, replace(asked, preferences=preferences))
+    # two replies to each prompt
+    minibatch = experience_of(trainer, rollouts).rows(np.array([0, 1, 4, 5, 8, 9, 12, 13]))
     with LiveBytes(trainer.policy_model) as live:
         gradients = trainer.gradients(trainer.learner, minibatch, by_preference=True)
     cfg = config(
-        "--policy.path", checkpoint,
-        "--policy.lora.target_modules", "[q_proj, v_proj]",
+        "--policy.path", checkpoint, *TRAINER, "--estimator.name", "critic_free",
         "--policy.conditioning.kind", "preference",
-        "--rollout.max_prompt_tokens", 40, "--rollout.max_new_tokens", 10,
-        "--estimator.name", "critic_free",
-        "--estimator.batch_size", 16, "--estimator.minibatch_size", 8,
     )  # fmt: skip
     memory = plan_of(cfg).memory
     assert len(gradients.jacobian) == 4 * 2
@@ -309,19 +303,11 @@ def test_the_memory_of_gradients_by_preference_is_what_the_trainer_takes(
 @pytest.mark.slow
 @pytest.mark.parametrize("estimator", ["ppo", "critic_free"])
 def test_the_memory_of_stacked_updates_is_what_their_trainers_take(
-    make_trainer, checkpoint, letter_count, estimator
+    new_trainer, checkpoint, estimator
 ):
-    lora = LoraSettings(r=4, target_modules=["q_proj", "v_proj"])
-    rewards = {letter: letter_count(letter) for letter in "ab"}
-    policy = load_policy(
-        PolicyConfig(str(checkpoint), lora=lora), stream=RandomStream(0, "adapter")
-    )
-    trainer = make_trainer(rewards=rewards, policy=policy, estimator=estimator)
-    new_trainer = stacked_trainers(trainer)
-    torch.manual_seed(5)
-    query_ids = torch.randint(4, 10, (trainer.config.num_prompts, 40))
-    asked = queries(query_ids, trainer.tokenizer.batch_decode(query_ids))
-    trainers = [new_trainer() for _ in range(3)]
+    trainer, asked = new_trainer(estimator)
+    new_stacked = stacked_trainers(trainer)
+    trainers = [new_stacked() for _ in range(3)]
     for each in trainers:
         each.learner = each.new_learner()
     minibatches = [experience_of(t, rollouts_of(t, asked)).rows(np.arange(8)) for t in trainers]
@@ -329,11 +315,8 @@ def test_the_memory_of_stacked_updates_is_what_their_trainers_take(
         pairs = zip(trainers, minibatches, strict=True)
         found = lockstep([partial(t.gradients, t.learner, minibatch) for t, minibatch in pairs])
     cfg = config(
-        "--policy.path", checkpoint,
-        "--policy.lora.target_modules", "[q_proj, v_proj]",
-        "--rollout.max_prompt_tokens", 40, "--rollout.max_new_tokens", 10,
-        "--estimator.name", estimator, "--engine", "stacked", "--num_clients", 3,
-        "--estimator.batch_size", 16, "--estimator.minibatch_size", 8,
+        "--policy.path", checkpoint, *TRAINER, "--estimator.name", estimator,
+        "--engine", "stacked", "--num_clients", 3,
     )  # fmt: skip
     memory = plan_of(cfg).memory
     assert memory.jacobian == sum(gradients.jacobian.nbytes for gradients in found)
