@@ -19,7 +19,7 @@ class RoundFailed(RuntimeError):
         super().__init__(f"{reason}; repair the cause, then resume from round {number - 1}.")
         self.reason = reason
         self.asked, self.failed = tuple(asked), tuple(failed)
-        self.spent = 0, 0, 0.0
+        self.spent: tuple[int, int, float] = (0, 0, 0.0)
         """Bytes to and from the clients, and seconds."""
 
 
