@@ -480,6 +480,7 @@ class MultiObjectiveTrainer:
         estimator: Any = learner.estimator
         size = self.config.micro_batch_size or f"{own.num_rows}, the whole minibatch"
         key = f"estimator.micro_batch_size, now {size}"
+        set_mode(self.policy_model, is_training=True)
         with (
             self.team.unanimous(),
             memory_advice(f"lower {key}, or set policy.gradient_checkpointing"),

@@ -327,14 +327,17 @@ def _deviations(weights: Sequence[torch.Tensor]) -> torch.Tensor:
     return stacked - stacked.mean(dim=0)
 
 
-def drift(adapters: Sequence[Adapter], mean: Adapter, start: Adapter) -> float:
-    """Returns the spread of the clients' adapters relative to their mean update.
+def drift(adapters: Sequence[Adapter], after: Adapter, start: Adapter) -> float:
+    """Returns the spread of the clients' adapters relative to the server's step.
 
-    This is the mean over clients of ‖θ_c - θ̄‖, divided by ‖θ̄ - θ_t‖; 0 if θ̄ equals θ_t.
+    This is the mean over clients of ‖θ_c - θ̄‖, with their plain mean θ̄, divided by ‖θ_{t+1} - θ_t‖;
+    0 if θ_{t+1} equals θ_t.
     """
-    progress = _distance(mean, start)
+    progress = _distance(after, start)
     if progress == 0.0:
         return 0.0
+    count = len(adapters)
+    mean = {name: sum(own[name].double() for own in adapters) / count for name in start}
     return sum(_distance(adapter, mean) for adapter in adapters) / len(adapters) / progress
 
 

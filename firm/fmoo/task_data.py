@@ -97,6 +97,11 @@ class TaskData:
     def __post_init__(self) -> None:
         _check_inputs(self.inputs)
         _check_targets(self)
+        for name in {"mean", "se"}.intersection((*self.objectives, *(self.natural_names or ()))):
+            raise ValueError(
+                f"objectives and clients must not be called {name}, which is a figure of a score: "
+                f"choose another name, such as {name}_."
+            )
         if self.num_outputs is None:
             object.__setattr__(self, "num_outputs", _default_outputs(self))
         if self.num_tokens is None and self.inputs.dtype == torch.int64:
@@ -210,6 +215,19 @@ class Splits:
                     f"{name} samples must have the objectives of the training samples, "
                     f"{', '.join(self.train.objectives)}, got {', '.join(part.objectives)}."
                 )
+            if part.losses != self.train.losses:
+                raise ValueError(
+                    f"{name} samples must have the losses of the training samples, "
+                    f"{', '.join(self.train.losses)}, got {', '.join(part.losses)}."
+                )
+        parts = {name: getattr(self, name) for name in ("train", "validation", "test")}
+        widths = zip(*(part.num_outputs for part in parts.values()), strict=True)
+        num_outputs = tuple(map(max, widths))  # also of classes that only one part has
+        num_tokens = max((p.num_tokens for p in parts.values() if p.num_tokens), default=None)
+        for name, part in parts.items():
+            if (part.num_outputs, part.num_tokens) != (num_outputs, num_tokens):
+                own = replace(part, num_outputs=num_outputs, num_tokens=num_tokens)
+                object.__setattr__(self, name, own)
 
     def to(self, device: torch.device) -> "Splits":
         """Returns the same parts on a device."""

@@ -1,5 +1,6 @@
 """Loads the models and data of an alignment run, and builds its clients and engine."""
 
+import inspect
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -182,6 +183,14 @@ def load(
             num_rounds=max(1, cfg.rounds),
             team=team or SINGLE_PROCESS,
         )
+    if cfg.policy.conditioning.kind != "none":
+        own = inspect.signature(trainer.new_learner().estimator.gradients).parameters
+        if "preferences" not in own:
+            raise UserError(
+                f"estimator {cfg.estimator.name} cannot train a conditioned policy, since its "
+                "gradients has no argument preferences, by which replies are weighted; use "
+                "critic_free."
+            )
     check_passes(policy, cfg.policy.path)
     if cfg.estimator.needs_independent_rows or cfg.engine == "stacked":
         check_rows(policy, cfg.policy.path)

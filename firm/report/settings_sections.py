@@ -190,7 +190,9 @@ def preference_section(
     """
     asked, pairs = {}, []
     for setting in settings if len(losses.objectives) == 2 else ():
-        preference = (setting.method.get("strategy") or {}).get("preference")
+        strategy = setting.method.get("strategy") or {}
+        # another strategy's preference weighs gradients
+        preference = strategy.get("preference") if strategy.get("name") == "fedcmoo_pref" else None
         ends = losses.finals(setting)  # [S, 2]
         ends = ends[np.isfinite(ends).all(axis=1)]
         if isinstance(preference, list) and min(preference) > 0 and len(ends):

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from firm.cli.main import main
+from firm.cli.main import COMMANDS, main
 from tests.plugins import plugins_forgotten
 from tests.runs import read_rows
 from tests.smoke import POLICY
@@ -68,6 +68,16 @@ def test_every_extension_takes_part(study):
     clients = read_rows(folder / MOMENTUM, "client")
     assert len(clients) == 4
     assert all(row["reply_loss"] > 0 for row in clients)
+
+
+def test_an_estimator_that_takes_no_preferences_trains_no_conditioned_policy(tmp_path, refusal):
+    arguments = [
+        *("--config", "smoke", "--plugins", f"[{FOLDER / 'reinforce.py'}]"),
+        *("--estimator.name", "reinforce", "--strategy.name", "fedavg"),
+        *("--policy.conditioning.kind", "preference", "--out", tmp_path / "run"),
+    ]
+    with plugins_forgotten():
+        assert "has no argument preferences" in refusal(COMMANDS["align"].run, arguments)
 
 
 def test_the_strategy_of_another_package_decides_what_the_server_does(study):

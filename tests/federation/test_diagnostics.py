@@ -66,8 +66,10 @@ def test_drift_by_hand():
     start = {"a": torch.zeros(1), "b": torch.zeros(1)}
     mean = {"a": torch.tensor([3.0]), "b": torch.tensor([4.0])}  # 5 from the start
     first = {"a": torch.tensor([4.0]), "b": torch.tensor([4.0])}  # 1 from the mean
-    second = {"a": torch.tensor([3.0]), "b": torch.tensor([1.0])}  # 3 from the mean
-    assert drift([first, second], mean, start) == pytest.approx(2 / 5)
+    second = {"a": torch.tensor([2.0]), "b": torch.tensor([4.0])}  # 1 from the mean
+    assert drift([first, second], mean, start) == pytest.approx(1 / 5)
+    twice = {"a": torch.tensor([6.0]), "b": torch.tensor([8.0])}  # a step at server rate 2
+    assert drift([first, second], twice, start) == pytest.approx(1 / 10)
     assert drift([mean, mean], mean, start) == 0
     assert drift([start], start, start) == 0
 

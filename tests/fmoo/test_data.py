@@ -256,6 +256,22 @@ def test_a_data_set_without_clients_is_cut_at_random_and_splits_stay_as_they_are
         Splits(data, data, TaskData(data.inputs, data.targets[:, :1], ("c",), ("squared",)))
 
 
+def test_parts_have_the_classes_of_all():
+    def part(*labels):
+        inputs, targets = torch.zeros(len(labels), 3), torch.tensor(labels)[:, None]
+        return TaskData(inputs, targets, ("kind",), ("cross_entropy",))
+
+    splits = Splits(part(0, 1), part(0), part(3, 1))  # a class that training lacks
+    assert [own.num_outputs for own in (splits.train, splits.validation, splits.test)] == [(4,)] * 3
+
+
+@pytest.mark.parametrize("name", ["mean", "se"])
+def test_names_that_tables_read_as_figures_are_refused(name):
+    samples = [(torch.zeros(3), torch.tensor([1.0]))]
+    with pytest.raises(ValueError, match=f"must not be called {name}"):
+        TaskData.of_clients({"de": samples, name: samples}, {"ill": "squared"})
+
+
 # --- Two images in one ----------------------------------------------------------------------------
 
 

@@ -120,7 +120,8 @@ def recorded(tmp_path):
                 | {"losses": dict(zip("abcdefghij", values, strict=False))}
                 for at, values in enumerate(losses)
             ]
-            algorithms = {name: {"strategy": {"name": "any", **strategy}}}
+            kind = "fedcmoo_pref" if "preference" in strategy else "any"
+            algorithms = {name: {"strategy": {"name": kind, **strategy}}}
             folder = tmp_path / name.replace("/", "|") / f"seed_{seed}"
             write_classic_run(folder, own, seeds=[seed], algorithms=algorithms)
             records.append(read_record(folder))
@@ -189,6 +190,10 @@ def test_the_grey_region_and_the_correlation_are_explained_where_they_are_known(
 def test_preferences_need_two_objectives_and_an_algorithm_that_has_one(recorded):
     assert preferences_of([recorded([[1, 1, 1]], preference=[1, 1, 1])]) is None
     assert preferences_of([recorded([[1, 1]], name="FSMGDA")]) is None
+    weighing = recorded([[1, 1]], name="FIRM", preference=[3, 1])
+    for record in weighing.records:  # whose preference weighs gradients
+        record.settings["algorithms"]["FIRM"]["strategy"]["name"] = "firm"
+    assert preferences_of([weighing]) is None
 
 
 # --- Settings -------------------------------------------------------------------------------------

@@ -31,7 +31,6 @@ from firm.alignment.group_advantages import (
     is_flat,
     own_advantages,
 )
-from firm.alignment.policy import set_mode
 from firm.alignment.sequences import (
     BY_OBJECTIVE,
     INVALID_LOGPROB,
@@ -145,7 +144,6 @@ class CriticFree(Estimator):
         if weights is not None and config.sums_rewards:
             combined = weights[None].to(advantages) @ advantages  # [1, b]
         whole = units(minibatch.rollouts.mask, config)
-        set_mode(policy.model, is_training=True)
         with policy.per_sequence(weights) as per_sequence:
             expand = per_sequence.expand
             with policy.timed("forward"):

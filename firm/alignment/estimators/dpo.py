@@ -17,7 +17,6 @@ from firm.alignment.adapters.conditioned import weighted_by_preference
 from firm.alignment.estimator_config import DPOConfig, LossType
 from firm.alignment.estimators.estimator import Estimator, MinibatchGradients, Policy
 from firm.alignment.pair_tokens import PairBatch
-from firm.alignment.policy import set_mode
 from firm.base.quantities import PERCENT, Quantity, register
 from firm.base.schema import ByObjective, Finite, Share
 
@@ -82,7 +81,6 @@ class DPO(Estimator):
         """
         policy, config, sequences = self._policy, self.config, part.sequences
         counts = minibatch.ranked.sum(1, keepdim=True).clamp(min=1)
-        set_mode(policy.model, is_training=True)
         with policy.per_sequence(weights) as per_sequence:
             expand = per_sequence.expand
             with policy.timed("forward"):

@@ -162,7 +162,6 @@ class PPO:
         # 1.0 if the part is the whole minibatch
         share = mask.sum() / minibatch.rollouts.mask.sum().clamp(min=1)
         value_share = value_mask.sum() / minibatch.rollouts.value_mask.sum()
-        set_mode(policy.model, is_training=True)
         with policy.timed("forward"):
             output = policy.forward(rollouts)
             scores = policy.token_scores(output, rollouts)

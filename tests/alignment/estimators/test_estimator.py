@@ -58,6 +58,22 @@ def run(trainer, cfg, strategy):
     return state.adapter, rows
 
 
+def test_the_adapters_dropout_is_active_in_its_updates(make, monkeypatch):
+    trainer, seen = make(dropout=0.5), []
+    kind = type(trainer.learner.estimator)
+    gradients = kind.gradients
+
+    def noted(self, *arguments):
+        modules = trainer.policy_model.named_modules()
+        seen.extend(module.training for name, module in modules if name.endswith("lora_dropout"))
+        return gradients(self, *arguments)
+
+    monkeypatch.setattr(kind, "gradients", noted)
+    run(trainer, FirmConfig(), firm_round)
+    assert seen
+    assert all(seen)
+
+
 @pytest.mark.parametrize(
     ("cfg", "strategy"), [(FirmConfig(num_local_steps=2), firm_round), (FedCmooConfig(), fedcmoo)]
 )

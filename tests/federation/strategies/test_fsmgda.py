@@ -24,10 +24,9 @@ def test_one_round_of_two_clients_by_hand(new_plain_client, origin, run_rounds, 
     row = rows[0]["round"]
     assert row["weights"] == pytest.approx({"left": 0.2, "right": 0.8})
     assert point(state).tolist() == pytest.approx([0.8, 1.6, 0.0])
-    # under these weights a goes to (0.8, 1.6, 0) and b nowhere; the mean is between
-    distance = (0.8**2 + 1.6**2) ** 0.5
-    ends = [(0.0, distance), (distance, distance)]
-    assert row["drift"] == pytest.approx(sum(gap for gap, _ in ends) / 2 / distance)
+    # under these weights a goes to (0.8, 1.6, 0) and b nowhere: each is half of the step from their
+    # mean, and the server's step is twice as long as its own part
+    assert row["drift"] == pytest.approx(0.5)
     assert json.dumps(rows)
 
 
