@@ -172,11 +172,14 @@ def _validation_alarms(rows: Rows) -> Iterator[str]:
         has_fallen.append(best[0] - own[0] > 2 * math.hypot(best[1], own[1]))  # two standard errors
         best = max(best, own)
     if _has_lasted(has_fallen):
+        is_of_pairs = any("preferred_log_ratio" in row for row in rows)
+        what = "accuracy on validation pairs" if is_of_pairs else "reward on validation prompts"
+        remedy = REMEDY.replace("kl.coefficient", "beta") if is_of_pairs else REMEDY
         yield (
-            f"the mean reward on validation prompts has been below its best, {best[0]:.3f}, by "
+            f"the mean {what} has been below its best, {best[0]:.3f}, by "
             f"more than two standard errors for {ALARM_ROUNDS} evaluations, and is now "
             f"{means[-1][0]:.3f}. The run leaves its best adapter if it keeps it "
-            f"(checkpoints.keep_best). {REMEDY}, or fewer rounds."
+            f"(checkpoints.keep_best). {remedy}, or fewer rounds."
         )
 
 

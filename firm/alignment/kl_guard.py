@@ -126,7 +126,7 @@ class KLGuard:
             self.stopped = (
                 f"{found} the ceiling of {ceiling:.3g} (guard.max_kl {self.config.max_kl:g} per "
                 "token). Lower estimator.actor_learning_rate or estimator.num_epochs, or raise "
-                "estimator.kl.coefficient"
+                + ("estimator.beta" if is_of_pairs else "estimator.kl.coefficient")
             )
             return after, [_end_alarm(self.stopped)]
         self._kls = [*self._kls, kl][-NUM_RECENT:]  # inside: the region moves along

@@ -2,7 +2,7 @@
 
 import hashlib
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -71,6 +71,7 @@ class Data(ABC):
         *,
         measures: bool,
         holds_out: bool = True,
+        objectives: Collection[str] | None = None,
         on_note: Callable[[str], None],
     ) -> DataSplits:
         """Returns the data of a run.
@@ -82,6 +83,7 @@ class Data(ABC):
             measures: Whether to load held-out data.
             holds_out: Whether to leave held-out data out of the training data; false for data that
                 nothing measures.
+            objectives: Objectives to load pairs of; None: all.
             on_note: Receives notes for the user.
         """
 
@@ -137,6 +139,7 @@ class PromptData(Data):
         *,
         measures: bool,
         holds_out: bool = True,
+        objectives: Collection[str] | None = None,
         on_note: Callable[[str], None],
     ) -> DataSplits:
         """Returns the prompts of `data`; see `Data`."""
@@ -144,9 +147,10 @@ class PromptData(Data):
         def prompts_of(use: str) -> list[Prompt]:
             config, own = getattr(cfg.data, use), given.get(use)
             if own is None and config.source == GIVEN:
+                other = "" if cfg.resume else f", or pass --data.{use}.source"
                 raise UserError(
                     f"data.{use}.source: the prompts were passed to firm.align as objects; call it "
-                    f"again with them and resume=True, or pass --data.{use}.source."
+                    f"again with them and resume=True{other}."
                 )
             default = PromptsConfig().source
             if own is None and config.source == default != cfg.data.train.source:
@@ -220,6 +224,7 @@ class PairData(Data):
         *,
         measures: bool,
         holds_out: bool = True,
+        objectives: Collection[str] | None = None,
         on_note: Callable[[str], None],
     ) -> DataSplits:
         """Returns the pairs of all objectives; see `Data`.
@@ -234,10 +239,13 @@ class PairData(Data):
         train: list[Pair] = []
         held_out: dict[str, list[Pair]] = {use: [] for use in limits}
         for name, config in cfg.pairs.items():
+            if objectives is not None and name not in objectives:
+                continue
             if name not in given and config.source == GIVEN:
+                other = "" if cfg.resume else f", or pass --pairs.{name}.source"
                 raise UserError(
                     f"pairs.{name}.source: the pairs were passed to firm.align as objects; call it "
-                    f"again with them and resume=True, or pass --pairs.{name}.source."
+                    f"again with them and resume=True{other}."
                 )
 
             def pairs_of(

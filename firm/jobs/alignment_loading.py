@@ -2,7 +2,7 @@
 
 import inspect
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, fields, is_dataclass, replace
 from pathlib import Path
@@ -111,13 +111,14 @@ def load(
     *,
     measures: bool = True,
     holds_out: bool = True,
+    objectives: Collection[str] | None = None,
     given: Given | None = None,
     on_event: Callable[..., None] | None = None,
 ) -> LoadedRun:
     """Loads data, models and reward models in this process, unless they are in `given`.
 
     Held-out data are loaded if this process `measures`, and left out of the training data if the
-    run `holds_out`.
+    run `holds_out`. Pairs are loaded for some `objectives`, by default for all.
     """
     if on_event and processes.is_server:
         on_event("loading")
@@ -150,6 +151,7 @@ def load(
         given.rows,
         measures=is_measured,
         holds_out=holds_out,
+        objectives=objectives,
         on_note=notes.append,
     )
     check_prompts(splits.prompts, tokenizer, cfg.policy.prompt, on_note=notes.append)

@@ -158,6 +158,8 @@ def run_classic(cfg: ClassicConfig) -> ClassicResult:
             own.strategy.check_clients("SupervisedClient", SupervisedClient.capabilities)
         except ValueError as error:
             raise UserError(f"algorithms.{name}: {error}") from error
+        for note in (note for option in own.strategy.options for note in option.notes()):
+            print(f"note: {name}: {printable(note)}", flush=True)
     cfg, runs = replace(cfg, algorithms=named), list[Setting]()
 
     def compare() -> None:

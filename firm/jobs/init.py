@@ -54,6 +54,8 @@ SECONDS = 300.0
 """Planned time of a short run. Ten minutes leave room for imports, rewards and a busy machine."""
 ROUNDS, MIN_ROUNDS, MAX_ROUNDS = 12, 4, 20
 """Rounds of a short run. Replies are as long as `ROUNDS` allow."""
+MAX_HELD_OUT = 100
+"""Most held-out pairs of an objective, as `num_test_prompts` in configs/own_pairs.yaml."""
 NUM_PAIRS, NUM_SLICES = 1_000, 4
 """Pairs of an objective in a short run, and the parts of a longer file that they come from."""
 NUM_MEASURED = 500
@@ -436,7 +438,7 @@ def _pairs(pairs: Mapping[str, str], is_full: bool) -> NewData:
         lines.append(f"  {_quote(name)}: {_data(source, split)}")
     if len(sizes) < len(pairs):
         return NewData({"pairs": lines}, None)
-    num_test = min(sizes) // HELD_OUT
+    num_test = min(min(sizes) // HELD_OUT, MAX_HELD_OUT)
     return NewData(
         {"pairs": lines}, prompts, min(sizes) - num_test, tuple(replies), max(2, num_test)
     )

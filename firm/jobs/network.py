@@ -35,6 +35,7 @@ from firm.jobs.alignment_config import (
     AlignmentConfig,
     PromptPartitionConfig,
     client_names,
+    held_objectives,
 )
 from firm.jobs.alignment_data import data_of
 from firm.jobs.alignment_loading import (
@@ -158,8 +159,14 @@ def site_process(kit: Path) -> None:
     names = clients_by_site(federation_of(kit))[site_name(kit)]
     cfg = with_fast_dtypes(kit_config(kit, own.overrides))
     processes = Processes.join(per_client=own.processes_per_client)
-    # the server sends the adapter to start from, which need not be here
-    loaded = load(without_start(cfg), processes, measures=False, holds_out=not own.own_prompts)
+    held = held_objectives(cfg)
+    loaded = load(
+        without_start(cfg),  # the server sends the adapter to start from, which need not be here
+        processes,
+        measures=False,
+        holds_out=not own.own_prompts,
+        objectives={each for name in names for each in held[name]} if own.own_prompts else None,
+    )
     shared = fingerprint(cfg, loaded, certificates_digest(kit) if cfg.strategy.secure else None)
     run = digest_of_run(shared)
     states = kit / "states" / run

@@ -217,7 +217,9 @@ def front_of(
         objectives=objectives,
         points=tuple(points),
         reference=tuple(reference or [0.0] * len(objectives)),
-        calibrations={name: header["calibration"].get(name, {}) for name in objectives},
+        calibrations={
+            name: header["calibration"].get(name, {"method": "pairs"}) for name in objectives
+        },
         base={name: first[0]["rewards"][name]["mean"] for name in objectives},
         strategy=method,
         num_prompts=first[0]["num_prompts"],

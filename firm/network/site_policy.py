@@ -69,6 +69,11 @@ class SitePolicy:
         if names is None:
             names = tuple(name for name, each in of_clients().items() if each.may_leave)
         released = {name: value for name, value in metrics.items() if name in names}
+        if released and "clipped" in metrics:  # by which the server knows figures with noise
+            if "update_norm" not in metrics:
+                released["clipped"] = metrics["clipped"]
+            elif "update_norm" not in released:
+                released.pop("clipped", None)
         if by_objective := released.get("by_objective"):
             own = {objective: self.released(each) for objective, each in by_objective.items()}
             released["by_objective"] = own

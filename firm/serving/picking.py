@@ -145,6 +145,8 @@ class PickedModel:
         if self.merged is not None:
             chat += ["--adapter", str(self.merged)]
             evaluate += ["--adapters", str(self.merged)]
+        if self.front.measure == "accuracy on pairs":  # runs that have no prompts of their own
+            evaluate += ["--prompts.source", "FILE"]
         return {"chat": chat, "evaluate": evaluate}
 
 

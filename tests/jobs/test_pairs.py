@@ -290,6 +290,11 @@ def test_several_pairs_of_a_prompt_are_held_out_with_another_prompt(pairs, tmp_p
     own = {"measures": False, "holds_out": False, "on_note": lambda _: None}
     num_all = sum(map(len, (splits.train, splits.validation, splits.test)))
     assert len(data_of(cfg).load(cfg, None, {}, **own).train) == num_all > len(splits.train)
+    first, *_ = cfg.objectives  # a site that serves one needs the pairs of no other
+    (alone,) = {
+        pair.objective for pair in data_of(cfg).load(cfg, None, {}, **own, objectives=[first]).train
+    }
+    assert alone == first
 
 
 def test_python_passes_lists_of_pairs(pairs, tmp_path):

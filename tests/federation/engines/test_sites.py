@@ -361,6 +361,9 @@ def test_a_metric_that_may_not_leave_stays_unless_the_policy_names_it(monkeypatc
     metrics = {**own, "by_objective": {"left": own}}
     released = {"num_steps": 1, "by_objective": {"left": {"num_steps": 1}}}
     assert SitePolicy().released(metrics) == released
+    noisy, exact = {"kl": 1.3, "clipped": 0.2}, {"kl": 1.0, "clipped": 0.2, "update_norm": 2.0}
+    assert SitePolicy(metrics=("kl",)).released(noisy) == noisy  # the server knows them by it
+    assert SitePolicy(metrics=("kl", "clipped")).released(exact) == {"kl": 1.0}
     named = SitePolicy(metrics=("cosines", "by_objective")).released(metrics)
     only = {"cosines": [[0.5]]}
     assert named == {**only, "by_objective": {"left": only}}
