@@ -277,17 +277,17 @@ class Team:
             raise
         except Exception as own:  # raised below, once the other members have been informed
             error = own
-        reason, kinds = None, [""]
+        failure = None
         if error:
-            reason = f"{type(error).__name__}: {error}"
             own = () if isinstance(error, TimeoutError) else MACHINE_ERRORS
             kinds = [*(kind.__name__ for kind in own if isinstance(error, kind)), ""]
-        reasons = self.gather([reason, kinds[0]])
+            failure = [f"{type(error).__name__}: {error}", kinds[0]]
+        failures = self.gather(failure)
         if error:
             raise error
-        for rank, (reason, kind) in enumerate(reasons):
-            if reason:
-                known = {each.__name__: each for each in MACHINE_ERRORS}
+        for rank, failure in enumerate(failures):
+            if failure:
+                (reason, kind), known = failure, {each.__name__: each for each in MACHINE_ERRORS}
                 text = f"process {rank} of the client's {self.size} failed: {reason}"
                 raise known.get(kind, RuntimeError)(text)
 

@@ -238,9 +238,8 @@ class PairData(Data):
         }
         train: list[Pair] = []
         held_out: dict[str, list[Pair]] = {use: [] for use in limits}
-        for name, config in cfg.pairs.items():
-            if objectives is not None and name not in objectives:
-                continue
+        served = [name for name in cfg.pairs if objectives is None or name in objectives]
+        for name, config in ((name, cfg.pairs[name]) for name in served):
             if name not in given and config.source == GIVEN:
                 other = "" if cfg.resume else f", or pass --pairs.{name}.source"
                 raise UserError(
@@ -284,7 +283,7 @@ class PairData(Data):
                 f"{num_all - len(train)} of {num_all} training pairs are dropped, since their "
                 "prompts are held out."
             )
-        for name in cfg.pairs:
+        for name in served:
             if not any(pair.objective == name for pair in train):
                 raise UserError(
                     f"pairs.{name}: no pair is left to train on after holding out "

@@ -13,7 +13,6 @@ import torch
 
 from firm.cli.main import COMMANDS
 from firm.federation import ServerState
-from firm.federation.serialization import pack
 from firm.federation.strategies import STRATEGIES
 from firm.fmoo import DatasetConfig, Splits, TaskData, load_data
 from firm.fmoo import measures as fmoo_measures
@@ -536,7 +535,8 @@ def test_a_run_whose_last_checkpoint_is_gone_is_not_finished(tmp_path):
     before = load_state(last)
     shutil.rmtree(last)
     main(_config(out, "--seeds", "[0]", "--resume", "true"))
-    assert pack(load_state(last)["server"]) == pack(before["server"])
+    ends = [own["state"]["server"]["adapter"] for own in (load_state(last), before)]
+    assert all(torch.equal(ends[0][name], own) for name, own in ends[1].items())
 
 
 def test_a_study_is_never_overwritten(study, refusal):
