@@ -337,7 +337,7 @@ def drift(adapters: Sequence[Adapter], after: Adapter, start: Adapter) -> float:
     if progress == 0.0:
         return 0.0
     count = len(adapters)
-    mean = {name: sum(own[name].double() for own in adapters) / count for name in start}
+    mean = {n: torch.stack([own[n].double() for own in adapters]).mean(0) for n in start}
     return sum(_distance(adapter, mean) for adapter in adapters) / len(adapters) / progress
 
 
