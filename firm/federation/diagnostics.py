@@ -336,7 +336,6 @@ def drift(adapters: Sequence[Adapter], after: Adapter, start: Adapter) -> float:
     progress = _distance(after, start)
     if progress == 0.0:
         return 0.0
-    count = len(adapters)
     mean = {n: torch.stack([own[n].double() for own in adapters]).mean(0) for n in start}
     return sum(_distance(adapter, mean) for adapter in adapters) / len(adapters) / progress
 
