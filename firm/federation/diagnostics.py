@@ -336,7 +336,8 @@ def drift(adapters: Sequence[Adapter], after: Adapter, start: Adapter) -> float:
     progress = _distance(after, start)
     if progress == 0.0:
         return 0.0
-    mean = {n: torch.stack([own[n].double() for own in adapters]).mean(0) for n in start}
+    zeros = {name: torch.zeros_like(own, dtype=torch.float64) for name, own in start.items()}
+    mean = {n: sum((own[n] for own in adapters), zeros[n]) / len(adapters) for n in start}
     return sum(_distance(adapter, mean) for adapter in adapters) / len(adapters) / progress
 
 

@@ -89,7 +89,7 @@ def compare(cfg: CompareConfig) -> ComparisonResult:
     fetch_policy(cfg.policy.path)
     cfg = with_shipped_paths(cfg)
     check_comparable(cfg.runs, records, calibrated=cfg.calibrated)
-    if cfg.held_out:
+    if cfg.held_out and records:
         _check_held_out(cfg, records)
     folder_by_name = named_folders([*cfg.runs, *cfg.adapters])
     calibrations = {}
