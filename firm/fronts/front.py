@@ -160,8 +160,8 @@ class Front:
         return as_shares(point.preference or (), len(self.objectives), name=name)
 
     def is_bounded(self, name: str) -> bool:
-        """Returns whether a quantity is an objective's reward in [0, 1]."""
-        return self.calibrations.get(name, {"method": "none"}).get("method") != "none"
+        """Returns whether a quantity is an objective's reward in [0, 1], or accuracy on pairs."""
+        return self.calibrations.get(name, {"method": "none"}).get("method", "pairs") != "none"
 
     @property
     def measure(self) -> str:

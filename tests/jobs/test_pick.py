@@ -51,7 +51,7 @@ def front(run, tmp_path) -> Path:
         objectives=OBJECTIVES,
         points=tuple(points),
         reference=(0.0, 0.0),
-        calibrations={name: {} for name in OBJECTIVES},
+        calibrations={name: {"method": "none"} for name in OBJECTIVES},
         base=dict.fromkeys(OBJECTIVES, 0.25),
         strategy="FIRM",
         num_prompts=8,
@@ -188,6 +188,15 @@ def test_the_printed_commands_talk_to_the_merged_adapter_and_measure_it(front, t
     cfg = COMMANDS["chat"].parse(arguments)
     assert cfg.adapter == out
     assert set(cfg.rewards) == set(OBJECTIVES)
+
+
+def test_a_model_of_runs_on_pairs_is_evaluated_on_prompts_of_a_file(front, capsys):
+    accuracies = {name: {"method": "pairs"} for name in OBJECTIVES}
+    replace(Front.load(front), calibrations=accuracies).save(front)
+    pick(front, "brevity=0.25,positivity=0.75")
+    printed = capsys.readouterr().out
+    assert "Accuracy on pairs, mean" in printed
+    assert printed_command(printed, "evaluate")[-2:] == ["--prompts.source", "FILE"]
 
 
 def test_a_target_that_a_model_was_trained_for_is_that_model(front, tmp_path, capsys):

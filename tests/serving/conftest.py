@@ -28,7 +28,7 @@ def served() -> ServedFront:
         objectives=NAMES,
         points=tuple(map(make_point, (0.0, 0.5, 1.0))),
         reference=(0.0, 0.0),
-        calibrations={name: {} for name in NAMES},
+        calibrations={name: {"method": "none"} for name in NAMES},
         base=dict.fromkeys(NAMES, 0.25),
         strategy="FIRM",
         num_prompts=8,
