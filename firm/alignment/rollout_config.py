@@ -8,6 +8,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import field
 from importlib.util import find_spec
+from math import isnan
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, TypeVar
 
 from annotated_types import Interval
@@ -112,13 +113,22 @@ class SeparateEngineConfig(RolloutEngineConfig):
         return log_ratios.exp().clamp(max=self.importance_cap)
 
     def check_mismatch(self, mismatch: float) -> None:
-        """Raises ``RolloutError`` if the mismatch exceeds `max_mismatch`, or is NaN."""
-        if not mismatch <= self.max_mismatch:
+        """Raises ``RolloutError`` if the mismatch exceeds `max_mismatch`.
+
+        If it is NaN, raises ``RuntimeError``, as a client's own training may have diverged.
+        """
+        if isnan(mismatch):
+            raise RuntimeError(
+                "sampling the replies: the log-probabilities of the policy or of rollout.engine "
+                f"{self.name} are not finite; lower the learning rate, or use policy.dtype float32 "
+                "or bfloat16."
+            )
+        if mismatch > self.max_mismatch:
             raise RolloutError(
                 f"rollout.engine {self.name}: log-probabilities of the engine and of the policy "
                 f"differ by {mismatch:.2g} nats per token (root mean square), more than "
                 f"rollout.engine.max_mismatch, {self.max_mismatch:g}: the engine has another base "
-                "model, adapter or precision. Check policy.path and policy.dtype, or use "
+                "model, adapter or precision. Check policy.path and policy.dtype, raise it, or use "
                 "rollout.engine.name transformers."
             )
 

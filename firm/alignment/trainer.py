@@ -480,14 +480,20 @@ class MultiObjectiveTrainer:
         estimator: Any = learner.estimator
         size = self.config.micro_batch_size or f"{own.num_rows}, the whole minibatch"
         key = f"estimator.micro_batch_size, now {size}"
-        set_mode(self.policy_model, is_training=True)
+
+        def gradients_of(part: Examples) -> Any:
+            # a joint pass of the stacked engine, in which this part waits, may end another client's
+            # batch, which then samples
+            set_mode(self.policy_model, is_training=True)
+            return estimator.gradients(part, minibatch, weights, **options)
+
         with (
             self.team.unanimous(),
             memory_advice(f"lower {key}, or set policy.gradient_checkpointing"),
         ):
-            gradients = estimator.gradients(first, minibatch, weights, **options)
+            gradients = gradients_of(first)
             for part in others:
-                gradients.add_(estimator.gradients(part, minibatch, weights, **options))
+                gradients.add_(gradients_of(part))
         with self.timed("reduce"):
             gradients = gradients.summed(self.team)
         return Gradients(gradients.jacobian, gradients.losses, gradients, **options)

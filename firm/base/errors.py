@@ -11,14 +11,23 @@ class RoundFailed(RuntimeError):
         number: The round's number.
         asked: Names of the clients that received a request.
         failed: Names of those that did not answer, or whose answers were refused.
+        is_of_machine: Whether the machine or rollout engine that the clients share failed, so that
+            another try would fail, too.
     """
 
     def __init__(
-        self, reason: str, *, number: int, asked: Sequence[str] = (), failed: Sequence[str] = ()
+        self,
+        reason: str,
+        *,
+        number: int,
+        asked: Sequence[str] = (),
+        failed: Sequence[str] = (),
+        is_of_machine: bool = False,
     ) -> None:
         super().__init__(f"{reason}; repair the cause, then resume from round {number - 1}.")
         self.reason = reason
         self.asked, self.failed = tuple(asked), tuple(failed)
+        self.is_of_machine = is_of_machine
         self.spent: tuple[int, int, float] = (0, 0, 0.0)
         """Bytes to and from the clients, and seconds."""
 

@@ -122,12 +122,12 @@ class Round:
                 may_fail=may_fail,
             )
         except RoundFailed as error:
-            error.spent = self._spent
+            error.spent = self.spent
             raise
         return replies
 
     @property
-    def _spent(self) -> tuple[int, int, float]:
+    def spent(self) -> tuple[int, int, float]:
         """Bytes to and from the clients, and seconds, so far."""
         down, up = (sum(counts[way] for counts in self._bytes.values()) for way in (0, 1))
         return down, up, time.perf_counter() - self._start
@@ -192,7 +192,7 @@ class Round:
             replace(reply, bytes_down=down, bytes_up=up)
             for reply, (down, up) in ((reply, self._bytes[reply.client]) for reply in replies)
         ]
-        spent = [self._spent, *(attempt.spent for attempt in self._state.attempts)]
+        spent = [self.spent, *(attempt.spent for attempt in self._state.attempts)]
         down, up, seconds = (sum(own) for own in zip(*spent, strict=True))
         rows = round_metrics(self._state, after, totals, self.failures, seconds=seconds)
         rows["round"].update(bytes_down=down, bytes_up=up, **entries)
@@ -229,13 +229,14 @@ def with_retries(
     others.
 
     Raises:
-        RoundFailed: The round has failed ``cfg.round_retries`` times and once more.
+        RoundFailed: The round has failed ``cfg.round_retries`` times and once more, or by the
+            machine.
     """
     while True:
         try:
             return strategy(state, clients, engine, cfg)
         except RoundFailed as error:
-            if len(state.attempts) >= cfg.round_retries:
+            if error.is_of_machine or len(state.attempts) >= cfg.round_retries:
                 raise
             logger.warning("%s. Trying the round again.", error.reason)
             attempt = FailedAttempt(error.asked, error.failed, error.spent)

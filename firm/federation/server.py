@@ -156,6 +156,7 @@ def accept(
             number=request.round,
             asked=sorted({each.client for each in (*replies, *all_failures)}),
             failed=sorted({each.client for each in all_failures}),
+            is_of_machine=bool(of_machine),
         ) from (causes[0] if causes else None)
     return accepted, all_failures
 

@@ -326,8 +326,7 @@ class FirmConfig(StrategyConfig):
         if self.method is not None:
             asked = {"method": self.method, "options": dict(self.solver_options)}
             takes_preference = METHODS[self.method].takes_preference
-            own = self.preference and tuple(p / sum(self.preference) for p in self.preference)
-            return {**asked, **({"preference": own} if takes_preference else {})}
+            return {**asked, **({"preference": self.preference} if takes_preference else {})}
         if self.weighting == "raco":
             return {"preference": self.preference, **self.solver_options}
         constraints: Sequence[Sequence[float]] = []

@@ -37,7 +37,7 @@ from firm.base.registry import OneOf, did_you_mean
 from firm.base.sanitize import check_name, check_score_name
 from firm.federation.engine_registry import ENGINES
 from firm.federation.strategies import StrategyConfig
-from firm.federation.strategy_configs import FirmConfig
+from firm.federation.strategy_configs import FedMgdaConfig, FirmConfig
 from firm.jobs.hub import HubConfig
 from firm.run.directory import CheckpointConfig
 from firm.run.resuming import Resume, check_out
@@ -355,8 +355,9 @@ def every_source(cfg: AlignmentConfig) -> dict[str, PromptsConfig]:
 SERVER_KEYS = (
     *("rollout.engine.urls", "rollout.engine.shared_folder", "rollout.engine.folder_on_servers"),
     *("rollout.engine.num_requests", "rollout.engine.timeout_s", "rollout.engine.num_retries"),
+    "rollout.engine.max_mismatch",
 )
-"""Keys that say where rollout servers are, and not what they sample."""
+"""Keys that say where rollout servers are and when they are wrong, and not what they sample."""
 
 
 def client_names(cfg: AlignmentConfig) -> list[str]:
@@ -521,11 +522,18 @@ def _check_conditioning(cfg: AlignmentConfig) -> None:
             "strategy.weights must be null with policy.conditioning.kind preference, where each "
             f"reply counts by its own preference, got {weights}."
         )
-    if cfg.strategy.solves_on_server:
+    # FedMGDA's server weighs clients
+    if cfg.strategy.solves_on_server and not isinstance(cfg.strategy, FedMgdaConfig):
         raise ValueError(
             f"strategy {cfg.strategy.name} cannot train a policy with policy.conditioning.kind "
             "preference, whose replies count by their own preferences and not by weights that the "
             "server solves for; use strategy firm or fedavg."
+        )
+    if isinstance(cfg.strategy, FirmConfig) and not solves_at_preferences(cfg):
+        raise ValueError(
+            f"strategy.solver {cfg.strategy.solver} takes no preference, so that it cannot train a "
+            "policy with policy.conditioning.kind preference, whose replies count by their own; "
+            "use another solver, such as exact or torchjd/upgrad."
         )
     _check_preferences("evaluation.preferences", preferences or [], cfg)
     shown = [tuple(f"{share:.3g}" for share in row) for row in measured_preferences(cfg)]

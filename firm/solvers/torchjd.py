@@ -105,7 +105,8 @@ def torchjd_weights(
         gram: Gram matrix, shape [M, M].
         method: Name among ``METHODS``.
         options: Options of the method that differ from its defaults.
-        preference: Preference, shape [M], non-negative; for methods that take one.
+        preference: Preference, shape [M], non-negative; for methods that take one. Scaled to sum 1
+            over the served objectives; if all of these have zero shares, so are their weights.
         served: Indices of the objectives to weight; the others have weight 0. All by default.
         memory: Receives the state of a stateful method under ``MEMORY``, and has it from the last
             call; without it, every call is a first one.
@@ -134,12 +135,17 @@ def torchjd_weights(
     if not matrix.any():
         weights[rows] = 1 / len(rows)
         return weights
+    own = None
+    if preference is not None:
+        shares = [float(preference[j]) for j in rows]
+        if not any(shares):
+            return weights
+        own = tuple(share / sum(shares) for share in shares)
     if len(rows) == 1 and method == "nash_mtl":  # cvxpy multiplies no scalars
         weights[rows] = 1.0
         return weights
     if not METHODS[_method_of(method, options)].reads_lengths:
         matrix = matrix / matrix.diagonal().mean()
-    own = None if preference is None else tuple(float(preference[j]) for j in rows)
     arguments = (method, tuple(sorted(options.items())), own, len(rows))
     states = dict((memory or {}).get(MEMORY, {}))
     key = f"{method} {','.join(map(str, rows))}"

@@ -18,8 +18,9 @@ NAMES = [f"client_{index}" for index in range(8)]
 class Silent:
     """An engine some of whose clients do not answer in the first ``times`` requests."""
 
-    def __init__(self, engine, names, times=10**9):
+    def __init__(self, engine, names, times=10**9, **failure):
         self._engine, self._names, self._left = engine, set(names), times
+        self._failure = {"reason": "no answer", **failure}
         self.asked = []
 
     def map(self, request, clients):
@@ -29,7 +30,7 @@ class Silent:
             return replies, failures
         self._left -= 1
         silent = [
-            Failure(each.client, "no answer") for each in replies if each.client in self._names
+            Failure(each.client, **self._failure) for each in replies if each.client in self._names
         ]
         return [r for r in replies if r.client not in self._names], [*failures, *silent]
 
@@ -82,6 +83,15 @@ def test_a_run_stops_after_its_retries(retries, engine, start):
     with pytest.raises(RoundFailed, match="6 clients finished round 1, quorum 7"):
         with_retries(fedavg, start, NAMES, silent, FedAvgConfig(quorum=7, round_retries=retries))
     assert len(silent.asked) == retries + 1
+
+
+def test_a_round_that_the_machine_has_failed_is_not_tried_again(engine, start):
+    """Others would be drawn, and the round would go on without those that failed."""
+    cfg = FedAvgConfig(quorum=1, clients_per_round=3)
+    silent = Silent(engine, NAMES, times=1, reason="MemoryError: full", is_of_machine=True)
+    with pytest.raises(RoundFailed, match="MemoryError: full"):
+        with_retries(fedavg, start, NAMES, silent, cfg)
+    assert len(silent.asked) == 1
 
 
 def test_a_failed_attempt_is_in_no_checkpoint_and_ends_with_the_round(engine, start):

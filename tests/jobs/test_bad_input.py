@@ -146,6 +146,13 @@ CASES = {
         ],
         ["strategy fedcmoo cannot train a policy with policy.conditioning.kind preference"],
     ),
+    "a conditioned policy under a solver without preferences": (
+        [
+            *["--policy.conditioning.kind", "preference", "--estimator.name", "critic_free"],
+            *["--strategy.solver", "torchjd/pcgrad"],
+        ],
+        ["strategy.solver torchjd/pcgrad takes no preference", "such as exact or torchjd/upgrad"],
+    ),
     "a sum of rewards before weights are solved": (
         ["--estimator.name", "critic_free", "--estimator.aggregation", "sum_then_normalize"],
         ["must not be sum_then_normalize with strategy firm", "use strategy fedavg with"],

@@ -126,9 +126,12 @@ def test_served_objectives_are_solved_for_alone():
     (jacobian,) = jacobians(count=1)
     gram = jacobian @ jacobian.T
     weights = torchjd_weights(gram, "upgrad", served=[0, 2], preference=[1.0, 5.0, 3.0, 0.0])
-    own = torchjd.UPGrad(torch.tensor([1.0, 3.0]).double())(jacobian[[0, 2]])
+    own = torchjd.UPGrad(torch.tensor([0.25, 0.75]).double())(jacobian[[0, 2]])
     assert weights[[1, 3]].tolist() == [0, 0]
     torch.testing.assert_close(weights @ jacobian, own)
+    preference = [9.0, 1.0, 0.0, 0.0]  # an objective alone has the same step at any share
+    alone = [torchjd_weights(gram, "upgrad", served=[at], preference=preference) for at in range(3)]
+    assert [own.sum().item() for own in alone] == pytest.approx([1.0, 1.0, 0.0])
 
 
 def test_settings_that_do_not_fit_are_refused():

@@ -351,6 +351,11 @@ class VLLMServerEngine:
             )
         if name not in own:
             own[name] = self._own_probe(row.request.adapter, row.preference)
+        if not own[name].isfinite().all():  # a client's own training may have diverged
+            raise RuntimeError(
+                "sampling the replies: the policy's log-probabilities are not finite; lower the "
+                "learning rate, or use policy.dtype float32 or bfloat16."
+            )
         found = self._probe_of(server, name)
         assert server.base is not None
         assert self._base is not None

@@ -13,6 +13,7 @@ from firm.alignment.estimator_config import (
     PPOConfig,
     register_estimator,
 )
+from firm.alignment.policy import set_mode
 from firm.alignment.sequences import token_logprobs
 from firm.federation import LocalEngine, ServerState
 from firm.federation.strategies.fedcmoo import fedcmoo
@@ -58,15 +59,17 @@ def run(trainer, cfg, strategy):
     return state.adapter, rows
 
 
-def test_the_adapters_dropout_is_active_in_its_updates(make, monkeypatch):
-    trainer, seen = make(dropout=0.5), []
+def test_the_adapters_dropout_is_active_in_each_part_of_its_updates(make, monkeypatch):
+    trainer, seen = make(dropout=0.5, micro_batch_size=3), []
     kind = type(trainer.learner.estimator)
     gradients = kind.gradients
 
     def noted(self, *arguments):
         modules = trainer.policy_model.named_modules()
         seen.extend(module.training for name, module in modules if name.endswith("lora_dropout"))
-        return gradients(self, *arguments)
+        found = gradients(self, *arguments)
+        set_mode(trainer.policy_model, is_training=False)  # as another stacked client's sampling
+        return found
 
     monkeypatch.setattr(kind, "gradients", noted)
     run(trainer, FirmConfig(), firm_round)

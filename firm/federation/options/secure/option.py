@@ -222,9 +222,11 @@ def _ask(
 def _round_failure(this_round: Round, problem: str) -> RoundFailed:
     number = this_round.number
     reasons = "; ".join(by_reason((each.client, each.reason) for each in this_round.failures))
-    return RoundFailed(
+    error = RoundFailed(
         f"the sum of round {number} could not be opened: {problem} ({reasons or 'no failures'})",
         number=number,
         asked=this_round.sampled,
         failed=sorted({failure.client for failure in this_round.failures}),
     )
+    error.spent = this_round.spent
+    return error

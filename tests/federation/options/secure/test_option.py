@@ -302,8 +302,9 @@ def test_a_round_fails_when_more_are_lost_than_a_sum_bears(task, new_network, st
     channel.lose = {(task, "a"), (task, "b")}
     fedavg(start, names, engine, cfg)
     channel.lose |= {(task, "c")}
-    with pytest.raises(RoundFailed, match=rf"3 clients answered {task}, 4 must .*resume"):
+    with pytest.raises(RoundFailed, match=rf"3 clients answered {task}, 4 must .*resume") as raised:
         fedavg(start, names, engine, cfg)
+    assert all(spent > 0 for spent in raised.value.spent)
 
 
 @pytest.mark.slow
