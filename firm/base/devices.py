@@ -25,6 +25,16 @@ _ACCELERATE_DEVICE = "ACCELERATE_TORCH_DEVICE"
 """Variable in which Accelerate reads a process's device."""
 
 
+@contextmanager
+def threads_restored() -> Iterator[None]:
+    """Restores torch's number of CPU threads, since a process's next run chooses its own."""
+    num_threads = torch.get_num_threads()
+    try:
+        yield
+    finally:
+        torch.set_num_threads(num_threads)
+
+
 def named_device(name: str) -> torch.device:
     """Returns the device of this machine with the given name.
 

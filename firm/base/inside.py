@@ -151,6 +151,8 @@ def make_folder(path: Path, mode: int | None = None) -> None:
         OSError: It cannot be created, or is a file.
     """
     path = Path(path).absolute()  # the current folder has no name otherwise
+    if path.name == ".." and path.is_dir():  # the parent of a given folder such as ../x
+        return
     if not path.parent.exists():
         make_folder(path.parent)
     with _folder_of(path) as folder:

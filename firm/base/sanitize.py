@@ -15,7 +15,9 @@ NUM_NAMED = 3
 MAX_NAME = 64
 """Maximum length of a name of a run, site or client, which may become part of a path."""
 _FIGURES = ("kl", "length", "end_share", "distinct_1", "distinct_2")
-"""Figures of an evaluation beside the scores."""
+"""Figures of an evaluation of replies beside the scores."""
+_COLUMNS = ("mean", "se")
+"""Figures of a score."""
 
 
 def printable(text: object, *, max_length: int = 500) -> str:
@@ -88,15 +90,21 @@ def check_name(name: str, what: str) -> str:
     return name
 
 
-def check_score_name(name: str, what: str) -> str:
+def check_score_name(name: str, what: str, *, of_replies: bool = True) -> str:
     """Returns the name of an objective or score, checked as by ``check_name``.
 
+    Args:
+        name: The name.
+        what: Description for the message.
+        of_replies: Whether replies are scored, and not pairs.
+
     Raises:
-        ValueError: The name is not safe, or that of a figure that every evaluation has.
+        ValueError: The name is not safe, or that of a figure that every evaluation or score has.
     """
-    if check_name(name, what) in _FIGURES:
+    taken = (*(_FIGURES if of_replies else ()), *_COLUMNS)
+    if check_name(name, what) in taken:
         raise ValueError(
-            f"{what} must not be one of {', '.join(_FIGURES)}, which are figures of every "
+            f"{what} must not be one of {', '.join(taken)}, which are figures of every "
             f"evaluation, got {name!r}; choose another, such as {name}_reward."
         )
     return name

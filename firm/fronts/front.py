@@ -317,7 +317,8 @@ def check_comparable(first: Front, second: Front) -> None:
             "second, and their order matters."
         )
     for name in first.objectives:
-        maps = first.calibrations[name], second.calibrations[name]
+        # fronts of pairs used to be written without a method
+        maps = [{"method": "pairs", **front.calibrations[name]} for front in (first, second)]
         if figure := differing_figure(*maps):
             values = [calibration.get(figure, "missing") for calibration in maps]
             raise ValueError(

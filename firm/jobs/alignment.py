@@ -24,6 +24,7 @@ from firm.alignment.kl_guard import KLGuard
 from firm.alignment.pair_evaluation import PairEvaluation, evaluate_pairs, reference_logprobs
 from firm.alignment.pair_tokens import EncodedPair
 from firm.alignment.policy import load_adapter_
+from firm.base.devices import threads_restored
 from firm.base.inside import remove, replace_bytes, whole_folder
 from firm.base.preferences import FRONT_NAME, preference_folder
 from firm.base.randomness import RandomStream
@@ -50,6 +51,7 @@ from firm.jobs.alignment_loading import (
     as_figures,
     build_clients,
     build_engine,
+    check_training_data,
     common_calibrations,
     load,
     reporter,
@@ -200,6 +202,7 @@ def main(cfg: AlignmentConfig) -> Path | None:
     return result.path
 
 
+@threads_restored()
 def align(cfg: AlignmentConfig, given: Given | None = None) -> Result | None:
     """Runs an alignment from the start, or from the run's last checkpoint.
 
@@ -212,14 +215,6 @@ def align(cfg: AlignmentConfig, given: Given | None = None) -> Result | None:
         UserError: A model, file or other resource in the configuration is not available, or the
             run's directory is in use.
     """
-    num_threads = torch.get_num_threads()
-    try:
-        return _align(cfg, given)
-    finally:  # a later run of this process chooses its own
-        torch.set_num_threads(num_threads)
-
-
-def _align(cfg: AlignmentConfig, given: Given | None) -> Result | None:
     processes = Processes.join(per_client=cfg.processes_per_client)
     cfg = with_fast_dtypes(with_recorded(cfg), processes)
     out = claim_folder(cfg, processes)
@@ -227,6 +222,8 @@ def _align(cfg: AlignmentConfig, given: Given | None) -> Result | None:
     loaded = load(cfg, processes, given=given, on_event=progress.event)
     if processes.is_server:
         progress.event("started", alarms=notes_at_start(cfg, loaded))
+    if processes.is_server:
+        check_training_data(loaded, cfg, out)
     cfg = set_threads(cfg, loaded, on_event=progress.event)
     calibrations = common_calibrations(loaded, cfg, out, on_event=progress.event)
     on_stage = progress.event if progress.is_live else None

@@ -291,7 +291,9 @@ class AlignmentConfig:
         _check_conditioning(self)
         _check_aggregation(self)
         for name in self.objectives:
-            check_score_name(name, f"{self.objectives_key}: the name of an objective")
+            key = self.objectives_key
+            what = f"{key}: the name of an objective"
+            check_score_name(name, what, of_replies=key == "rewards")
         for name in self.evaluation.metrics:
             check_score_name(name, "evaluation.metrics: the name of a score")
         if shared := self.rewards.keys() & self.evaluation.metrics.keys():

@@ -246,24 +246,30 @@ def common_calibrations(
     A resumed run keeps its calibrations. The first process broadcasts them to the others.
 
     Raises:
-        UserError: A resumed run's reward models or training data have changed.
+        UserError: A resumed run's reward models have changed.
     """
     if not loaded.processes.is_server:
         return as_calibrations(loaded.processes.broadcast())
     # also on resume: a reward model that fails is found here, before the first round
     calibrations = _calibrate(loaded, cfg, on_event)
     if cfg.resume and (checkpoint := Run(out).latest_checkpoint()):
-        if checkpoint[1].get("training_data", loaded.data.digest) != loaded.data.digest:
-            raise UserError(
-                f"the training data differ from those that the run in {out} began with, which its "
-                "clients have shuffled and held prompts out of; restore them, or start a new run "
-                f"from its adapter: --start '{{{out}/adapter: 1}}'."
-            )
         frozen = as_calibrations(checkpoint[1]["calibrations"])
         check_same(frozen, calibrations)  # before the run is opened, which truncates its logs
         calibrations = frozen
     loaded.processes.broadcast(as_figures(calibrations))
     return calibrations
+
+
+def check_training_data(loaded: LoadedRun, cfg: AlignmentConfig, out: Path) -> None:
+    """Raises `UserError` if a resumed run's training data have changed."""
+    checkpoint = Run(out).latest_checkpoint() if cfg.resume else None
+    digest = loaded.data.digest
+    if checkpoint and checkpoint[1].get("training_data", digest) != digest:
+        raise UserError(
+            f"the training data differ from those that the run in {out} began with, which its "
+            "clients have shuffled and held prompts out of; restore them, or start a new run from "
+            f"its adapter: --start '{{{out}/adapter: 1}}'."
+        )
 
 
 def build_clients(

@@ -31,7 +31,7 @@ from firm.report.comparison import write_comparison
 from firm.report.record import Record
 from firm.report.samples import Sample, ScoredReply, Turn, turns_of
 from firm.run.comparison import Line, Measure, prompts_text, with_intervals
-from firm.run.config import to_yaml
+from firm.run.config import to_dict, to_yaml
 from firm.run.differences import leaves
 from firm.run.errors import UserError
 from firm.run.files import file_errors, write_csv
@@ -158,6 +158,10 @@ def _evaluations(
 
 def check_place(out: Path) -> None:
     """Raises `UserError` if the results cannot be written."""
+    if out.exists() and out.samefile("."):
+        raise UserError(
+            f"out: {out} is the current folder, which the results replace; choose another --out."
+        )
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise UserError(f"out: {out} exists and is not empty; choose another --out.")
     parent = next(path for path in out.resolve().parents if path.exists())
@@ -205,21 +209,27 @@ def check_comparable(runs: Sequence[Path], records: Sequence[Record], *, calibra
 
 def _check_held_out(cfg: CompareConfig, records: Sequence[Record]) -> None:
     """Raises `UserError` if a run was trained on prompts that the first one held out."""
-    others = [path for path in cfg.adapters if (path / CONFIG_NAME).is_file()]
+    others = [run for path in cfg.adapters for run in (path, path.parent) if _is_run(run)]
     records = [*records[1:], *map(checked_record, others)]
+    asked = {"held_out": cfg.held_out, "held_out_seed": cfg.held_out_seed}
+    asked |= dict(leaves(to_dict(cfg.prompts)))  # filters decide what is drawn
     for run, record in zip([*cfg.runs[1:], *others], records, strict=True):
         own, data = run_settings(record), record.settings.get("data") or {}
-        is_same = (own.get("held_out"), own.get("held_out_seed")) == (
-            cfg.held_out,
-            cfg.held_out_seed,
-        )
+        drawn = {key: own.get(key) for key in ("held_out", "held_out_seed")}
+        drawn |= dict(leaves(own.get("prompts") or {}))
         source = with_shipped_paths((data.get("train") or {}).get("source"))
+        is_same = {**asked, **drawn, "source": asked["source"]} == asked
         if not is_same and source == cfg.prompts.source:
             raise UserError(
                 f"{run} did not hold out the prompts that {cfg.runs[0]} did (data.hold_out, "
-                "data.hold_out_seed, and the seed without it), so that it was trained on some of "
-                "them; pass --prompts.source FILE, with prompts that no run was trained on."
+                "data.hold_out_seed, the seed without it, and data.train's filters), so that it "
+                "may have been trained on some of them; pass --prompts.source FILE, with prompts "
+                "that no run was trained on."
             )
+
+
+def _is_run(path: Path) -> bool:
+    return (path / CONFIG_NAME).is_file()
 
 
 def named_folders(paths: Sequence[Path]) -> dict[str, Path]:

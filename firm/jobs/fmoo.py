@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from firm.base.console import accept_any_text
-from firm.base.devices import generator_note, named_device
+from firm.base.devices import generator_note, named_device, threads_restored
 from firm.base.inside import replace_text
 from firm.base.preferences import in_order
 from firm.base.sanitize import legible, printable
@@ -126,6 +126,7 @@ class ClassicResult:
         return module.state_dict()
 
 
+@threads_restored()
 def run_classic(cfg: ClassicConfig) -> ClassicResult:
     """Runs the unfinished runs of a study, and writes the comparison as algorithms finish.
 
@@ -138,8 +139,10 @@ def run_classic(cfg: ClassicConfig) -> ClassicResult:
         torch.set_num_threads(cfg.num_threads)
     out = cfg.out or dated_folder("fmoo")
     refuse_links(out)
-    if not is_resumed(out, cfg.resume, "*/seed_*/run.json"):  # fail before the data are loaded
-        check_free(out, to_dict(cfg))
+    runs_of_study = "*/seed_*/run.json"
+    has_study = (out / STUDY_NAME).exists() or any(out.glob(runs_of_study))
+    if not is_resumed(out, cfg.resume, runs_of_study) and has_study:
+        check_free(out, to_dict(cfg))  # fail before the data are loaded
     try:
         device = named_device(cfg.device)
     except ValueError as error:

@@ -64,7 +64,7 @@ from firm.jobs.network_config import (
     site_name,
 )
 from firm.network import link
-from firm.network.agreement import Agreement, Ledger
+from firm.network.agreement import Agreement, Ledger, Refused
 from firm.network.controller import FlareChannel, SitesController
 from firm.network.site import Site
 from firm.network.sites import SitesEngine
@@ -84,6 +84,8 @@ _TEMPLATE = "chat template, special and end tokens"
 """Name of the digest of how prompts are written and replies end."""
 THREADS = "num_threads.txt"
 """File with a site's measured number of CPU threads, beside the states of a run's clients."""
+_TRAINING_DATA = "training_data.txt"
+"""File with the digest of a site's training data, beside the states of a run's clients."""
 OWN_KEYS = (
     *("checkpoints", "client_timeout", "data", "engine", "evaluation", "guard", "hub", "max_rows"),
     *("name", "num_threads", "out", "paper", "plan", "plugins", "policy.device", "policy.path"),
@@ -202,7 +204,8 @@ def site_process(kit: Path) -> None:
     def build_all(setup: Mapping[str, Any]) -> Engine:
         # The other processes wait for a broadcast and would die on malformed data from the server.
         as_calibrations(setup["calibrations"])
-        check_name(setup["name"], "a run's name")
+        name = check_name(setup["name"], "a run's name")
+        _check_training_data(states / name, loaded.data.digest)
         processes.broadcast(setup)
         engine = build(setup)
         if cfg.strategy.secure:
@@ -233,6 +236,19 @@ def site_process(kit: Path) -> None:
     link.serve(kit / "local/attach_profile.json", site.answer)
     for engine in engines:
         engine.close()
+
+
+def _check_training_data(states: Path, digest: str) -> None:
+    """Raises `Refused` if a site's training data have changed since its clients shuffled them."""
+    record = states / _TRAINING_DATA
+    if not any(states.glob("*/*/round_*")):
+        make_private_folder(states)
+        replace_text(record, digest)
+    elif record.exists() and record.read_text() != digest:
+        raise Refused(
+            "the training data differ from those that this site's clients have shuffled in this "
+            "run; restore them, or start a run of another name"
+        )
 
 
 def set_site_threads(cfg: AlignmentConfig, loaded: LoadedRun, record: Path) -> None:

@@ -12,7 +12,7 @@ import transformers
 import yaml
 
 from firm.alignment.pairs import PairsConfig, load_pairs
-from firm.base.devices import dtype_name
+from firm.base.devices import dtype_name, threads_restored
 from firm.base.inside import replace_text, whole_folder
 from firm.base.json_text import json_text
 from firm.base.sanitize import printable
@@ -46,6 +46,7 @@ class TrainedReward:
     report: RewardReport
 
 
+@threads_restored()
 def train_reward(cfg: RewardConfig) -> TrainedReward:
     """Trains a LoRA adapter and a head on the pairs by the loss of Bradley and Terry.
 

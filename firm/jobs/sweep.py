@@ -308,7 +308,7 @@ def _run_config(
             for corner, share in zip(corners, point.preference, strict=True)
         }
         overrides["start_merge"] = MERGES[method.kind]
-        overrides["rounds"] = 0
+        overrides |= {"rounds": 0, "policy.lora.freeze_a": False}  # nothing is trained
     if method.kind == "front":
         trained = PointConfig(point.method, _equal_shares(objectives), point.seed)
         if point.name == trained.name:  # the sweep runs its preferences as separate points
@@ -317,7 +317,9 @@ def _run_config(
         else:
             overrides["policy.conditioning.kind"] = "none"  # its adapter is folded
             overrides |= {"evaluation.preferences": None, "evaluation.num_refined": 0}
-            overrides |= {"groups": {}, "policy.lora.freeze_a": False}  # nothing is trained
+            groups = {**_base(cfg).groups, **(overrides.get("groups") or {})}
+            overrides |= {f"groups.{name}.preferences": None for name in groups}
+            overrides["policy.lora.freeze_a"] = False  # nothing is trained
             overrides["start"] = {str(out / "points" / trained.name / "adapter"): 1.0}
             overrides["start_preference"] = list(point.preference)
             overrides["rounds"] = 0

@@ -243,10 +243,13 @@ def test_a_new_folder_has_the_permissions_asked_for(given, umask):
 def test_a_folder_is_written_in_the_current_one_and_behind_a_link_to_another_disk(
     tmp_path, monkeypatch
 ):
+    tmp_path = tmp_path / "here"
+    tmp_path.mkdir()
     monkeypatch.chdir(tmp_path)
     (tmp_path / "disk").mkdir()
     (tmp_path / "runs").symlink_to("disk")
-    for place in (Path("evaluation"), Path("runs/evaluation")):
+    (tmp_path / "work").mkdir()
+    for place in (Path("evaluation"), Path("runs/evaluation"), Path("work/../b"), Path("../c")):
         with whole_folder(place) as draft:
             replace_text(draft / "a.txt", "a")
         assert (place / "a.txt").read_text() == "a"

@@ -209,6 +209,8 @@ def test_fronts_that_differ_in_what_is_compared_are_comparable(build_point, buil
     points = [build_point((0.1, 0.2), seed=3)]
     second = build_front(points, strategy="fedavg", num_prompts=7, calibrations=calibrations)
     check_comparable(first, second)
+    pairs = [dict.fromkeys("ab", own) for own in ({}, {"method": "pairs"})]
+    check_comparable(*(build_front([], calibrations=own) for own in pairs))  # old and new
 
 
 @pytest.mark.parametrize(

@@ -242,6 +242,10 @@ CASES = {
         ["--rewards", "{length: {name: length}}"],
         ["rewards: the name of an objective must not be one of kl, length", "got 'length'"],
     ),
+    "an objective with the name of a figure of a score": (
+        ["--rewards", "{mean: brevity, b: positivity}"],
+        ["the name of an objective must not be one of", "mean, se, which", "got 'mean'"],
+    ),
     "an objective that YAML takes for a bool": (
         ["--rewards", "{true: {name: brevity}}"],
         ["rewards must have strings as keys, got True, which YAML reads as bool; quote it"],

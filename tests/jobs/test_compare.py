@@ -267,14 +267,30 @@ def test_runs_with_other_maps_are_refused_by_name_unless_raw_scores_do(
 
 
 def test_a_run_that_held_out_other_prompts_of_the_same_is_refused(run, copied, refusal, tmp_path):
-    runs = [copied(name) for name in ("first", "second")]
-    for seed, own in enumerate(runs):
-        config = yaml.safe_load((own / "config.yaml").read_text())
+    first, second = (copied(name) for name in ("first", "second"))
+
+    def setting(run, seed, **filters):
+        config = yaml.safe_load((run / "config.yaml").read_text())
         config["data"] |= {"hold_out": 0.2, "hold_out_seed": seed}
-        (own / "config.yaml").write_text(yaml.safe_dump(config))
-    given = ["--runs", f"[{runs[0]}, {runs[1]}]", "--out", tmp_path / "out"]
-    error = refusal(cli, given)
-    assert f"{runs[1]} did not hold out the prompts that {runs[0]} did" in error
+        config["data"]["train"] |= filters
+        (run / "config.yaml").write_text(yaml.safe_dump(config))
+
+    setting(first, 0)
+    setting(second, 1)
+    out = ["--out", tmp_path / "out"]
+    given = ["--runs", f"[{first}, {second}]", *out]
+    message = f"{second} did not hold out the prompts that {first} did"
+    assert message in refusal(cli, given)
+    setting(second, 0, max_tokens=40)
+    assert message in refusal(cli, given)
+    adapter = f"[{second / 'adapter'}]"
+    assert message in refusal(cli, ["--runs", f"[{first}]", "--adapters", adapter, *out])
+
+
+def test_results_do_not_replace_the_current_folder(run, refusal, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    run = str(Path(run).absolute())
+    assert "out: . is the current folder" in refusal(cli, ["--runs", f"[{run}]", "--out", "."])
 
 
 @pytest.mark.parametrize(

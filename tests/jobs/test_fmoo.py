@@ -539,6 +539,13 @@ def test_a_run_whose_last_checkpoint_is_gone_is_not_finished(tmp_path):
     assert all(torch.equal(ends[0][name], own) for name, own in ends[1].items())
 
 
+def test_a_study_that_was_stopped_before_its_first_run_can_be_started_again(tmp_path):
+    out = tmp_path / "study"
+    (out / "firm/.seed_0.draft").mkdir(parents=True)
+    (out / "log.txt").write_text("stopped")
+    assert main(_config(out, "--seeds", "[0]")) == out
+
+
 def test_a_study_is_never_overwritten(study, refusal):
     one = ["--algorithms", "{firm: {strategy: {name: firm}}}"]
     assert f"continue it with `firm resume {study}`" in refusal(cli, ["--out", str(study), *one])

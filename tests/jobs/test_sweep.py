@@ -379,6 +379,27 @@ def test_a_front_is_swept_on_a_base_with_fronts_and_groups_of_its_own():
     assert kinds == {"preference": 1, "none": 2}
 
 
+def test_points_that_train_nothing_keep_what_their_base_says_of_clients():
+    """Calibrations of a group's own reward, and matrices that training would have frozen."""
+    given = {"method": "minmax", "low": 0, "high": 1}
+    own = {"clients": [0], "rewards": {"helpful": {"name": "brevity", "normalization": "minmax"}}}
+    cfg = SweepConfig(
+        base="configs/miniature.yaml",
+        overrides={
+            "groups": {"own": own},
+            "evaluation.calibrations": {"own/helpful": given},
+            "policy.lora.freeze_a": True,
+            "estimator.name": "critic_free",
+        },
+        methods={"one": MethodConfig(kind="front"), "soup": MethodConfig(kind="soup")},
+        preferences=[[1, 0], [0.5, 0.5], [0, 1]],
+    )
+    configs = sweep_configs(cfg, Path("runs"))
+    assert all("own/helpful" in each.evaluation.calibrations for each in configs.values())
+    frozen = Counter((each.rounds > 0, each.policy.lora.freeze_a) for each in configs.values())
+    assert frozen == {(True, True): 3, (False, False): 3}
+
+
 def test_four_objectives_without_moocore_keep_their_front(monkeypatch):
     """The page of the sweep says why it has no hypervolume."""
     monkeypatch.setitem(sys.modules, "moocore", None)

@@ -404,6 +404,22 @@ def test_a_site_keeps_the_states_of_each_run_by_its_name(kits, tmp_path, monkeyp
     assert unpack(answers[-1](pack(meeting)))["problem"] == "ValueError"
     assert len(kept) == 2
 
+    def met(name):
+        jobs_network.site_process(kit)
+        setup = {"calibrations": calibrations, "name": name}
+        return unpack(answers[-1](pack({**meeting, "setup": setup}))).get("problem", "")
+
+    own = tmp_path / "own.jsonl"
+    own.write_text("\n".join(rows[1:]))
+    site = {"kit": str(kit), "own_prompts": True, "overrides": {"data.train.source": str(own)}}
+    (kit / "site.yaml").write_text(to_yaml(site))
+    assert met("first") == ""  # nothing was shuffled yet
+    (first / "client_0/round_000001").mkdir(parents=True)
+    assert met("first") == ""
+    own.write_text("\n".join(rows[2:]))
+    assert "the training data differ" in met("first")
+    assert met("second") == ""
+
 
 # --- What must be the same, and what crosses ------------------------------------------------------
 
