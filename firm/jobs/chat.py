@@ -4,6 +4,7 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 import torch
 from rich import box
@@ -12,7 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from firm.alignment.calibration import Calibration
-from firm.alignment.prompts import ChatMessage, Prompt, hh_text
+from firm.alignment.prompts import ChatMessage, Prompt, hh_text, is_hh
 from firm.alignment.rewards import score
 from firm.base.preferences import in_order
 from firm.base.randomness import RandomStream
@@ -64,7 +65,7 @@ class Conversation:
         self.preference = _preference(cfg, record.objectives if record else tuple(cfg.rewards))
         """Shares of the objectives at which a conditioned adapter replies; None: equal shares."""
         self._speakers = Speakers(cfg, [self.folder], rewards, preference=self.preference)
-        self._scores_texts = _has_texts(cfg.run) if cfg.run else True
+        self._form = _form_of(cfg.run) if cfg.run else "hh"
         self._calibrations = frozen_calibrations(rewards, record) if record else {}
         self.reset()
 
@@ -104,8 +105,10 @@ class Conversation:
         self._speakers.refold(preference)
 
     def _reply(self, side: str, messages: Sequence[ChatMessage], turn: int) -> ChatReply:
-        # reward functions receive the same type as in training: texts or messages
-        text = hh_text(messages) if self._scores_texts else None
+        # reward functions receive the same form as in training
+        text = None if self._form == "chat" else hh_text(messages)
+        if self._form == "text" and len(messages) == 1:
+            text = messages[0]["content"]
         prompts = [Prompt(text, messages=tuple(messages))]
         stream = RandomStream(self._seed, "chat", turn)  # both models sample with the same noise
         with self._speakers.speaking(SIDES[side]) as sample, stream:
@@ -130,11 +133,13 @@ def _preference(cfg: ChatConfig, objectives: Sequence[str]) -> Sequence[float] |
         raise UserError(str(error)) from error
 
 
-def _has_texts(run: Path) -> bool:
-    """Returns whether a run's prompts were texts rather than chats, judging by its samples."""
+def _form_of(run: Path) -> Literal["chat", "hh", "text"]:
+    """Returns the form of a run's prompts, judging by its samples; texts of HH-RLHF without any."""
     rows = [row for row in Run(run).samples() if {"prompt", "messages"} <= row.keys()]
     chats = [Prompt(messages=tuple(row["messages"])).transcript == row["prompt"] for row in rows]
-    return not any(chats)
+    if any(chats):
+        return "chat"
+    return "hh" if all(is_hh(row["prompt"]) for row in rows) else "text"
 
 
 def in_words(raw: Mapping[str, torch.Tensor], calibrations: Mapping[str, Calibration]) -> list[str]:

@@ -89,7 +89,7 @@ def export(cfg: ExportConfig) -> Exported:
             if served is not None and not cfg.trade_offs:
                 served = replace(served, base_file=base_file)
                 engine.write_front(draft, served, list(preferences))
-        asked = tuple(asked_of_requests(cfg.policy, cfg.rollout, source))
+        asked = tuple(asked_of_requests(cfg.policy, cfg.rollout, source, engine))
     except ValueError as error:
         raise UserError(str(error)) from error
     return Exported(out, cfg.policy.path, preferences, source.settings.r, certificate, asked)
@@ -129,14 +129,15 @@ def main(cfg: ExportConfig) -> Path:
     if done.certificate is not None:
         print(f"certificate  {done.certificate.describe()}")
     engine = target(cfg.to)
+    is_front = done.is_conditioned and not cfg.trade_offs
     command = engine.command(
         done.folder,
         str(with_shipped_paths(done.base_model)),
         list(done.preferences),
         done.rank,
-        is_front=done.is_conditioned and not cfg.trade_offs,
+        is_front=is_front,
     )
-    if done.asked and command[:1] not in ([], ["firm"]):
+    if done.asked and not (is_front and command[:1] in ([], ["firm"])):  # `firm serve` brings it
         asked = ", and ".join(done.asked)
         print(legible(f"note      replies are as in training if requests bring {asked}"))
     if command:

@@ -66,8 +66,9 @@ def parse_over_run(
         return parse(config_class, arguments, description=description)
     run = str(run)
     record = checked_record(Path(run))
-    settings, functions = run_settings(record), given_functions(record)
+    settings = run_settings(record)
     names = {f.name for f in fields(config_class)}  # type: ignore[arg-type]  # a dataclass
+    functions = given_functions(record) if "rewards" in names else []
     settings = _without_held_out(settings, given)
     base = {f"the run {run}": {k: v for k, v in settings.items() if k in names}}
     cfg = parse(config_class, arguments, description=description, base=base)

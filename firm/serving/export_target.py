@@ -49,6 +49,8 @@ class ExportTarget:
     """Whether the engine scales one adapter per objective, or needs one per measured point."""
     has_card = False
     """Whether adapters are folders, which have a model card."""
+    has_sampling = False
+    """Whether exports of single adapters keep the sampling of replies."""
     verb = "serve"
     """Purpose of the command that comes next."""
 

@@ -79,11 +79,11 @@ def front_record(
 
 
 def asked_of_requests(
-    policy: PolicyConfig, rollout: RolloutConfig, source: ExportedRun
+    policy: PolicyConfig, rollout: RolloutConfig, source: ExportedRun, engine: ExportTarget
 ) -> list[str]:
-    """Returns what requests to another engine must bring, in words, for replies as in training.
+    """Returns what requests to another server must bring, in words, for replies as in training.
 
-    Other engines format messages by the base model's own chat template, and end replies at tokens.
+    Other servers format messages by the base model's own chat template, and end replies at tokens.
     """
     given, tokenizer = policy.prompt, source.tokenizer()
     kind, asked = given.kind_for(tokenizer), []
@@ -93,11 +93,16 @@ def asked_of_requests(
         asked.append(f"prompts in the form {given.template!r}, as completions")
     elif given.system_prompt:
         asked.append(f"the system message {given.system_prompt!r}")
-    if kind == "chat" and given.template_options:
-        asked.append(f"chat_template_kwargs {given.template_options}")
+    options = dict(given.template_options)
+    if "date_string" in str(tokenizer.chat_template):  # which would print the current date
+        options = {"date_string": given.date_string, **options}
+    if kind == "chat" and options:
+        asked.append(f"chat_template_kwargs {options}")
     stop = rollout.stop_strings
     if stop := given.stop_strings(tokenizer) if stop is None else stop:
         asked.append(f"stop {stop}")
+    if not engine.has_sampling:
+        asked.append(f"temperature {rollout.temperature:g}, top_k 0, top_p 1, min_p 0")
     return asked
 
 

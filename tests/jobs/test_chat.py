@@ -88,6 +88,14 @@ def test_each_side_goes_on_with_its_own_dialogue_until_reset(run, chat, tmp_path
         assert prompt == f"{opening} {reply.strip()}\n\nHuman: And the mug?\n\nAssistant:"
     assert [prompt for prompt, _ in third] == ["\n\nHuman: Once more.\n\nAssistant:"] * 2
 
+    plain = Path(shutil.copytree(run, tmp_path / "plain"))
+    samples = [json.loads(line) for line in (plain / "samples.jsonl").read_text().splitlines()]
+    rows = [{**row, "prompt": row["messages"][-1]["content"]} for row in samples]
+    (plain / "samples.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    chat(["Once more."], "--run", plain, "--rewards", json.dumps({"overheard": reward}))
+    heard = [json.loads(line) for line in log.read_text().splitlines()]
+    assert [prompt for prompt, _ in heard[6:]] == ["Once more."] * 2  # as in training
+
 
 def test_an_adapter_of_zeros_answers_as_the_base_model(run, chat, tmp_path):
     folder = Path(shutil.copytree(run / "adapter", tmp_path / "zero"))

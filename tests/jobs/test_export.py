@@ -206,6 +206,7 @@ def test_targets_and_requirements_are_exported_as_pick_finds_them(strong, tmp_pa
     done = exported(strong, tmp_path / "a", *options, "--target", "brevity=0.4,positivity=0.6")
     assert done.preferences == {"adapter.gguf": pytest.approx([share, 1 - share])}
     assert [file.name for file in done.folder.iterdir()] == ["adapter.gguf"]
+    assert any(asked.startswith("stop ['") for asked in done.asked)  # no front.json says it
     done = exported(strong, tmp_path / "b", *options, "--require", "brevity>=0.3")
     [[first, _]] = done.preferences.values()
     assert 0.5 < first < 0.75
@@ -276,6 +277,8 @@ def test_the_commands_serve_an_ordinary_run_with_programs_of_the_engines(run, tm
         lines = capsys.readouterr().out.splitlines()
         assert lines[-1].startswith(f"serve     {program}")
         assert "requests bring prompts in HH-RLHF's form, as completions, and stop" in lines[-2]
+        has_sampling = "and temperature 1, top_k 0, top_p 1, min_p 0" in lines[-2]
+        assert has_sampling == (to == "gguf")  # vLLM's command has the file
         paths = [word for word in shlex.split(lines[-1]) if str(tmp_path) in word]
         assert paths
         assert all(Path(word.rpartition("=")[2]).exists() for word in paths)

@@ -171,6 +171,9 @@ def test_a_run_of_objects_is_evaluated_on_its_own_prompts_by_the_rewards_that_ha
         own = float(figures["run", "short in [0, 1]"][column])
         assert own == pytest.approx(run.rewards["short"][name], abs=1e-6)
     assert not [figure for _, figure in figures if figure.startswith("brief")]
+    COMMANDS["export"].run(["--run", str(run.path), "--to", "peft", "--out", str(tmp_path / "own")])
+    assert (tmp_path / "own/adapter_model.safetensors").exists()
+    assert "note: brief" not in capsys.readouterr().err
     file = tmp_path / "again.py"
     file.write_text(
         "from reward_models import reward_model\n"

@@ -11,6 +11,7 @@ class PeftTarget(ExportTarget):
     """PEFT folders of adapters."""
 
     has_card = True
+    has_sampling = True
 
     def write_adapter(self, place: Path, adapter: Adapter, source: ExportedRun) -> None:
         """Writes the folder of an adapter, with its tokenizer and sampling."""
