@@ -203,6 +203,10 @@ def _function(
     return FunctionReward(objective, instance, {}, config.output)
 
 
+TRAINED_KEYS = ("format", "append_eos", "max_length", "dtype")
+"""Settings with which a classifier scores as it did after training; another dtype does not."""
+
+
 def reward_settings(text: str) -> dict[str, str]:
     """Returns the settings of the reward model that a text denotes.
 
@@ -407,10 +411,10 @@ def _import_file(file: str, name: str) -> None:
         module = import_file(path)
     own, entry = vars(module).get(name), REWARD_MODELS.get(name)
     is_registered = isinstance(entry, partial) and entry.args[0] is own
-    if callable(own) and own.__module__ == module.__name__ and not is_registered:
+    if callable(own) and not is_registered:  # also an imported function, or a partial one
         reward_model(name)(own)
     if name not in REWARD_MODELS:
-        known = [key for key, value in vars(module).items() if inspect.isfunction(value)]
+        known = [key for key, value in vars(module).items() if callable(value)]
         raise ValueError(f"{file} has no function {name!r}{did_you_mean(name, known)}")
 
 

@@ -26,6 +26,7 @@ from firm.base.randomness import RandomStream
 from firm.run.errors import UserError
 from firm.run.progress import say
 from reward_models.config import CallFormat, RewardModelConfig
+from reward_models.registry import TRAINED_KEYS
 from reward_models.sequence_classifier import SequenceClassifierReward, quiet_transformers
 from reward_models.training_config import RewardConfig
 
@@ -39,10 +40,6 @@ FEW_STEPS = 30
 at chance, and 30 had begun to learn."""
 QUIET_SECONDS = 15.0
 """Minimum seconds between two lines of progress."""
-
-
-TRAINED_KEYS = ("format", "append_eos", "max_length", "dtype")
-"""Settings with which a classifier scores as it did after training; another dtype does not."""
 
 
 def score_differences(reward: Any, pairs: Sequence[Pair]) -> np.ndarray:

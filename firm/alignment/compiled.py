@@ -37,6 +37,7 @@ from firm.alignment.sequences import (
     takes_attention_masks,
 )
 from firm.base.sanitize import first_line
+from firm.base.user_code import interruption_in
 
 logger = logging.getLogger(__name__)
 
@@ -402,6 +403,8 @@ class CompiledDecoder:
         except torch.OutOfMemoryError:
             raise
         except Exception as error:  # of any backend; the model runs as it is
+            if interruption := interruption_in(error):
+                raise interruption from None
             # torch wraps a backend's error into one of its own
             self._fail(first_line(getattr(error, "inner_exception", None) or error))
             _check_random_numbers(device, error)

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from firm.alignment.estimator_config import CriticFreeConfig
+from firm.base.devices import widened
 from firm.base.user_code import user_code
 
 
@@ -59,9 +60,9 @@ def group_advantages(
         scored: Indices of the objectives that share a scale; None: all.
     """
     in_reward = config.kl_in == "reward"
-    groups = in_groups((rewards - penalty if in_reward else rewards).double(), config.num_replies)
+    groups = in_groups(widened(rewards - penalty if in_reward else rewards), config.num_replies)
     counts = torch.ones_like(rewards) if left_out is None else ~left_out
-    counts = in_groups(counts.double(), config.num_replies)  # [M, P, G]
+    counts = in_groups(widened(counts), config.num_replies)  # [M, P, G]
     size = counts.sum(2, keepdim=True)  # [M, P, 1]
     centred = (groups - (groups * counts).sum(2, keepdim=True) / size.clamp(min=1)) * counts
     centred = centred.masked_fill(is_flat(groups), 0)
@@ -77,7 +78,7 @@ def group_advantages(
         advantages = centred * (size / (size - 1).clamp(min=1))
     if config.scale != "none":
         deviation = variance.sqrt() + config.std_floor
-        advantages = advantages / deviation.clamp(min=torch.finfo(torch.float64).tiny)
+        advantages = advantages / deviation.clamp(min=torch.finfo(deviation.dtype).tiny)
     advantages = advantages.flatten(1)
     if not in_reward:
         advantages = advantages - centred_penalty(penalty, config)
@@ -89,7 +90,7 @@ def group_advantages(
 
 def centred_penalty(penalty: torch.Tensor, config: CriticFreeConfig) -> torch.Tensor:
     """Returns KL penalties [B] minus the mean of the others in their group, float64 [1, B]."""
-    groups = in_groups(penalty.double()[None], config.num_replies)
+    groups = in_groups(widened(penalty)[None], config.num_replies)
     bessel = config.num_replies / (config.num_replies - 1)
     return ((groups - groups.mean(2, keepdim=True)) * bessel).flatten(1)
 
@@ -117,7 +118,7 @@ def sum_advantages(
     is_scored = (has_reward & (weights > 0)[:, None, None]).any(0)  # [P, G]
     if config.aggregation == "normalize_then_sum":
         terms = _normalized(groups, config).masked_fill(~is_scored, 0)
-        units = is_scored.double()
+        units = widened(is_scored)
         if config.whiten_over == "tokens":
             units = units * num_tokens.to(units).view_as(units)
         count = units.sum()
@@ -126,7 +127,7 @@ def sum_advantages(
         variance = (total.square() * units).sum() / (count - 1)
     else:
         rows = groups.masked_fill(~has_reward, 0)
-        units = is_scored.double()
+        units = widened(is_scored)
         count = units.sum(1, keepdim=True)  # [P, 1]
         terms = rows - (rows * units).sum(2, keepdim=True) / count
         total = torch.einsum("m,mpg->pg", weights, terms)
@@ -141,7 +142,7 @@ def sum_advantages(
         if config.scale == "none":
             variance = torch.ones_like(variance)
     deviation = variance.sqrt() + (0 if config.scale == "none" else config.std_floor)
-    terms = terms / deviation.clamp(min=torch.finfo(torch.float64).tiny)
+    terms = terms / deviation.clamp(min=torch.finfo(deviation.dtype).tiny)
     # too few replies to compare have no deviation, and no advantage
     return terms.masked_fill(~is_scored, 0).nan_to_num(nan=0.0).flatten(1)
 
@@ -150,7 +151,7 @@ def _normalized(groups: torch.Tensor, config: CriticFreeConfig) -> torch.Tensor:
     """Returns rewards [M, P, G] normalised in their groups, 0 where they are missing."""
     has_reward = ~groups.isnan()
     rows = groups.masked_fill(~has_reward, 0)
-    count = has_reward.sum(2, keepdim=True).double()
+    count = widened(has_reward.sum(2, keepdim=True))
     mean = rows.sum(2, keepdim=True) / count
     centred = (rows - mean).masked_fill(~has_reward | is_flat(groups), 0)
     squares = centred.square().sum(2, keepdim=True)
@@ -164,7 +165,7 @@ def _normalized(groups: torch.Tensor, config: CriticFreeConfig) -> torch.Tensor:
         deviation = torch.where(spread > 0, spread.sqrt() + config.std_floor, 1.0)
     else:
         deviation = (squares / (count - 1)).sqrt() + config.std_floor
-    deviation = deviation.clamp(min=torch.finfo(torch.float64).tiny)
+    deviation = deviation.clamp(min=torch.finfo(deviation.dtype).tiny)
     return (centred / deviation).nan_to_num(nan=0.0)
 
 
@@ -183,7 +184,7 @@ class RewardSums:
     def terms(self, weights: torch.Tensor) -> torch.Tensor:
         """Returns terms a_jb with Σ_j w_j a_jb = A_b, the advantages of the sum; [M, B]."""
         config, in_reward = self.config, self.config.kl_in == "reward"
-        rewards = self.rewards.double() - (self.penalty if in_reward else 0)
+        rewards = widened(self.rewards) - (self.penalty if in_reward else 0)
         terms = sum_advantages(rewards, weights.to(rewards), config, num_tokens=self.num_tokens)
         return terms if in_reward else terms - centred_penalty(self.penalty, config)
 

@@ -25,6 +25,11 @@ _ACCELERATE_DEVICE = "ACCELERATE_TORCH_DEVICE"
 """Variable in which Accelerate reads a process's device."""
 
 
+def widened(tensor: torch.Tensor) -> torch.Tensor:
+    """Returns a tensor in float64, or in float32 on Apple's devices, which have no float64."""
+    return tensor.float() if tensor.device.type == "mps" else tensor.double()
+
+
 @contextmanager
 def threads_restored() -> Iterator[None]:
     """Restores torch's number of CPU threads, since a process's next run chooses its own."""

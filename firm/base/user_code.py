@@ -36,6 +36,14 @@ _PACKAGE_FOLDERS = ("/site-packages/", "/dist-packages/")
 """Folders of installed packages."""
 
 
+def interruption_in(error: BaseException) -> BaseException | None:
+    """Returns the interruption that an error has been made of by a library, if any."""
+    at: BaseException | None = error
+    while at is not None and not isinstance(at, INTERRUPTIONS):
+        at = getattr(at, "inner_exception", None) or at.__cause__ or at.__context__
+    return at
+
+
 @contextmanager
 def user_code(
     what: str,

@@ -492,6 +492,7 @@ class _LanguageTask(Task):
             "limits": asdict(self._cfg.guard),
             "calibrations": as_figures(self._calibrations),
             "training_data": self._loaded.data.digest,
+            "held_out_data": self._loaded.data.held_out_digest,
             # its replies are texts, which a run may not keep
             "base": {split: asdict(own) for split, own in self._base.items()}
             if self._cfg.evaluation.num_shown_samples

@@ -32,6 +32,14 @@ from firm.run.comparison import FEW_PROMPTS
 from firm.run.errors import UserError
 
 
+def _digest(data: Sequence[Any]) -> str:
+    digest = hashlib.sha256()
+    for each in data:
+        prompt, replies = (each.prompt, each.replies) if isinstance(each, Pair) else (each, ())
+        digest.update(repr((prompt.transcript, *replies)).encode())
+    return digest.hexdigest()[:16]
+
+
 @dataclass(frozen=True)
 class DataSplits:
     """Prompts or pairs by use."""
@@ -46,11 +54,12 @@ class DataSplits:
     @cached_property
     def digest(self) -> str:
         """A digest of the texts of the training data, in order."""
-        digest = hashlib.sha256()
-        for each in self.train:
-            prompt, replies = (each.prompt, each.replies) if isinstance(each, Pair) else (each, ())
-            digest.update(repr((prompt.transcript, *replies)).encode())
-        return digest.hexdigest()[:16]
+        return _digest(self.train)
+
+    @cached_property
+    def held_out_digest(self) -> str:
+        """A digest of the texts of the validation and test data, in order."""
+        return _digest([*self.validation, *self.test])
 
     @property
     def prompts(self) -> list[Prompt]:
@@ -157,7 +166,7 @@ class PromptData(Data):
                 on_note(
                     f"data.{use} has the prompts of {default}: set data.{use}.source to others."
                 )
-            return load_prompts(
+            prompts = load_prompts(
                 config,
                 tokenizer,
                 given=own,
@@ -165,6 +174,9 @@ class PromptData(Data):
                 default_split=DEFAULT_SPLITS[use],
                 on_note=lambda text: on_note(f"data.{use}: {text}"),
             )
+            # a batch may have no row with a column of others
+            columns = dict.fromkeys(name for prompt in prompts for name in prompt.columns)
+            return [replace(each, columns={**columns, **each.columns}) for each in prompts]
 
         prompts = prompts_of("train")
         validation, test = [], []

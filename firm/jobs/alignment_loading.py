@@ -246,13 +246,20 @@ def common_calibrations(
     A resumed run keeps its calibrations. The first process broadcasts them to the others.
 
     Raises:
-        UserError: A resumed run's reward models have changed.
+        UserError: A resumed run's reward models or held-out data have changed.
     """
     if not loaded.processes.is_server:
         return as_calibrations(loaded.processes.broadcast())
     # also on resume: a reward model that fails is found here, before the first round
     calibrations = _calibrate(loaded, cfg, on_event)
     if cfg.resume and (checkpoint := Run(out).latest_checkpoint()):
+        digest = loaded.data.held_out_digest
+        if checkpoint[1].get("held_out_data", digest) != digest:
+            raise UserError(
+                f"the validation or test data differ from those on which the run in {out} has "
+                "measured the base model; restore them, or start a new run from its adapter: "
+                f"--start '{{{out}/adapter: 1}}'."
+            )
         frozen = as_calibrations(checkpoint[1]["calibrations"])
         check_same(frozen, calibrations)  # before the run is opened, which truncates its logs
         calibrations = frozen

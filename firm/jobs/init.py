@@ -1,5 +1,6 @@
 """Writes a configuration for the user's own model, data and reward models."""
 
+import json
 import math
 import random
 import re
@@ -29,7 +30,7 @@ from firm.jobs.alignment_config import AlignmentConfig, client_names
 from firm.jobs.alignment_data import data_of
 from firm.jobs.configs import InitConfig
 from firm.jobs.plan import make_plan
-from firm.jobs.sources import check_data, check_policy, check_reward, is_file
+from firm.jobs.sources import check_data, check_policy, check_reward, is_file, trained_settings
 from firm.report.formats import duration
 from firm.run.comparison import FEW_PROMPTS
 from firm.run.config import compose
@@ -352,11 +353,14 @@ def _with_section(text: str, key: str, lines: list[str]) -> str:
 def _rewards(rewards: Mapping[str, str]) -> list[str]:
     lines = []
     for name, reward in rewards.items():
-        settings, comment = reward_settings(reward), ""
+        settings, comment = trained_settings(reward), ""
         if "path" in settings:
-            settings["format"] = likely_format(settings["path"])
+            settings.setdefault("format", likely_format(settings["path"]))
             comment = " # as in its training; or hh_pair, question_answer, plain, response"
-        entries = ", ".join(f"{key}: {_quote(value)}" for key, value in settings.items())
+        entries = ", ".join(
+            f"{key}: {_quote(value) if isinstance(value, str) else json.dumps(value)}"
+            for key, value in settings.items()
+        )
         lines.append(f"  {_quote(name)}: {{ {entries} }}{comment}")
     return lines
 

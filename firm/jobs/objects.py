@@ -24,13 +24,14 @@ from firm.jobs.alignment_config import DEFAULT_SPLITS, GIVEN, AlignmentConfig, h
 from firm.jobs.alignment_loading import Given
 from firm.jobs.fetch import fetch_policy
 from firm.jobs.finished_runs import keep_test_prompts
+from firm.jobs.sources import trained_settings
 from firm.run.config import compose, lay_out, to_dict
 from firm.run.differences import leaves
 from firm.run.errors import UserError
 from firm.run.resuming import Resume
 from firm.run.shipped import with_shipped_paths
 from reward_models.config import RewardModelConfig
-from reward_models.registry import given_reward, reward_settings
+from reward_models.registry import given_reward
 
 Reward = Callable[..., Any] | str | Mapping[str, Any] | RewardModelConfig
 """A reward function, a text as in `reward_settings`, or the settings of a reward model."""
@@ -151,6 +152,13 @@ def _check_arguments(
     policy = settings.get("policy")
     if "policy.path" in settings or (isinstance(policy, Mapping) and "path" in policy):
         raise UserError("settings must not have policy.path: pass it as the argument model.")
+    dtype = settings.get("policy.dtype", isinstance(policy, Mapping) and policy.get("dtype"))
+    own = str(getattr(model, "dtype", dtype)).removeprefix("torch.")
+    if dtype and str(dtype) != own:
+        raise UserError(
+            f"settings must not have another policy.dtype than the model, which has {own}, got "
+            f"{dtype}: pass model.to(torch.{dtype})."
+        )
     sources = {f"data.{split}.source": split for split in DEFAULT_SPLITS}
     for key, _ in leaves(settings if pairs is None else {}):
         for source, split in sources.items():
@@ -243,7 +251,7 @@ def _reward_settings(name: str, reward: Reward) -> dict[str, Any]:
     if isinstance(reward, RewardModelConfig):
         return to_dict(reward)
     if isinstance(reward, str):
-        return reward_settings(reward)
+        return trained_settings(reward)
     if isinstance(reward, Mapping):
         return dict(reward)
     if callable(reward):

@@ -128,9 +128,9 @@ def run_points(
     pending, outcomes = sweep.pending(), list[Outcome]()
     for name, run in runs.items():
         is_last = any(Path(folder).is_relative_to(out / "points") for folder in run.start)
-        if is_last:  # it may have been started under another path of this folder
+        if is_last or name in pending:  # its base file, or this folder's path, may have changed
             _set_aside_changed(out, name, run)
-        elif pending and name not in pending:
+        elif pending:
             _check_unchanged(out, name, run)
         waves[is_last][name] = to_dict(
             replace(run, tracking=run.tracking.within(tracking_group(cfg, sweep)))
@@ -188,8 +188,8 @@ def _set_aside_changed(out: Path, name: str, run: AlignmentConfig) -> None:
     place = out / "points" / name
     if not (place / "config.yaml").exists() or Run(place).record().get("status") == "finished":
         return
-    check_not_held(place)
     if _changes(place, run, RENEWED_KEYS):
+        check_not_held(place)
         numbers = itertools.count(1)
         aside = next(p for n in numbers if not (p := out / "replaced" / f"{name}-{n}").exists())
         make_private_folder(aside.parent)

@@ -9,7 +9,6 @@ import datasets
 import numpy as np
 import torch
 import transformers
-import yaml
 
 from firm.alignment.pairs import PairsConfig, load_pairs
 from firm.base.devices import dtype_name, threads_restored
@@ -18,7 +17,13 @@ from firm.base.json_text import json_text
 from firm.base.sanitize import printable
 from firm.jobs.fetch import fetch_policy
 from firm.jobs.init import likely_format
-from firm.jobs.sources import check_data, check_folder, check_reward
+from firm.jobs.sources import (
+    REWARD_SETTINGS_NAME,
+    check_data,
+    check_folder,
+    check_reward,
+    trained_settings,
+)
 from firm.report.page import write_page
 from firm.report.reward_page import RewardReport, report_of, reward_page
 from firm.run.errors import UserError
@@ -31,7 +36,6 @@ from reward_models.config import RewardModelConfig
 from reward_models.registry import load_reward_model, reward_settings
 from reward_models.training_config import RewardConfig
 
-SETTINGS_NAME = "reward.yaml"
 """File with the settings of a trained reward model, in its folder."""
 
 
@@ -77,7 +81,7 @@ def train_reward(cfg: RewardConfig) -> TrainedReward:
         pairs = load_pairs(source, on_note=notes.append)
         training.check_texts(pairs)
         ranked, held_out = training.split_pairs(pairs, cfg)
-        others = {n: RewardModelConfig(**_settings_of(text)) for n, text in cfg.others.items()}
+        others = {n: _settings_of(text) for n, text in cfg.others.items()}
         reward = training.new_reward(cfg)
         # before the training, which would be lost with them
         differences = {
@@ -115,29 +119,19 @@ def train_reward(cfg: RewardConfig) -> TrainedReward:
         model: Any = reward.whole_model
         model.save_pretrained(folder)
         reward.tokenizer.save_pretrained(folder)
-        replace_text(folder / SETTINGS_NAME, training.reward_yaml(cfg.name, settings, reward))
+        text = training.reward_yaml(cfg.name, settings, reward)
+        replace_text(folder / REWARD_SETTINGS_NAME, text)
         replace_text(folder / "report.json", json_text(asdict(report), indent=1) + "\n")
         title = f"Reward model {cfg.name!r} of {Path(cfg.base).name}"
         write_page(folder / "report.html", reward_page(report, title=title))
     return TrainedReward(out, settings, report)
 
 
-def _settings_of(text: str) -> dict[str, Any]:
-    """Returns the settings of the reward model that a text denotes, with those of its training."""
-    options: dict[str, Any] = dict(reward_settings(text))
-    if "path" not in options:
-        return options
-    file = Path(options["path"]).expanduser() / SETTINGS_NAME
-    if not file.is_file():
-        return {**options, "format": likely_format(options["path"])}
-    try:
-        (trained,) = yaml.safe_load(file.read_text(encoding="utf-8"))["rewards"].values()
-        own = {key: trained[key] for key in training.TRAINED_KEYS}  # and no code of a stranger's
-    except (yaml.YAMLError, UnicodeDecodeError, KeyError, TypeError, ValueError, AttributeError):
-        raise UserError(
-            f"others: {file} does not have the settings of a trained reward model; restore it."
-        ) from None
-    return {**options, **own}
+def _settings_of(text: str) -> RewardModelConfig:
+    options = trained_settings(text)
+    if "path" in options:
+        options.setdefault("format", likely_format(options["path"]))
+    return RewardModelConfig(**options)
 
 
 def main(cfg: RewardConfig) -> None:
@@ -146,4 +140,4 @@ def main(cfg: RewardConfig) -> None:
     for table in trained.report.tables():
         print_table(table.title, table.headings, table.rows)
     print(f"wrote {trained.path}: the adapter, report.html, and reward.yaml, which has the lines:")
-    print((trained.path / SETTINGS_NAME).read_text(encoding="utf-8"), end="")
+    print((trained.path / REWARD_SETTINGS_NAME).read_text(encoding="utf-8"), end="")

@@ -1,5 +1,6 @@
 """Prints the commands that start the rollout servers of a run."""
 
+import sys
 from urllib.parse import urlsplit
 
 from firm.alignment.rollout_config import VLLMServerConfig
@@ -39,5 +40,9 @@ def _port(url: str) -> int:
 def main(cfg: AlignmentConfig) -> None:
     """Prints a command per line, each for the machine of its address."""
     fetch_policy(cfg.policy.path)
-    for command in server_commands(cfg):
+    commands = server_commands(cfg)
+    for command in commands:
         print(command)
+    if any("--dtype float32" in command for command in commands):
+        note = "on a GPU, vLLM's LoRA needs policy.dtype bfloat16 or float16, also of the run"
+        print(f"note: {note}", file=sys.stderr)

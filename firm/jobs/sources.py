@@ -3,6 +3,9 @@
 import difflib
 import re
 from pathlib import Path
+from typing import Any
+
+import yaml
 
 from firm.alignment.policy_config import is_gguf
 from firm.base.preferences import FRONT_NAME
@@ -13,7 +16,32 @@ from firm.run.config import lay_out
 from firm.run.errors import UserError
 from firm.run.resuming import check_run
 from firm.run.shipped import FETCHED, with_shipped_paths
-from reward_models.registry import check_name
+from reward_models.registry import TRAINED_KEYS, check_name, reward_settings
+
+REWARD_SETTINGS_NAME = "reward.yaml"
+"""File with a reward model's settings, in the folder that `firm reward` writes."""
+
+
+def trained_settings(text: str) -> dict[str, Any]:
+    """Returns the settings of the reward model that a text denotes, as in `reward_settings`.
+
+    A reward model that `firm reward` has trained has those of its training.
+
+    Raises:
+        UserError: Its file does not have them.
+    """
+    options: dict[str, Any] = dict(reward_settings(text))
+    file = Path(with_shipped_paths(options.get("path", ""))).expanduser() / REWARD_SETTINGS_NAME
+    if "path" not in options or not file.is_file():
+        return options
+    try:
+        (trained,) = yaml.safe_load(file.read_text(encoding="utf-8"))["rewards"].values()
+        own = {key: trained[key] for key in TRAINED_KEYS}  # and no code of a stranger's
+    except (yaml.YAMLError, UnicodeDecodeError, KeyError, TypeError, ValueError, AttributeError):
+        raise UserError(
+            f"{file} does not have the settings of a trained reward model; restore it."
+        ) from None
+    return {**options, **own}
 
 
 def check_sources(cfg: AlignmentConfig) -> None:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from firm.run.directory import Row, Run
 from firm.run.files import read_text
 from firm.run.resuming import CONFIG_NAME, RESTORE, check_run
-from firm.run.rows import as_one_training
+from firm.run.rows import as_one_training, is_of_earlier
 from firm.run.sweep import Sweep
 
 if TYPE_CHECKING:  # it imports numpy, which records need not
@@ -201,8 +201,8 @@ def read_record(run_path: Path) -> Record:
     rows, left_out = run.checked_rows()
     samples = [row for row in run.samples() if {"prompt", "completion"} <= row.keys()]
     header = next((row for row in rows if row.get("kind") == "run"), {})
-    chosen = {row["split"]: row for row in rows if _is_of_earlier(row)}
-    rows = [row for row in rows if not _is_of_earlier(row)]
+    chosen = {row["split"]: row for row in rows if is_of_earlier(row)}
+    rows = [row for row in rows if not is_of_earlier(row)]
     evaluations = _latest(rows, "evaluation", "split")
     trainings = [as_one_training(row) for row in _latest(rows, "client", "client")]
     # clients may join after the header was written
@@ -285,13 +285,6 @@ def final_row(record: Record, split: str = "test") -> Row | None:
 def is_base(row: Row) -> bool:
     """Returns whether an evaluation is of the base model, and not of an adapter to start from."""
     return row.get("round") == 0 and "change" not in row
-
-
-def _is_of_earlier(row: Row) -> bool:
-    """Returns whether a validation row is of an earlier round's adapter, measured at the end."""
-    if row.get("kind") != "evaluation" or row["split"].startswith("test"):
-        return False
-    return row.get("adapter_round", row["round"]) < row["round"]
 
 
 def _latest(rows: list[Row], kind: str, key: str) -> list[Row]:

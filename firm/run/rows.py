@@ -313,6 +313,13 @@ def _is_number(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 
+def is_of_earlier(row: Row) -> bool:
+    """Returns whether a validation row is of an earlier round's adapter, measured at the end."""
+    if row.get("kind") != "evaluation" or row["split"].startswith("test"):
+        return False
+    return row.get("adapter_round", row["round"]) < row["round"]
+
+
 def mean_over_clients(lines: Mapping[str, Points]) -> Points:
     """Returns the means over clients by round; a value of the server replaces the mean."""
     own = [points for client, points in lines.items() if client]

@@ -39,6 +39,7 @@ from firm.run.rows import (
     Points,
     as_one_training,
     entries,
+    is_of_earlier,
     mean_over_clients,
     valid_row,
     valid_rows,
@@ -179,10 +180,11 @@ class SeriesTracker:
         """Forwards the valid data of one row of metrics.jsonl.
 
         Numbers become series over the rounds. The row of a round follows the rows of its clients,
-        and adds the means over the clients and the total of bytes sent so far.
+        and adds the means over the clients and the total of bytes sent so far. An earlier round's
+        adapter, which a run measures again at its end, has no place in them.
         """
         valid, _ = valid_row(row, num_objectives=len(self._objectives))
-        if self._run is None or valid is None:
+        if self._run is None or valid is None or is_of_earlier(valid):
             return
         with self._guard(f"a row of kind {valid['kind']}"):
             self._log(valid, self._series(valid))

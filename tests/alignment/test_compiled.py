@@ -25,6 +25,7 @@ from firm.alignment.rollout_config import RolloutConfig
 from firm.alignment.rollout_engines import SampleRequest, TransformersEngine
 from firm.alignment.sequences import has_plain_cache, takes_attention_masks
 from firm.alignment.stacked.model import StackedModel
+from firm.base.errors import TimeLimitError
 from firm.federation import Processes
 from firm.jobs.alignment_config import AlignmentConfig, client_names, compiles_rollouts
 from firm.jobs.plan import costs, planning
@@ -310,6 +311,18 @@ def test_a_model_that_does_not_compile_is_named_and_samples_as_before(caplog, mo
     assert not decoder._storage
     (line,) = (each.message for each in caplog.records if "rollout.compile" in each.message)
     assert "no such instruction" in line
+
+
+def test_a_time_limit_during_a_compilation_is_not_the_compilers_failure():
+    """Otherwise the client would go on without a limit, and end the process."""
+
+    def late(graph, examples):
+        raise TimeLimitError("it has not finished within 1 s")
+
+    policy = policy_of("lora", vocabulary=9000)
+    policy.compiled_decoder = CompiledDecoder(policy, backend=late)
+    with pytest.raises(TimeLimitError):
+        slot(policy, asked(), compiles=True)
 
 
 def test_a_smaller_bucket_that_fails_after_it_has_run_leaves_the_larger_one_its_rows():

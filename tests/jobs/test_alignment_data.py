@@ -70,6 +70,16 @@ def load(tmp_path):
     return loaded
 
 
+def test_a_column_that_some_rows_lack_is_in_all_prompts(load, tmp_path):
+    """A batch may have none of the rows that have it."""
+    rows = [{"prompt": f"{n} + 1?", **({"answer": str(n + 1)} if n % 2 else {})} for n in range(40)]
+    (tmp_path / "mixed.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    splits, _ = load("--data.train.source", str(tmp_path / "mixed.jsonl"))
+    answers = [prompt.columns["answer"] for prompt in splits.train]
+    assert None in answers
+    assert set(map(type, answers)) == {str, type(None)}
+
+
 def test_every_topic_of_a_sorted_file_is_trained_on_and_measured(load):
     splits, notes = load()
     for own in (splits.train, splits.validation, splits.test):

@@ -10,13 +10,15 @@ import yaml
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 from firm.base.devices import fast_dtype
+from firm.jobs import init, objects
 from firm.jobs import reward as module
-from firm.jobs.init import likely_format
 from firm.jobs.reward import TrainedReward, train_reward
+from firm.jobs.sources import trained_settings
 from firm.run.config import compose
 from firm.run.errors import UserError
 from reward_models import RewardModelConfig, load_reward_model, load_reward_models, training
 from reward_models.training_config import RewardConfig
+from tests.plugins import plugins_forgotten
 from tests.tokens import byte_tokenizer
 
 TEMPLATE = "{% for m in messages %}{{ m.role }}: {{ m.content }}</s>{% endfor %}"
@@ -105,11 +107,12 @@ def test_other_models_are_compared_before_the_training(base, tmp_path, monkeypat
 
     monkeypatch.setattr(training, "fit", lambda *_: 1 / 0)
     others = {"right": f"{file}:right"}
-    with pytest.raises(ZeroDivisionError):  # once all is ready
-        train_reward(config(base, pairs, tmp_path / "out", others=others))
-    file.write_text("def wrong(completions):\n    return None\n")
-    with pytest.raises(UserError, match="wrong"):
-        train_reward(config(base, pairs, tmp_path / "out", others={"wrong": f"{file}:wrong"}))
+    with plugins_forgotten():
+        with pytest.raises(ZeroDivisionError):  # once all is ready
+            train_reward(config(base, pairs, tmp_path / "out", others=others))
+        file.write_text("def wrong(completions):\n    return None\n")
+        with pytest.raises(UserError, match="wrong"):
+            train_reward(config(base, pairs, tmp_path / "out", others={"wrong": f"{file}:wrong"}))
 
 
 def test_training_reads_the_tokens_and_the_place_that_scoring_reads(
@@ -155,14 +158,18 @@ def test_another_reward_model_is_scored_as_it_was_trained(base, tmp_path):
     written = {"rewards": {"old": {"path": "moved", **trained, "file": "own.py"}}}
     (tmp_path / "old").mkdir()
     (tmp_path / "old/reward.yaml").write_text(json.dumps(written))
-    found = module._settings_of(str(tmp_path / "old"))
+    found = trained_settings(str(tmp_path / "old"))
     assert found == {**trained, "path": str(tmp_path / "old")}  # and no file of code
+    assert module._settings_of(str(tmp_path / "old")) == RewardModelConfig(**found)
+    (line,) = init._rewards({"mine": str(tmp_path / "old")})
+    assert "append_eos: true, max_length: 99" in line
+    assert objects._reward_settings("mine", str(tmp_path / "old")) == found
     for malformed in ("[1]", "rewards: {a: 1}", "rewards: {}", "{"):
         (tmp_path / "old/reward.yaml").write_text(malformed)
         with pytest.raises(UserError, match="does not have the settings of a trained reward"):
-            module._settings_of(str(tmp_path / "old"))
-    assert module._settings_of(str(base))["format"] == likely_format(str(base))
-    assert module._settings_of("brevity") == {"name": "brevity"}
+            trained_settings(str(tmp_path / "old"))
+    assert module._settings_of(str(base)).format == init.likely_format(str(base))
+    assert trained_settings("brevity") == {"name": "brevity"}
 
 
 def test_held_out_pairs_share_no_prompt_with_training(base, pairs, tmp_path, monkeypatch) -> None:

@@ -221,6 +221,30 @@ def test_a_plain_function_of_a_file_needs_no_decorator(tmp_path):
         load_reward_model(RewardModelConfig(name="rows", file=str(files[0])), "r")
 
 
+def test_a_file_may_build_or_import_its_function(tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "elsewhere.py").write_text(
+        "def long(completions, least=1, **kwargs):\n"
+        "    return [float(len(text) >= least) for text in completions]\n"
+    )
+    file = tmp_path / "built.py"
+    file.write_text(
+        "from functools import partial\n"
+        "from elsewhere import long\n"
+        "from reward_models.scripted import brevity\n"
+        "longer = partial(long, least=3)\n"
+        "positivity = partial(long, least=3)\n"
+    )
+    configs = [RewardModelConfig(name=name, file=str(file)) for name in ("long", "longer")]
+    first, second = (load_reward_model(config, "r") for config in configs)
+    assert first(["p"], ["ab"]) == [1.0]
+    assert second(["p"], ["ab"]) == [0.0]
+    shipped = load_reward_model(RewardModelConfig(name="brevity", file=str(file)), "r")
+    assert 0 < shipped(["p"], ["a"])[0] <= 1
+    with pytest.raises(ValueError, match="'positivity' is already registered"):
+        load_reward_model(RewardModelConfig(name="positivity", file=str(file)), "r")
+
+
 def test_files_that_cannot_be_imported_are_named(tmp_path):
     broken = tmp_path / "broken.py"
     broken.write_text("import no_such_module_here")

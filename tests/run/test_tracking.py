@@ -193,6 +193,18 @@ def test_evaluations_are_drawn_in_the_trade_off_plane_of_each_pair(tmp_path: Pat
     assert any("trade-off/helpful-harmless_table" in chart for chart in charts)
 
 
+def test_an_earlier_adapter_that_is_measured_again_is_no_point_of_the_last_round(
+    tmp_path: Path,
+) -> None:
+    rows = [evaluation(number, "validation", helpful=number / 4) for number in (1, 2, 3)]
+    again = {**evaluation(3, "validation", helpful=0.25), "adapter_round": 1}
+    tests = {**evaluation(3, "test", helpful=0.25), "adapter_round": 1}
+    history = items(track(tmp_path, *rows, again, tests), "history")
+    key = "evaluation/validation/scores/helpful/mean"
+    assert [row[key] for row in history if key in row] == [0.25, 0.5, 0.75]
+    assert "evaluation/test/scores/helpful/mean" in history[-1]
+
+
 def test_the_charts_of_a_long_run_have_points_in_proportion_to_its_rounds(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

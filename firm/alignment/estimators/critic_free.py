@@ -36,6 +36,7 @@ from firm.alignment.sequences import (
     INVALID_LOGPROB,
     Rollouts,
 )
+from firm.base.devices import widened
 from firm.base.quantities import PERCENT, Quantity, register
 from firm.base.schema import ByObjective, Share
 from firm.base.user_code import function_named
@@ -229,7 +230,7 @@ def reply_factors(
         config: How losses are averaged.
         max_tokens: Maximum length of a reply.
     """
-    counts = own.sum(1).double()
+    counts = widened(own.sum(1))
     if config.loss_mean == "replies":
         return 1 / (counts.clamp(min=1) * len(whole))
     total = whole.sum().clamp(min=1) if config.loss_mean == "tokens" else len(whole) * max_tokens

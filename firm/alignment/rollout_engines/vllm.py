@@ -32,6 +32,8 @@ from firm.alignment.rollout_config import (
 from firm.alignment.rollout_engines.adapter_versions import Reply, Row, rows_of, to_samples
 from firm.alignment.rollout_engines.engine import SampledTokens, SampleRequest
 from firm.base.errors import RolloutError
+from firm.base.sanitize import first_line
+from firm.base.user_code import INTERRUPTIONS
 
 SHARED_MEMORY = Path("/dev/shm")
 
@@ -82,6 +84,13 @@ class VLLMEngine:
 
         Rows of all requests share a batch, unless they have more than `max_loras` adapters.
         """
+        try:
+            return self._sample(requests)
+        except INTERRUPTIONS:  # vLLM would return the replies of this batch with the next one's
+            self.close()
+            raise
+
+    def _sample(self, requests: list[SampleRequest]) -> list[SampledTokens]:
         self._start()
         states: dict[str, Mapping[str, torch.Tensor]] = {}
         rows = rows_of(self._policy, requests, states)
@@ -121,11 +130,24 @@ class VLLMEngine:
         if devices is None and self._policy.device.type == "cuda":
             devices = [self._policy.device.index or 0]
         if devices is not None:
+            if dtype not in (torch.float16, torch.bfloat16):
+                raise RolloutError(
+                    "policy.dtype must be bfloat16 or float16 with rollout.engine.name vllm on a "
+                    f"GPU, whose kernels for LoRA take no other, got {arguments['dtype']}."
+                )
             arguments["tensor_parallel_size"] = len(devices)
             # vLLM would otherwise need nearly all of a GPU free, of which it takes `cache_gb` alone
             arguments["gpu_memory_utilization"] = 0.01
         with _visible(devices):
-            self._llm = vllm.LLM(**{**arguments, **self.config.options})
+            try:
+                self._llm = vllm.LLM(**{**arguments, **self.config.options})
+            except INTERRUPTIONS:
+                raise
+            except Exception as error:
+                raise RolloutError(
+                    f"vLLM cannot start ({first_line(error)}): change rollout.engine.cache_gb or "
+                    "options, or use rollout.engine.name transformers."
+                ) from error
         parent = SHARED_MEMORY if os.access(SHARED_MEMORY, os.W_OK) else None
         self._folder = Path(tempfile.mkdtemp(prefix="firm-vllm-", dir=parent))
         self._stop = weakref.finalize(self, _close, self._llm, self._folder)
@@ -152,6 +174,8 @@ class VLLMEngine:
             request = self._request(version, self._num_versions)
             try:
                 engine.add_lora(request)
+            except INTERRUPTIONS:
+                raise
             except Exception as error:
                 raise RolloutError(
                     f"vLLM cannot load the adapter ({error}): use other policy.lora settings, or "

@@ -22,7 +22,7 @@ from firm.alignment.rollout_config import (
     VLLMConfig,
 )
 from firm.alignment.rollout_engines.vllm import VLLMEngine
-from firm.base.errors import RolloutError
+from firm.base.errors import RolloutError, TimeLimitError
 from firm.run.plugins import import_plugin
 from tests.plugins import plugins_forgotten
 from tests.tokens import queries
@@ -76,10 +76,38 @@ def test_vllm_sees_its_own_gpus_alone(monkeypatch, device, devices, shown, expec
     assert os.environ.get("CUDA_VISIBLE_DEVICES") == shown
 
 
-def policy_on(device):
+def test_what_vllm_cannot_start_with_is_one_line(monkeypatch):
+    def start(**arguments):
+        raise RuntimeError("Engine core initialization failed.\nSee the root cause above.")
+
+    monkeypatch.setitem(sys.modules, "vllm", SimpleNamespace(LLM=start))
+    for dtype, message in (
+        (torch.float32, "policy.dtype must be bfloat16 or float16 .* got float32"),
+        (torch.bfloat16, r"vLLM cannot start \(Engine core initialization failed\.\)"),
+    ):
+        engine = VLLMEngine(VLLMConfig(), policy_on("cuda:0", dtype), RolloutConfig())
+        with pytest.raises(RolloutError, match=message):
+            engine._start()
+
+
+def test_vllm_starts_again_after_a_batch_that_was_interrupted(monkeypatch):
+    """It would return the batch's replies with those of the next one."""
+    engine, closed = VLLMEngine(VLLMConfig(), policy_on("cpu"), RolloutConfig()), []
+
+    def late():
+        raise TimeLimitError("it has not finished within 1 s")
+
+    monkeypatch.setattr(engine, "_start", late)
+    monkeypatch.setattr(engine, "_stop", lambda: closed.append(True))
+    with pytest.raises(TimeLimitError):
+        engine.sample([])
+    assert closed
+
+
+def policy_on(device, dtype=torch.bfloat16):
     """Returns what `VLLMEngine` reads of a policy when it starts."""
     settings = SimpleNamespace(base_model_name_or_path="base", r=8)
-    embeddings = SimpleNamespace(weight=torch.zeros(1, dtype=torch.bfloat16))
+    embeddings = SimpleNamespace(weight=torch.zeros(1, dtype=dtype))
     return SimpleNamespace(
         peft_config={"default": settings},
         get_input_embeddings=lambda: embeddings,
