@@ -10,7 +10,7 @@ from typing import Any
 from firm.base.inside import move, replace_text
 from firm.base.sanitize import by_reason, printable
 from firm.jobs.alignment import FREE_KEYS as RUN_FREE_KEYS
-from firm.jobs.alignment import RENEWED_KEYS, align
+from firm.jobs.alignment import align
 from firm.jobs.alignment_config import AlignmentConfig
 from firm.jobs.alignment_loading import with_recorded
 from firm.jobs.configs import PointsConfig
@@ -188,7 +188,10 @@ def _set_aside_changed(out: Path, name: str, run: AlignmentConfig) -> None:
     place = out / "points" / name
     if not (place / "config.yaml").exists() or Run(place).record().get("status") == "finished":
         return
-    if _changes(place, run, RENEWED_KEYS):
+    # more rounds at a constant rate are those of a run from the start; another guard is not
+    is_longer = run.rounds >= Run(place).settings().get("rounds", run.rounds)
+    is_extended = is_longer and run.estimator.learning_rate_schedule == "constant"
+    if _changes(place, run, ("rounds",) if is_extended else ()):
         check_not_held(place)
         numbers = itertools.count(1)
         aside = next(p for n in numbers if not (p := out / "replaced" / f"{name}-{n}").exists())

@@ -258,7 +258,8 @@ def test_a_study_is_called_a_study(arguments, studied, tmp_path, refusal):
 
 
 @pytest.mark.slow
-def test_a_run_that_stopped_midway_starts_again_with_its_corrected_base(tmp_path, capsys):
+@pytest.mark.parametrize("line", ["guard: { max_kl: 9.0 }", "client_timeout: 900"])
+def test_a_run_that_stopped_midway_starts_again_with_its_corrected_base(tmp_path, capsys, line):
     base, out = tmp_path / "base.yaml", tmp_path / "study"
     base.write_text(SMOKE.read_text())
     words = ["--base", str(base), "--settings", "{A: {}}", "--seeds", "[0]", "--out", str(out)]
@@ -267,10 +268,11 @@ def test_a_run_that_stopped_midway_starts_again_with_its_corrected_base(tmp_path
         run = out / "points/a-seed_0"
         record = run / "run.json"
         record.write_text(record.read_text().replace('"finished"', '"failed"'))
-        base.write_text(SMOKE.read_text().replace("temperature: 1.0", "temperature: 0.9"))
+        base.write_text(f"{SMOKE.read_text()}\n{line}\n")
         firm(["resume", str(out)])
-    assert "a-seed_0 starts again; its unfinished run is now" in capsys.readouterr().out
-    assert read_record(run).settings["rollout"]["temperature"] == 0.9
+    starts_again = "a-seed_0 starts again; its unfinished run is now" in capsys.readouterr().out
+    assert starts_again == line.startswith("guard")
+    assert starts_again == (read_record(run).settings["guard"]["max_kl"] == 9.0)
 
 
 @pytest.mark.slow
