@@ -6,7 +6,7 @@ import json
 import re
 import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -77,9 +77,9 @@ def load_prompts(
     a text: up to and including the last `"\n\nAssistant:"` in HH-RLHF's form, as in
     Anthropic/hh-rlhf, and otherwise its common prefix with `rejected`. `tools` and
     `chat_template_kwargs` are passed to the chat template. `kind` is optional; reward functions
-    receive further fields as keyword arguments. Limits on tokens require the policy's tokenizer. If
-    the configuration's split is null, `default_split` is used for datasets with named splits.
-    `on_note` receives a message about dropped rows.
+    receive further fields as keyword arguments, None where a row lacks one. Limits on tokens
+    require the policy's tokenizer. If the configuration's split is null, `default_split` is used
+    for datasets with named splits. `on_note` receives a message about dropped rows.
 
     Raises:
         ValueError: When a source cannot be read, a row is malformed, or no prompt is left. The
@@ -116,7 +116,14 @@ def load_prompts(
             f"no prompt is left of {num_rows} in {', '.join(sources)}: "
             "choose another source, or widen min_tokens and max_tokens."
         )
-    return prompts
+    # a batch may have no row with a column of others
+    columns = dict.fromkeys(name for prompt in prompts for name in prompt.columns)
+    return [
+        prompt
+        if len(prompt.columns) == len(columns)
+        else replace(prompt, columns={**columns, **prompt.columns})
+        for prompt in prompts
+    ]
 
 
 def _without_duplicates(

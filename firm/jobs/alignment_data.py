@@ -166,7 +166,7 @@ class PromptData(Data):
                 on_note(
                     f"data.{use} has the prompts of {default}: set data.{use}.source to others."
                 )
-            prompts = load_prompts(
+            return load_prompts(
                 config,
                 tokenizer,
                 given=own,
@@ -174,9 +174,6 @@ class PromptData(Data):
                 default_split=DEFAULT_SPLITS[use],
                 on_note=lambda text: on_note(f"data.{use}: {text}"),
             )
-            # a batch may have no row with a column of others
-            columns = dict.fromkeys(name for prompt in prompts for name in prompt.columns)
-            return [replace(each, columns={**columns, **each.columns}) for each in prompts]
 
         prompts = prompts_of("train")
         validation, test = [], []
