@@ -189,7 +189,8 @@ def _function(
         )
     if not isinstance(function, type):
         reward = as_reward(objective, function, name=config.name, options=config.options)
-        return replace(reward, output=config.output)
+        is_classifier = not isinstance(reward, FunctionReward)  # one that a file has built
+        return reward if is_classifier else replace(reward, output=config.output)
     try:
         inspect.signature(function).bind(**config.options)
     except TypeError as error:
@@ -410,7 +411,8 @@ def _import_file(file: str, name: str) -> None:
     with _importing(f"the file of reward functions {file}", "repair it"):
         module = import_file(path)
     own, entry = vars(module).get(name), REWARD_MODELS.get(name)
-    is_registered = isinstance(entry, partial) and entry.args[0] is own
+    known = entry.args[0] if isinstance(entry, partial) else None
+    is_registered = known is own or getattr(known, "__module__", "") == module.__name__
     if callable(own) and not is_registered:  # also an imported function, or a partial one
         reward_model(name)(own)
     if name not in REWARD_MODELS:

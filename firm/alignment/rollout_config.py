@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, TypeVar
 
 from annotated_types import Interval
 
-from firm.base.errors import RolloutError
+from firm.base.errors import DivergedError, RolloutError
 from firm.base.extras import install_command
 from firm.base.fields import (
     NOT_IN_PAPER,
@@ -113,12 +113,9 @@ class SeparateEngineConfig(RolloutEngineConfig):
         return log_ratios.exp().clamp(max=self.importance_cap)
 
     def check_mismatch(self, mismatch: float) -> None:
-        """Raises ``RolloutError`` if the mismatch exceeds `max_mismatch`.
-
-        If it is NaN, raises ``RuntimeError``, as a client's own training may have diverged.
-        """
+        """Raises ``RolloutError`` if the mismatch exceeds `max_mismatch`, or is NaN."""
         if isnan(mismatch):
-            raise RuntimeError(
+            raise DivergedError(
                 "sampling the replies: the log-probabilities of the policy or of rollout.engine "
                 f"{self.name} are not finite; lower the learning rate, or use policy.dtype float32 "
                 "or bfloat16."

@@ -39,6 +39,13 @@ class RolloutError(RuntimeError):
     """
 
 
+class DivergedError(RolloutError):
+    """Raised when log-probabilities of the sampling policy are not finite.
+
+    It counts as a failure of a client, whose own training may be the cause.
+    """
+
+
 class WithheldError(RuntimeError):
     """Raised in the place of an error whose text may quote data; the error is its cause."""
 

@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 
 from firm.base.devices import communicates, num_accelerators, process_group_backend
-from firm.base.errors import ProcessLost, RolloutError, TeamLost, Terminated
+from firm.base.errors import DivergedError, ProcessLost, RolloutError, TeamLost, Terminated
 from firm.federation.serialization import pack, unpack
 
 _LAUNCHER = ("WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
@@ -30,7 +30,9 @@ _LAUNCHER = ("WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
 SHARED_ERRORS = (MemoryError, torch.OutOfMemoryError, RolloutError)
 """Errors of what all clients of a program share."""
 MACHINE_ERRORS = (*SHARED_ERRORS, OSError)
-"""Errors caused by the machine rather than the batch. TimeoutError, an OSError, is excluded."""
+"""Errors caused by the machine rather than the batch."""
+CLIENT_ERRORS = (TimeoutError, DivergedError)
+"""Errors of a client among them."""
 
 ACCOMPANY = "accompany"
 """Message of the first process that has another one call ``Processes.accompany``."""
@@ -279,7 +281,7 @@ class Team:
             error = own
         failure = None
         if error:
-            own = () if isinstance(error, TimeoutError) else MACHINE_ERRORS
+            own = () if isinstance(error, CLIENT_ERRORS) else MACHINE_ERRORS
             kinds = [*(kind.__name__ for kind in own if isinstance(error, kind)), ""]
             failure = [f"{type(error).__name__}: {error}", kinds[0]]
         failures = self.gather(failure)

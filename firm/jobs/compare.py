@@ -209,14 +209,14 @@ def check_comparable(runs: Sequence[Path], records: Sequence[Record], *, calibra
 
 def _check_held_out(cfg: CompareConfig, records: Sequence[Record]) -> None:
     """Raises `UserError` if a run was trained on prompts that the first one held out."""
-    others = [run for path in cfg.adapters for run in (path, path.parent) if _is_run(run)]
+    others = [run for path in cfg.adapters for run in (path, *path.parents[:2]) if _is_run(run)]
     records = [*records[1:], *map(checked_record, others)]
-    asked = {"held_out": cfg.held_out, "held_out_seed": cfg.held_out_seed}
-    asked |= dict(leaves(to_dict(cfg.prompts)))  # filters decide what is drawn
+    # filters decide what is drawn
+    asked = {"held_out": cfg.held_out, "held_out_seed": cfg.held_out_seed, **to_dict(cfg.prompts)}
     for run, record in zip([*cfg.runs[1:], *others], records, strict=True):
         own, data = run_settings(record), record.settings.get("data") or {}
         drawn = {key: own.get(key) for key in ("held_out", "held_out_seed")}
-        drawn |= dict(leaves(own.get("prompts") or {}))
+        drawn |= {key: each for key, each in (own.get("prompts") or {}).items() if key in asked}
         source = with_shipped_paths((data.get("train") or {}).get("source"))
         is_same = {**asked, **drawn, "source": asked["source"]} == asked
         if not is_same and source == cfg.prompts.source:
@@ -229,7 +229,7 @@ def _check_held_out(cfg: CompareConfig, records: Sequence[Record]) -> None:
 
 
 def _is_run(path: Path) -> bool:
-    return (path / CONFIG_NAME).is_file()
+    return (path / CONFIG_NAME).is_file() and (path / "run.json").is_file()
 
 
 def named_folders(paths: Sequence[Path]) -> dict[str, Path]:

@@ -126,13 +126,18 @@ def run_points(
         replace_text(out / STUDY_NAME, to_yaml(cfg))  # the manifest lacks the free keys
     waves: tuple[dict, dict] = {}, {}
     pending, outcomes = sweep.pending(), list[Outcome]()
-    for name, run in runs.items():
-        is_last = any(Path(folder).is_relative_to(out / "points") for folder in run.start)
-        if is_last or name in pending:  # its base file, or this folder's path, may have changed
-            _set_aside_changed(out, name, run)
-        elif pending:
+    last = {
+        name
+        for name, run in runs.items()
+        if any(Path(folder).is_relative_to(out / "points") for folder in run.start)
+    }
+    for name, run in runs.items():  # before anything is moved
+        if pending and name not in {*pending, *last}:
             _check_unchanged(out, name, run)
-        waves[is_last][name] = to_dict(
+    for name, run in runs.items():
+        if name in {*pending, *last}:  # its base file, or this folder's path, may have changed
+            _set_aside_changed(out, name, run)
+        waves[name in last][name] = to_dict(
             replace(run, tracking=run.tracking.within(tracking_group(cfg, sweep)))
         )
     work = f"{len(points)} runs, {len(pending)} unfinished, {cfg.num_workers} at a time"

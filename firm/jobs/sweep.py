@@ -317,8 +317,8 @@ def _run_config(
         else:
             overrides["policy.conditioning.kind"] = "none"  # its adapter is folded
             overrides |= {"evaluation.preferences": None, "evaluation.num_refined": 0}
-            groups = {**_base(cfg).groups, **(overrides.get("groups") or {})}
-            overrides |= {f"groups.{name}.preferences": None for name in groups}
+            groups = {**to_dict(_base(cfg))["groups"], **(overrides.get("groups") or {})}
+            overrides["groups"] = {n: {**own, "preferences": None} for n, own in groups.items()}
             overrides["policy.lora.freeze_a"] = False  # nothing is trained
             overrides["start"] = {str(out / "points" / trained.name / "adapter"): 1.0}
             overrides["start_preference"] = list(point.preference)

@@ -285,6 +285,10 @@ def test_a_run_that_held_out_other_prompts_of_the_same_is_refused(run, copied, r
     assert message in refusal(cli, given)
     adapter = f"[{second / 'adapter'}]"
     assert message in refusal(cli, ["--runs", f"[{first}]", "--adapters", adapter, *out])
+    files = [yaml.safe_load((first / "config.yaml").read_text())["data"]["train"]["source"]]
+    setting(first, 0, source=files)
+    setting(second, 1, source=files)
+    assert message in refusal(cli, given)
 
 
 def test_results_do_not_replace_the_current_folder(run, refusal, tmp_path, monkeypatch):

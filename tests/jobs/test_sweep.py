@@ -386,8 +386,8 @@ def test_points_that_train_nothing_keep_what_their_base_says_of_clients():
     cfg = SweepConfig(
         base="configs/miniature.yaml",
         overrides={
-            "groups": {"own": own},
-            "evaluation.calibrations": {"own/helpful": given},
+            "groups": {"eu.west": own},
+            "evaluation.calibrations": {"eu.west/helpful": given},
             "policy.lora.freeze_a": True,
             "estimator.name": "critic_free",
         },
@@ -395,7 +395,7 @@ def test_points_that_train_nothing_keep_what_their_base_says_of_clients():
         preferences=[[1, 0], [0.5, 0.5], [0, 1]],
     )
     configs = sweep_configs(cfg, Path("runs"))
-    assert all("own/helpful" in each.evaluation.calibrations for each in configs.values())
+    assert all("eu.west/helpful" in each.evaluation.calibrations for each in configs.values())
     frozen = Counter((each.rounds > 0, each.policy.lora.freeze_a) for each in configs.values())
     assert frozen == {(True, True): 3, (False, False): 3}
 

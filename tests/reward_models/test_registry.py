@@ -226,6 +226,7 @@ def test_a_file_may_build_or_import_its_function(tmp_path, monkeypatch):
     (tmp_path / "elsewhere.py").write_text(
         "def long(completions, least=1, **kwargs):\n"
         "    return [float(len(text) >= least) for text in completions]\n"
+        "def other(text):\n    return text\n"
     )
     file = tmp_path / "built.py"
     file.write_text(
@@ -234,7 +235,15 @@ def test_a_file_may_build_or_import_its_function(tmp_path, monkeypatch):
         "from reward_models.scripted import brevity\n"
         "longer = partial(long, least=3)\n"
         "positivity = partial(long, least=3)\n"
+        "from elsewhere import other\n"
+        "from reward_models import reward_model\n"
+        "@reward_model('other')\n"
+        "def score(completions, **kwargs):\n"
+        "    return [7.0] * len(completions)\n"
     )
+    for _ in range(2):  # the decorator's name, and not the import
+        own = load_reward_model(RewardModelConfig(name="other", file=str(file)), "r")
+        assert own(["p"], ["ab"]) == [7.0]
     configs = [RewardModelConfig(name=name, file=str(file)) for name in ("long", "longer")]
     first, second = (load_reward_model(config, "r") for config in configs)
     assert first(["p"], ["ab"]) == [1.0]

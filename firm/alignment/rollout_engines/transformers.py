@@ -35,6 +35,7 @@ from firm.alignment.sequences import (
     shares_prompts,
     takes_attention_masks,
 )
+from firm.base.errors import DivergedError
 
 
 class TransformersEngine(RolloutEngine):
@@ -96,7 +97,7 @@ def generate(
         else:
             ids, logprobs = _generate_with_transformers(model, own, draws)
         if not logprobs.isfinite().all():
-            raise RuntimeError(
+            raise DivergedError(
                 "sampling the replies: the policy's logits are not finite; lower the learning "
                 "rate, or use policy.dtype float32 or bfloat16."
             )

@@ -40,7 +40,7 @@ from firm.alignment.rollout_config import (
 from firm.alignment.rollout_engines.adapter_versions import Reply, Row, rows_of, to_samples
 from firm.alignment.rollout_engines.engine import SampledTokens, SampleRequest
 from firm.alignment.sequences import set_preferences
-from firm.base.errors import RolloutError
+from firm.base.errors import DivergedError, RolloutError
 from firm.base.sanitize import printable
 from firm.base.servers import JsonServer, ServerLost, error_text
 
@@ -327,6 +327,13 @@ class VLLMServerEngine:
     def _load(self, server: Server, row: Row, own: dict[str, torch.Tensor]) -> None:
         """Loads a row's version into a server, and compares it with the policy's own passes."""
         name = row.version
+        if name not in own:
+            own[name] = self._own_probe(row.request.adapter, row.preference)
+        if not own[name].isfinite().all():
+            raise DivergedError(
+                "sampling the replies: the policy's log-probabilities are not finite; lower the "
+                "learning rate, or use policy.dtype float32 or bfloat16."
+            )
         folder = Path(self.config.folder_on_servers or self._folder.parent)
         path = folder / self._folder.name / name
         try:
@@ -348,13 +355,6 @@ class VLLMServerEngine:
             raise RolloutError(
                 f"{server.url} does not list the adapter that it loaded, so several servers answer "
                 "at this address: list each of them in rollout.engine.urls."
-            )
-        if name not in own:
-            own[name] = self._own_probe(row.request.adapter, row.preference)
-        if not own[name].isfinite().all():  # a client's own training may have diverged
-            raise RuntimeError(
-                "sampling the replies: the policy's log-probabilities are not finite; lower the "
-                "learning rate, or use policy.dtype float32 or bfloat16."
             )
         found = self._probe_of(server, name)
         assert server.base is not None

@@ -29,7 +29,7 @@ from firm.federation.engines.engine import (
 )
 from firm.federation.engines.time_limit import GRACE, time_limit
 from firm.federation.messages import Request
-from firm.federation.processes import MACHINE_ERRORS, SHARED_ERRORS
+from firm.federation.processes import CLIENT_ERRORS, MACHINE_ERRORS, SHARED_ERRORS
 from firm.federation.serialization import packed_size
 from firm.federation.tasks import TASKS
 
@@ -293,9 +293,9 @@ class LocalEngine:
                 bytes_down,
                 kind=error_kind(own),
                 cause=error,
-                is_of_machine=isinstance(own, SHARED_ERRORS),
+                is_of_machine=isinstance(own, SHARED_ERRORS) and not isinstance(own, CLIENT_ERRORS),
             )
-            if isinstance(own, MACHINE_ERRORS) and not isinstance(own, TimeoutError):
+            if isinstance(own, MACHINE_ERRORS) and not isinstance(own, CLIENT_ERRORS):
                 return outcome
         self._leave_out_failed_batches(client, accepted_round, accepted_state)
         return outcome

@@ -12,7 +12,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from firm.base.errors import ProcessLost, RolloutError, TeamLost
+from firm.base.errors import DivergedError, ProcessLost, RolloutError, TeamLost
 from firm.federation import LocalEngine
 from firm.federation.client import LazyClients
 from firm.federation.options.noise import errors_kept_back
@@ -132,13 +132,14 @@ def test_what_was_left_out_is_part_of_the_saved_state(new_client, request_of, sa
     assert same(_adapters(found), _adapters(expected))
 
 
-def test_one_bad_batch_costs_a_client_one_round(new_client, request_of):
+@pytest.mark.parametrize("error", [ValueError("a bad prompt"), DivergedError("not finite")])
+def test_one_bad_batch_costs_a_client_one_round(new_client, request_of, error):
     client = new_client("a")
     gradients = client.gradients
 
     def choosy(minibatch):
         if client._num_batches == 3:
-            raise ValueError("the third batch has a bad prompt")
+            raise error
         return gradients(minibatch)
 
     client.gradients = choosy
@@ -147,6 +148,7 @@ def test_one_bad_batch_costs_a_client_one_round(new_client, request_of):
         replies, failures = engine.map(request_of(number, accepted), ["a"])
         accepted = {"a": number} if replies else accepted
         failed_in += [number] if failures else []
+        assert not any(failure.is_of_machine for failure in failures)
     assert failed_in == [2]
 
 
