@@ -42,19 +42,18 @@ def present(
     prompt = prompt_of(prompt)
     if format in ("hh_pair", "plain"):
         try:
-            text = as_hh(prompt)
+            asked = as_hh(prompt)
         except ValueError as error:
             raise ValueError(
                 f"the classifier's format {format!r}: {str(error).partition(':')[0]}; choose "
                 "another `format`, such as chat_template or response."
             ) from error
-    if format == "hh_pair":
+        if format == "plain":
+            return (_join(asked, completion),)
         # a space before the last tag, as the Ray2333 model cards spell it
-        question = text.removesuffix(ASSISTANT)
-        asked = text if question == text else f"{question.rstrip(' ')} {ASSISTANT}"
+        question = asked.removesuffix(ASSISTANT)
+        asked = asked if question == asked else f"{question.rstrip(' ')} {ASSISTANT}"
         return asked, completion.lstrip(" ")
-    if format == "plain":
-        return (_join(text, completion),)
     if format == "question_answer":
         asked = [turn.get("content") or "" for turn in prompt.messages if turn["role"] == "user"]
         return (asked or [""])[-1], completion.strip()
