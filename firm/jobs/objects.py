@@ -1,5 +1,6 @@
 """Runs on models, rewards and prompts that a program passes as objects."""
 
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
@@ -14,10 +15,11 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from firm.alignment.adapters.lora import adapted_modules
 from firm.alignment.held_out import HELD_OUT, hold_out
 from firm.alignment.policy import borrowed, is_stored_at, read_tokenizer
-from firm.alignment.prompt_data import read_prompts
+from firm.alignment.prompt_data import load_prompts, read_prompts
 from firm.alignment.prompts import Prompt
 from firm.base.devices import accelerator_type
 from firm.base.inside import whole_folder
+from firm.base.sanitize import printable
 from firm.jobs.alignment import Result, run_folder
 from firm.jobs.alignment import align as run_alignment
 from firm.jobs.alignment_config import DEFAULT_SPLITS, GIVEN, AlignmentConfig, hold_out_seed
@@ -112,7 +114,7 @@ def align_objects(
         },
         rows=_pair_rows(pairs, cfg)
         if prompts is None
-        else _splits(prompts, validation_prompts, test_prompts, cfg, share=share),
+        else _splits(prompts, validation_prompts, test_prompts, cfg, tokenizer, share=share),
     )
     with _as_in_a_program():
         with borrowed(given.model):
@@ -268,13 +270,25 @@ def _splits(
     validation: Prompts | None,
     test: Prompts | None,
     cfg: AlignmentConfig,
+    tokenizer: PreTrainedTokenizerBase,
     *,
     share: float,
 ) -> dict[str, list[Prompt]]:
-    """Returns the prompts by split; missing ones are a share of the training prompts each."""
+    """Returns the prompts by split; missing ones are a share of the training prompts each.
+
+    They are drawn from what the filters of `data.train` leave, as on the command line.
+    """
     given = {"validation": validation, "test": test}
     missing = [use for use, own in given.items() if own is None]
     rows = _rows(train, "train", "prompts", cfg)
+    if missing and rows:
+        rows = load_prompts(
+            cfg.data.train,
+            tokenizer,
+            given=rows,
+            prompt_format=cfg.policy.prompt,
+            on_note=lambda text: print(f"note: data.train: {printable(text)}", file=sys.stderr),
+        )
     held_out = hold_out(rows, missing, share, seed=hold_out_seed(cfg), key="prompts")
     if not cfg.evaluation.num_validation_prompts:  # they are not measured
         held_out["train"] = held_out["train"] + held_out.pop("validation", [])

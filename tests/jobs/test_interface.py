@@ -299,6 +299,19 @@ def test_prompts_that_are_held_out_are_not_trained_on(model, tmp_path):
     assert set(seen[1]) == set(tests)
 
 
+def test_prompts_are_held_out_of_those_that_the_filters_leave(model, tmp_path, capsys):
+    """As on the command line: otherwise long prompts would be measured and not trained on."""
+    file = tmp_path / "prompts.jsonl"
+    long = [f"{prompt} {'Again. ' * 40}" for prompt in PROMPTS]
+    file.write_text("\n".join(json.dumps({"prompt": text}) for text in [*PROMPTS, *long]))
+    settings = {**SETTINGS, "data.hold_out": 0.25, "data.train.max_tokens": 30}
+    run = firm.align(model, REWARDS, str(file), settings=settings, out=tmp_path / "run")
+    assert "60 of 120 rows are dropped" in capsys.readouterr().err
+    kept = [json.loads(line) for line in (run.path / "test_prompts.jsonl").read_text().splitlines()]
+    assert 10 <= len(kept) <= 20
+    assert {row["prompt"] for row in kept} <= set(PROMPTS)
+
+
 def test_rows_that_share_a_prompt_stay_rows_on_one_side(model, tmp_path):
     seen = []
 
