@@ -29,7 +29,7 @@ def write_classic_run(folder: Path, rows: Iterable[Row], **settings: Any) -> Pat
     """Writes the log and the configuration of one run of a classic study; returns its folder."""
     folder.mkdir(parents=True)
     (folder / "config.yaml").write_text(json.dumps({"seeds": [0]} | settings))
-    (folder / "run.json").write_text("{}")
+    (folder / "run.json").write_text('{"status": "finished"}')
     write_rows(folder, rows)
     return folder
 

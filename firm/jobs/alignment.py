@@ -160,7 +160,7 @@ class Result:
         The columns are `firm.report.tables.COLUMNS`.
         """
         record = read_record(self.path)
-        return Setting.of(self.path.name, 0, [record]).table
+        return Setting.of(self.path.name, 0, [record]).table.assign(seed=record.seed)
 
     def __repr__(self) -> str:
         """Returns the table of rewards, and the run's directory."""

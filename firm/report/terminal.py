@@ -16,8 +16,13 @@ from firm.run.progress import print_table
 from firm.run.sweep import SWEEP_NAME, Sweep
 
 
-def settings_in(study: Path) -> list[Setting]:
+def settings_in(study: Path, *, are_finished: bool = False) -> list[Setting]:
     """Returns the settings of a study's folder that have runs.
+
+    Args:
+        study: The folder.
+        are_finished: Whether to leave out runs of classic studies that have not ended, and say so;
+            those of others always are.
 
     Raises:
         UserError: The folder holds no runs of a study.
@@ -32,7 +37,12 @@ def settings_in(study: Path) -> list[Setting]:
         runs = study_records(sweep)
     else:  # a classic study has SETTING/seed_NUMBER and no manifest
         for folder in sorted(path.parent for path in study.glob("*/seed_[0-9]*/run.json")):
-            runs.setdefault(folder.parent.name, []).append(read_record(folder))
+            record = read_record(folder)
+            if record.is_finished or not are_finished:
+                runs.setdefault(folder.parent.name, []).append(record)
+            else:
+                name = f"{folder.parent.name}, {folder.name}"
+                sys.stdout.write(f"not compared, since it has not ended: {name}\n")
     if not runs:
         raise UserError(f"{study} contains no evaluated runs of a study; pass a study's folder.")
     groups, _ = comparable_groups(settings_of(runs))
@@ -47,7 +57,7 @@ def print_differences(study: Path, against: str) -> None:
     Raises:
         UserError: The folder contains no study, or no finished run of that setting.
     """
-    settings = settings_in(study)
+    settings = settings_in(study, are_finished=True)
     _check_setting(study, settings, against)
     for group in scales(settings):
         named = [setting for setting in group if setting.name == against]

@@ -82,7 +82,7 @@ def test_a_run_returns_where_everything_is_and_what_it_came_to(result):
             assert evaluation.scores[name].mean().item() == pytest.approx(score["mean"])
 
 
-def test_its_metrics_are_the_logs_as_a_table(result):
+def test_its_metrics_are_the_logs_as_a_table(result, tmp_path):
     table = result.to_pandas()
     assert list(table.columns) == COLUMNS
     for row in read_rows(result.path, "client"):
@@ -90,6 +90,10 @@ def test_its_metrics_are_the_logs_as_a_table(result):
         (kl,) = own[own["quantity"] == "kl"]["value"]
         assert kl == pytest.approx(row["kl"])
     assert set(table["round"]) == {0, 1, 2}
+    place = shutil.copytree(result.path, tmp_path / "run")
+    settings = place / "config.yaml"
+    settings.write_text(settings.read_text().replace("\nseed: 0\n", "\nseed: 7\n"))
+    assert set(replace(result, path=place).to_pandas()["seed"]) == {7}
 
 
 @pytest.mark.parametrize("engine", ["local", "stacked"])

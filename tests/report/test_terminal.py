@@ -42,6 +42,17 @@ def test_differences_are_paired_by_seed_and_count_what_is_not_better_in_between(
     assert "ours, left 0.100 ± 0.100 (1, 0 of 1) 0.300 ± 0.100 (0, 1 of 2)" in lines
 
 
+def test_runs_that_have_not_ended_are_named_and_not_compared(study, capsys):
+    cli([str(study), "--against", "theirs"])
+    whole = capsys.readouterr().out
+    (study / "ours/seed_1/run.json").write_text('{"status": "running"}')
+    cli([str(study), "--against", "theirs"])
+    printed = capsys.readouterr().out
+    assert "not compared, since it has not ended: ours, seed_1" in printed
+    assert "not compared" not in whole
+    assert "90 % intervals" in whole
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
