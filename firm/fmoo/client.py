@@ -156,8 +156,8 @@ class SupervisedClient(Client):
         ``proximal`` is μ.
 
         Returns:
-            Number of steps taken: all, or 0 if the model, losses, optimizer or attack are not
-            supported.
+            Number of steps taken: all, or 0 if the model, losses, optimizer, attack or rotation of
+            images are not supported.
 
         Raises:
             ValueError: When a loss is not finite; names the objective.
@@ -166,7 +166,8 @@ class SupervisedClient(Client):
         heads = workspace.linear_heads
         is_plain = cfg.optimizer == "sgd" and cfg.momentum == cfg.weight_decay == 0
         is_scaled = self._attack.kind == "scaling" and self._attack.has_attacker(self.name)
-        if heads is None or not is_plain or is_scaled:
+        is_rotated = bool(cfg.rotation) and workspace.data.inputs.ndim == 4
+        if heads is None or not is_plain or is_scaled or is_rotated:
             return 0
         batches = torch.stack([batch.indices for batch in self.batches(num_steps)])
         factors = self.of_served(weights)

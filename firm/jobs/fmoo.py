@@ -42,7 +42,7 @@ from firm.report.page import write_page
 from firm.report.record import read_record
 from firm.report.settings_page import alarms_of, settings_page
 from firm.report.settings_tables import NUM_TABLE_USERS, further_texts, summary_table
-from firm.report.tables import Frame, Setting
+from firm.report.tables import Frame, Setting, span_text
 from firm.run.config import to_dict, to_yaml
 from firm.run.directory import Run, check_free
 from firm.run.errors import UserError
@@ -384,12 +384,13 @@ def write_comparison(
         replace_text(out / TABLE_NAME, table.getvalue())
     with drawing(f"The page {PAGE_NAME}"):
         model = build_model(cfg.model, splits.train, seed=0)
-        num_clients = len(_shards(cfg, splits.train, cfg.num_clients, cfg.seeds[0]))
+        asked = {own.num_clients or cfg.num_clients for own in cfg.algorithms.values()}
+        counts = [len(_shards(cfg, splits.train, each, cfg.seeds[0])) for each in asked]
         facts = {
             "Data": f"{cfg.data.name}, {len(splits.train):,} samples",
             "Objectives": ", ".join(splits.train.objectives),
             "Model": f"{cfg.model.name}, {num_parameters(model):,} parameters",
-            "Clients": f"{num_clients}, {cfg.partition.kind}",
+            "Clients": f"{span_text(counts)}, {cfg.partition.kind}",
         }
         page = settings_page(
             runs,

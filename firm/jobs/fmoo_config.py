@@ -132,6 +132,11 @@ def _check_participation(cfg: ClassicConfig, name: str, algorithm: AlgorithmConf
     """Raises ``ValueError`` if a strategy requires more clients than the study has."""
     count = algorithm.num_clients or cfg.num_clients
     if cfg.partition.kind == "natural":  # null: all users, whose number is known after loading
+        if algorithm.num_clients is not None:
+            raise ValueError(
+                f"algorithms.{name}.num_clients must be null with partition.kind natural, which "
+                f"has a client per user, got {algorithm.num_clients}; set partition.num_users."
+            )
         count = cfg.partition.num_users
     if algorithm.is_centralised:
         count = 1

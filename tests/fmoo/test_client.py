@@ -569,6 +569,15 @@ def test_linear_heads_without_biases_or_frozen_are_trained_step_by_step():
         assert client.weighted_steps(2, torch.ones(2), proximal=0.0) == 0
 
 
+def test_rotated_images_of_a_linear_model_are_trained_on_step_by_step():
+    data = _linear_workspace(("squared", "squared"), 1).data
+    images = replace(data, inputs=data.inputs[:, :4].reshape(40, 1, 2, 2))
+    for rotation, num_steps in ((25, 0), (0, 2)):
+        model = MultiTaskModel(nn.Flatten(), [nn.Linear(4, 1), nn.Linear(4, 1)])
+        client = _client(Workspace(model, images, LocalConfig(batch_size=4, rotation=rotation)))
+        assert client.weighted_steps(2, torch.ones(2), proximal=0.0) == num_steps
+
+
 @pytest.mark.parametrize("options", [{"momentum": 0.9}, {"optimizer": "adam"}, {"lr": 1e30}])
 def test_other_optimizers_take_steps_one_by_one_and_a_loss_that_is_infinite_stops(options):
     workspace = _linear_workspace(("squared",), 1, **options)

@@ -356,6 +356,7 @@ def test_an_algorithm_may_be_centralised_and_have_its_own_clients_and_rounds(tmp
     assert last["MGD"]["round"] == 2
     assert last["FMGDA"]["clients"] == ["client_0", "client_1", "client_2"]
     assert last["FMGDA"]["round"] == 4
+    assert "3 to 4, shards" in (out / "report.html").read_text()
 
 
 def test_attackers_take_part_in_every_round(tmp_path):
@@ -498,6 +499,10 @@ def test_every_configuration_is_one_and_names_what_there_is(path):
         (["--num_threads", "0"], "num_threads must be at least 1 or null, got 0"),
         (["--num_workers", "-1"], "num_workers must be at least 1 or null, got -1"),
         (["--partition.num_users", "0"], "partition.num_users must be at least 1 or null, got 0"),
+        (
+            ["--partition.kind", "natural", "--algorithms.FedCMOO.num_clients", "5"],
+            "algorithms.FedCMOO.num_clients must be null with partition.kind natural",
+        ),
         (["--partition.min_samples", "-1"], "partition.min_samples must be at least 1, got -1"),
         (["--partition.alpha", ".nan"], "partition.alpha must be a finite number, got nan"),
         (
