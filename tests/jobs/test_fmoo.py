@@ -356,7 +356,7 @@ def test_an_algorithm_may_be_centralised_and_have_its_own_clients_and_rounds(tmp
     assert last["MGD"]["round"] == 2
     assert last["FMGDA"]["clients"] == ["client_0", "client_1", "client_2"]
     assert last["FMGDA"]["round"] == 4
-    assert "3 to 4, shards" in (out / "report.html").read_text()
+    assert "3 to 4, balanced" in (out / "comparison.html").read_text()
 
 
 def test_attackers_take_part_in_every_round(tmp_path):
