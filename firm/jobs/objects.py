@@ -159,7 +159,7 @@ def _check_arguments(
     if dtype and str(dtype) != own:
         raise UserError(
             f"settings must not have another policy.dtype than the model, which has {own}, got "
-            f"{dtype}: pass model.to(torch.{dtype})."
+            f"{dtype}: leave it out, or convert the model first."
         )
     sources = {f"data.{split}.source": split for split in DEFAULT_SPLITS}
     for key, _ in leaves(settings if pairs is None else {}):

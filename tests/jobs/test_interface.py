@@ -446,6 +446,13 @@ def test_bad_arguments_are_one_line(model, rewards, prompts, settings, message, 
 
 
 @pytest.mark.slow
+def test_another_dtype_than_the_models_is_refused(model, tmp_path):
+    for settings in ({"policy.dtype": "bfloat16"}, {"policy": {"dtype": "bfloat16"}}):
+        with pytest.raises(UserError, match="which has float32, got bfloat16: leave it out"):
+            firm.align(model, REWARDS, PROMPTS, settings=settings, out=tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+
+
 def test_models_and_tokenizers_of_other_kinds_are_one_line(model, tokenizer, tmp_path):
     double = copy.deepcopy(model).double()
     for given, own, message in (
