@@ -243,7 +243,7 @@ CASES = {
         ["rewards: the name of an objective must not be one of kl, length", "got 'length'"],
     ),
     "an objective with the name of a figure of a score": (
-        ["--rewards", "{mean: brevity, b: positivity}"],
+        ["--rewards", "{mean: {name: brevity}}"],
         ["the name of an objective must not be one of", "mean, se, which", "got 'mean'"],
     ),
     "an objective that YAML takes for a bool": (
