@@ -115,11 +115,8 @@ class SeparateEngineConfig(RolloutEngineConfig):
     def check_mismatch(self, mismatch: float) -> None:
         """Raises ``RolloutError`` if the mismatch exceeds `max_mismatch`, or is NaN."""
         if isnan(mismatch):
-            raise DivergedError(
-                "sampling the replies: the log-probabilities of the policy or of rollout.engine "
-                f"{self.name} are not finite; lower the learning rate, or use policy.dtype float32 "
-                "or bfloat16."
-            )
+            what = f"the log-probabilities of the policy or of rollout.engine {self.name}"
+            raise DivergedError(what)
         if mismatch > self.max_mismatch:
             raise RolloutError(
                 f"rollout.engine {self.name}: log-probabilities of the engine and of the policy "

@@ -40,10 +40,19 @@ class RolloutError(RuntimeError):
 
 
 class DivergedError(RolloutError):
-    """Raised when log-probabilities of the sampling policy are not finite.
+    """Raised when figures of the sampling policy, such as its logits, are not finite.
 
     It counts as a failure of a client, whose own training may be the cause.
+
+    Args:
+        what: The figures.
     """
+
+    def __init__(self, what: str) -> None:
+        super().__init__(
+            f"sampling the replies: {what} are not finite; lower the learning rate, or use "
+            "policy.dtype float32 or bfloat16."
+        )
 
 
 class WithheldError(RuntimeError):

@@ -51,7 +51,6 @@ from firm.jobs.alignment_loading import (
     as_figures,
     build_clients,
     build_engine,
-    check_training_data,
     common_calibrations,
     load,
     reporter,
@@ -222,8 +221,6 @@ def align(cfg: AlignmentConfig, given: Given | None = None) -> Result | None:
     loaded = load(cfg, processes, given=given, on_event=progress.event)
     if processes.is_server:
         progress.event("started", alarms=notes_at_start(cfg, loaded))
-    if processes.is_server:
-        check_training_data(loaded, cfg, out)
     cfg = set_threads(cfg, loaded, on_event=progress.event)
     calibrations = common_calibrations(loaded, cfg, out, on_event=progress.event)
     on_stage = progress.event if progress.is_live else None

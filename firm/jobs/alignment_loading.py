@@ -38,6 +38,7 @@ from firm.alignment.threads import choose, measure, short_step
 from firm.alignment.trainer import MultiObjectiveTrainer
 from firm.base.devices import dtype_name, dtype_note, generator_note, prepare_attention
 from firm.base.randomness import RandomStream
+from firm.base.state import State
 from firm.federation.aggregation import weighted_mean
 from firm.federation.client import Adapter, Client, LazyClients
 from firm.federation.engine_registry import ENGINES
@@ -239,27 +240,31 @@ def common_calibrations(
     cfg: AlignmentConfig,
     out: Path,
     *,
+    has_clients: bool = True,
     on_event: Callable[..., None] | None = None,
 ) -> dict[str, Calibration]:
     """Returns the calibrations of scores to rewards, shared by all clients.
 
     A resumed run keeps its calibrations. The first process broadcasts them to the others.
 
+    Args:
+        loaded: Components that all clients share.
+        cfg: The run.
+        out: Its folder.
+        has_clients: Whether clients of this program train on the training data.
+        on_event: Progress callback.
+
     Raises:
-        UserError: A resumed run's reward models or held-out data have changed.
+        UserError: A resumed run's reward models, held-out data or clients' data have changed.
     """
     if not loaded.processes.is_server:
         return as_calibrations(loaded.processes.broadcast())
+    checkpoint = Run(out).latest_checkpoint() if cfg.resume else None
+    if checkpoint is not None:
+        _check_data(loaded, checkpoint[1], out, has_clients=has_clients)
     # also on resume: a reward model that fails is found here, before the first round
     calibrations = _calibrate(loaded, cfg, on_event)
-    if cfg.resume and (checkpoint := Run(out).latest_checkpoint()):
-        digest = loaded.data.held_out_digest
-        if checkpoint[1].get("held_out_data", digest) != digest:
-            raise UserError(
-                f"the validation or test data differ from those on which the run in {out} has "
-                "measured the base model; restore them, or start a new run from its adapter: "
-                f"--start '{{{out}/adapter: 1}}'."
-            )
+    if checkpoint is not None:
         frozen = as_calibrations(checkpoint[1]["calibrations"])
         check_same(frozen, calibrations)  # before the run is opened, which truncates its logs
         calibrations = frozen
@@ -267,16 +272,22 @@ def common_calibrations(
     return calibrations
 
 
-def check_training_data(loaded: LoadedRun, cfg: AlignmentConfig, out: Path) -> None:
-    """Raises `UserError` if a resumed run's training data have changed."""
-    checkpoint = Run(out).latest_checkpoint() if cfg.resume else None
-    digest = loaded.data.digest
-    if checkpoint and checkpoint[1].get("training_data", digest) != digest:
-        raise UserError(
+def _check_data(loaded: LoadedRun, content: State, out: Path, *, has_clients: bool) -> None:
+    """Raises `UserError` if data differ from those of a checkpoint's run."""
+    data, problem = loaded.data, ""
+    if has_clients and content.get("training_data", data.digest) != data.digest:
+        problem = (
             f"the training data differ from those that the run in {out} began with, which its "
-            "clients have shuffled and held prompts out of; restore them, or start a new run from "
-            f"its adapter: --start '{{{out}/adapter: 1}}'."
+            "clients have shuffled and held prompts out of"
         )
+    elif content.get("held_out_data", data.held_out_digest) != data.held_out_digest:
+        problem = (
+            f"the validation or test data differ from those on which the run in {out} has measured "
+            "the base model"
+        )
+    if problem:
+        again = f"--start '{{{out}/adapter: 1}}'"
+        raise UserError(f"{problem}; restore them, or start a new run from its adapter: {again}.")
 
 
 def build_clients(

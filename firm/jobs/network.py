@@ -120,7 +120,7 @@ class AlignmentController(SitesController):
         loaded = load(cfg, Processes())
         progress.event("started", alarms=notes_at_start(cfg, loaded))
         cfg = set_threads(cfg, loaded, on_event=progress.event)
-        calibrations = common_calibrations(loaded, cfg, out)
+        calibrations = common_calibrations(loaded, cfg, out, has_clients=False)
         engine = SitesEngine(
             channel,
             clients_by_site(federation),

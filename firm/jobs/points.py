@@ -131,11 +131,12 @@ def run_points(
         for name, run in runs.items()
         if any(Path(folder).is_relative_to(out / "points") for folder in run.start)
     }
+    movable = {*pending, *last}
     for name, run in runs.items():  # before anything is moved
-        if pending and name not in {*pending, *last}:
+        if pending and name not in movable:
             _check_unchanged(out, name, run)
     for name, run in runs.items():
-        if name in {*pending, *last}:  # its base file, or this folder's path, may have changed
+        if name in movable:  # its base file, or this folder's path, may have changed
             _set_aside_changed(out, name, run)
         waves[name in last][name] = to_dict(
             replace(run, tracking=run.tracking.within(tracking_group(cfg, sweep)))

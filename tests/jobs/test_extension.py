@@ -125,14 +125,17 @@ def test_a_conditioned_run_that_ends_early_measures_its_last_front(tmp_path, mon
     assert "was not measured" not in final_row(read_record(path))["adapter_reason"]
 
 
-def test_training_data_that_have_changed_are_refused(tmp_path):
+@pytest.mark.parametrize(
+    ("use", "what"), [("train", "the training data"), ("test", "the validation or test data")]
+)
+def test_data_that_have_changed_are_refused(tmp_path, use, what):
     prompts = tmp_path / "prompts.jsonl"
     lines = [json.dumps({"prompt": f"Question {n}?"}) for n in range(40)]
     prompts.write_text("\n".join(lines))
-    options = ("--data.train.source", prompts, "--data.train.split", "train", *OPTIONS)
+    options = (f"--data.{use}.source", prompts, f"--data.{use}.split", "train", *OPTIONS)
     path = run("--out", tmp_path / "run", "--rounds", 1, *options)
     prompts.write_text("\n".join(lines[1:]))
-    with pytest.raises(UserError, match="the training data differ from those that the run"):
+    with pytest.raises(UserError, match=f"{what} differ from those (that|on which) the run"):
         run("--out", path, "--resume", "true", "--rounds", 2, *options)
 
 

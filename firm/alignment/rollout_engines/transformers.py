@@ -97,10 +97,7 @@ def generate(
         else:
             ids, logprobs = _generate_with_transformers(model, own, draws)
         if not logprobs.isfinite().all():
-            raise DivergedError(
-                "sampling the replies: the policy's logits are not finite; lower the learning "
-                "rate, or use policy.dtype float32 or bfloat16."
-            )
+            raise DivergedError("the policy's logits")
         responses = ids[:, width:]
         is_end = torch.isin(responses, torch.tensor(request.end_ids, device=responses.device))
         is_after = (is_end.cumsum(1) - is_end.long() > 0) | (responses < 0)  # keeps the first end

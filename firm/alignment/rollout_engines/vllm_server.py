@@ -330,10 +330,7 @@ class VLLMServerEngine:
         if name not in own:
             own[name] = self._own_probe(row.request.adapter, row.preference)
         if not own[name].isfinite().all():
-            raise DivergedError(
-                "sampling the replies: the policy's log-probabilities are not finite; lower the "
-                "learning rate, or use policy.dtype float32 or bfloat16."
-            )
+            raise DivergedError("the policy's log-probabilities")
         folder = Path(self.config.folder_on_servers or self._folder.parent)
         path = folder / self._folder.name / name
         try:
