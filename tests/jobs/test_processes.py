@@ -4,7 +4,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -165,12 +164,10 @@ GONE = "process 1 of the run's 2, which worked on client_1, is gone"
 def test_a_process_that_dies_ends_the_run_with_a_word_and_the_run_resumes(
     command_line, processes, fork_two, runs, one
 ):
-    start = time.monotonic()
     options = ("--rewards.words.options", f"{{log: {runs}/dying.log, dies: 3}}")
     left, died = processes(PROGRAM, *command_line("dying", *options))
     assert died.returncode == -signal.SIGKILL
-    assert left.returncode == 1
-    assert time.monotonic() - start < 60
+    assert left.returncode == 1  # it would wait for 30 days, and is killed after ten minutes
     assert "resume from the last checkpoint" in left.stderr
     assert GONE in left.stderr
     assert "Traceback" not in left.stderr
@@ -180,15 +177,15 @@ def test_a_process_that_dies_ends_the_run_with_a_word_and_the_run_resumes(
 
 @pytest.mark.slow
 def test_a_process_that_dies_ends_what_torchrun_started_with_a_word(command_line, runs):
-    start = time.monotonic()
     options = ("--rewards.words.options", f"{{log: {runs}/torchrun.log, dies: 3}}")
     command = [
         *(sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"),
         *("recipes/firm_hh.py", *command_line("torchrun", *options)),
     ]
-    died = subprocess.run(command, cwd=ROOT, env=ENVIRONMENT, capture_output=True, text=True)
+    died = subprocess.run(
+        command, cwd=ROOT, env=ENVIRONMENT, capture_output=True, text=True, timeout=600
+    )
     assert died.returncode != 0
-    assert time.monotonic() - start < 60
     assert "resume from the last checkpoint" in died.stderr
     assert GONE in died.stderr
     assert "]: Traceback" not in died.stderr  # how torchrun's processes would show theirs
