@@ -479,6 +479,13 @@ class _LanguageTask(Task):
                 self._progress.event("started", alarms=[note])
             else:
                 self._guard.stopped = self._stopped = ""
+        if content["limits"] != asdict(self._cfg.guard):
+            self._is_out = not all(
+                self._guard.is_inside(row.get("kl"))
+                for row in self.book.rows
+                if row.get("round") == content["server"]["round"]
+                and str(row.get("split")).startswith("validation")
+            )
 
     def content(self) -> State:
         return {
@@ -580,8 +587,8 @@ class _LanguageTask(Task):
         Logs both, and saves the aligned adapter, which stays loaded in the policy.
         """
         is_out = self._is_out or bool(self._guard.stopped)
-        if self._measures_front and self._loaded.data.validation and not is_out:
-            self._measure_last_front(state)
+        if self._loaded.data.validation and not is_out:
+            self._measure_last(state)
         base, chosen = self._base["test"], self._chosen(state, is_out=is_out)
         aligned = self._evaluate(chosen.adapter, "test")
         is_blind = not self._loaded.data.validation
@@ -603,13 +610,19 @@ class _LanguageTask(Task):
             self._save_adapters(base, aligned, chosen)
         return base, aligned
 
-    def _measure_last_front(self, state: ServerState) -> None:
-        """Measures the last adapter where a run ends at a round that was not its last before."""
-        if self._best.newest is None or self._best.newest.round < state.round:
+    def _measure_last(self, state: ServerState) -> None:
+        """Measures the last adapter, where its round has not: it was not the last then, or out."""
+        if self._best.newest is not None and self._best.newest.round == state.round:
+            return
+        if self._measures_front:
+            logged = {(row.get("round"), row.get("split")) for row in self.book.rows}
             for row in self._at_preferences(state, "validation"):
-                self.book.log(row)
+                if (state.round, row["split"]) not in logged:
+                    self.book.log(row)
             at = {tuple(p): self._by_row["validation", tuple(p)] for p in self.preferences}
-            self._note_utility(state.round, at)
+        else:
+            at = {self._equal_shares: self._evaluate(state.adapter, "validation").by_row()}
+        self._note_utility(state.round, at)
 
     def _measure_again(self, state: ServerState, adapter_round: int | None) -> None:
         """Measures the chosen adapter on the validation prompts, where this is still to be done.

@@ -101,6 +101,17 @@ def test_a_run_that_runs_away_goes_back_and_ends_near_the_base_model(kind, guard
     assert any("trust region" in text for text in alarms(folder))
 
 
+@pytest.mark.parametrize("kind", ["PPO", "conditioned"])
+def test_a_finished_run_resumed_without_its_guard_leaves_what_it_never_had_refused(kind, tmp_path):
+    keys = (*KINDS[kind], *RUNAWAY, "--rounds", 1)
+    free = run(*keys, *OFF[:4], "--out", tmp_path / "free")
+    out = run(*keys, "--out", tmp_path / "run")
+    assert final(out)["adapter_round"] == 0
+    run(*keys, *OFF[:4], "--out", out, "--resume", "true")
+    assert final(out)["adapter_reason"] == final(free)["adapter_reason"]
+    assert equal(free, out)
+
+
 def test_clients_whose_policy_leaves_its_batch_end_their_round_early(tmp_path):
     keys = (*RUNAWAY, "--guard.kl_growth", "null", "--guard.max_kl", "null", "--rounds", 2)
     limit = ("--estimator.max_approx_kl", 0.05)
