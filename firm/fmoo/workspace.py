@@ -247,7 +247,8 @@ class Workspace:
         """Evaluates this thread's model on the samples at the indices, by default all.
 
         Raises:
-            ValueError: When there are no samples, or a loss is not finite; names the objective.
+            ValueError: When there are no samples, none has a target of an objective, or a loss is
+                not finite; names the objective.
         """
         chosen = torch.arange(len(data)) if indices is None else indices
         if len(chosen) == 0:
@@ -265,6 +266,12 @@ class Workspace:
                     counts[j] += num_known
                 hits[j] += _accuracy(loss, output, targets) * len(part)
         self.model.train()
+        for name, count in zip(data.objectives, counts.tolist(), strict=True):
+            if not count:
+                raise ValueError(
+                    f"all {len(chosen)} targets of {name!r} are NaN: give each client, and the test "
+                    "samples, at least one known target of every objective."
+                )
         losses /= counts
         for name, loss in zip(data.objectives, losses.tolist(), strict=True):
             if not math.isfinite(loss):
