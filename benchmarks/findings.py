@@ -514,7 +514,7 @@ def pair_study(folder: Path = PROTOCOL) -> dict[str, dict[int, dict[str, float]]
 
 def mean_accuracy(figures: Mapping[str, float]) -> float:
     """Returns the mean of a model's accuracies on held-out pairs."""
-    return fmean(figures[f"reward {name}"] for name in OBJECTIVES)
+    return fmean(figures[f"accuracy {name}"] for name in OBJECTIVES)
 
 
 def pair_points(folder: Path, method: str) -> dict[int, dict[float, Mapping[str, float]]]:
@@ -586,14 +586,13 @@ def replies_table(folder: Path = PROTOCOL) -> str:
 
 def pairs_table(folder: Path = PROTOCOL) -> str:
     """Returns accuracies and margins of the study of pairs, means ± standard errors."""
-    figures = [f"{kind}{name}" for kind in ("reward ", "") for name in OBJECTIVES]
+    figures = [f"{kind} {name}" for kind in ("accuracy", "margin") for name in OBJECTIVES]
     rows = []
     for setting, runs in pair_study(folder).items():
         cells = [spread(own[figure] for own in runs.values()) for figure in figures]
         uploads = fmean(own["bytes up"] for own in runs.values())
         rows.append([setting, str(len(runs)), *cells, f"{uploads / 1e6:,.0f} MB"])
-    kinds = [f"{kind} {name}" for kind in ("accuracy", "margin") for name in OBJECTIVES]
-    return markdown_table(["setting", "n", *kinds, "bytes up"], rows)
+    return markdown_table(["setting", "n", *figures, "bytes up"], rows)
 
 
 def family_h(folder: Path = PROTOCOL) -> list[Claim]:

@@ -269,8 +269,8 @@ class Workspace:
         for name, count in zip(data.objectives, counts.tolist(), strict=True):
             if not count:
                 raise ValueError(
-                    f"all {len(chosen)} targets of {name!r} are NaN: give each client, and the test "
-                    "samples, at least one known target of every objective."
+                    f"all {len(chosen)} targets of {name!r} are NaN: give each client, and the "
+                    "test samples, at least one known target of every objective."
                 )
         losses /= counts
         for name, loss in zip(data.objectives, losses.tolist(), strict=True):

@@ -126,9 +126,10 @@ def final_rows(by_setting: Mapping[str, Sequence[Record]]) -> list[dict[str, Any
         for record in records:
             base = next(iter(record.evaluations.get("test", [])), {})
             aligned = final_row(record) or {}
+            prefixes = ("accuracy ", "margin ") if record.learns_from_pairs else ("reward ", "")
             figures: dict[str, tuple[float | None, float | None]] = {
                 prefix + name: (score(base, kind, name, "mean"), score(aligned, kind, name, "mean"))
-                for kind, prefix in (("rewards", "reward "), ("scores", ""))
+                for kind, prefix in zip(("rewards", "scores"), prefixes, strict=True)
                 for name in aligned.get(kind) or ()
             }
             figures["KL"] = 0.0, aligned.get("kl")

@@ -89,7 +89,7 @@ def pair_runs(out):
     """Writes the files of a study and a sweep of pairs, with random figures."""
     random = np.random.default_rng(0)
     settings = "FIRM", findings.FIXED, findings.POOLED
-    figures = [f"{kind}{name}" for kind in ("reward ", "") for name in MAPS]
+    figures = [f"{kind}{name}" for kind in ("accuracy ", "margin ") for name in MAPS]
     rows = [
         {"setting": setting, "seed": seed, "figure": figure, "aligned": random.random()}
         for setting, seed, figure in product(settings, findings.PAIR_SEEDS, (*figures, "bytes up"))
@@ -204,7 +204,7 @@ def test_the_picture_of_equal_replies_has_its_claims_intervals(data, tmp_path):
 
 def test_claims_of_pairs_are_their_files_figures(data, tmp_path):
     frame = pd.read_csv(data[0] / "pairs_study.csv")
-    frame = frame[frame.figure.str.startswith("reward ")]
+    frame = frame[frame.figure.str.startswith("accuracy ")]
     means = frame.groupby(["setting", "seed"]).aligned.mean()
     weights, federated, front = findings.family_g(data[0])
     assert weights.differences == pytest.approx(list(means["FIRM"] - means["fixed weights"]))

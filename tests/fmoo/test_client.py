@@ -252,7 +252,7 @@ def test_a_loss_of_known_targets_is_their_mean_over_all_samples(new_plugins, mon
     whole = workspace.evaluate(data).losses
     monkeypatch.setattr("firm.fmoo.workspace.EVALUATION_BATCH", 8)
     torch.testing.assert_close(workspace.evaluate(data).losses, whole, rtol=1e-6, atol=0)
-    with pytest.raises(ValueError, match="all 9 targets of '.*' are NaN: give each client"):
+    with pytest.raises(ValueError, match=r"all 9 targets of '.*' are NaN: give each client"):
         workspace.evaluate(data, torch.arange(9))
 
 

@@ -18,7 +18,9 @@ from firm.jobs.compare import compare
 from firm.jobs.configs import SweepConfig
 from firm.jobs.interface import align as firm_align
 from firm.jobs.plan.planning import make_plan
+from firm.jobs.study import final_rows
 from firm.jobs.sweep import main as sweep_main
+from firm.report.record import read_record
 from firm.run.config import compose
 from firm.run.directory import Run
 from firm.run.errors import UserError
@@ -124,6 +126,10 @@ def test_a_run_learns_to_rank_held_out_pairs(pairs, tmp_path):
     exact = ["0.500", "1.000 [0.292, 1.000]", "+0.500 [-0.208, +0.500]", ""]  # of three prompts
     assert cells["helpful, accuracy"] == ["helpful, accuracy", *exact]
     assert "pair_margin" in json.dumps(rows)
+    figures = {row["figure"]: row for row in final_rows({"pairs": [read_record(result.path)]})}
+    kinds = [f"{kind} {name}" for kind in ("accuracy", "margin") for name in CHOSEN]
+    assert [*figures] == [*kinds, "bytes up"]
+    assert figures["accuracy helpful"]["aligned"] == table.loc["aligned", "helpful"]
     samples = list(Run(result.path).samples())
     (prompts, same) = ([row["prompt"] for row in samples if row["round"] == r] for r in (0, 2))
     assert len(prompts) == len(set(prompts)) > 1
