@@ -10,7 +10,7 @@ import logging
 import shlex
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from importlib import import_module
 from itertools import chain, combinations
@@ -23,7 +23,7 @@ from firm.base.quantities import Quantity, shown
 from firm.base.sanitize import printable
 from firm.jobs.configs import WorkspaceConfig
 from firm.report.record import Record, read_record
-from firm.report.run_figures import NEED_TWO, REWARDS, quantity_title
+from firm.report.run_figures import NEED_TWO, REWARDS, quantity_title, reward_unit
 from firm.report.run_page import TEXTS
 from firm.report.tables import drawn_objectives
 from firm.run.errors import UserError
@@ -160,6 +160,9 @@ def _read_logged(path: Path) -> _Logged:
 def _sections(logged: _Logged, panels: Any) -> dict[str, list[Any]]:
     """Returns the panels of every section by title, in the order of the page."""
     tables = {"test": True, "samples": logged.has_samples}  # "test" is filled when a run ends
+    record = logged.record
+    rewards = replace(REWARDS, unit=reward_unit(record, *record.objectives))
+    what = "Accuracies" if record.learns_from_pairs else "Rewards"
     return {
         "The trade-off": _planes(logged, panels),
         "Results and samples": [
@@ -167,11 +170,11 @@ def _sections(logged: _Logged, panels: Any) -> dict[str, list[Any]]:
             for name, is_there in tables.items()
             if is_there
         ],
-        "Rewards by round": _lines(logged, panels, [REWARDS]),
+        f"{what} by round": _lines(logged, panels, [rewards]),
         **{
             title: _lines(logged, panels, shown(name))
             for name, (title, _) in TEXTS.items()
-            if len(logged.record.objectives) > 1 or name not in NEED_TWO
+            if len(record.objectives) > 1 or name not in NEED_TWO
         },
         "Bytes and seconds": [
             _line(logged, panels, names, title=title)
@@ -186,7 +189,7 @@ def _sections(logged: _Logged, panels: Any) -> dict[str, list[Any]]:
 def _planes(logged: _Logged, panels: Any) -> list[Any]:
     """Returns the trade-off panels: global models by round, and final models, by pair."""
     drawn = []
-    objectives = logged.record.objectives
+    objectives, is_of_pairs = logged.record.objectives, logged.record.learns_from_pairs
     for x, y in [*combinations(objectives, 2)] or [("kl", objectives[0])]:
         table = {"tableKey": f"trade-off/{x}-{y}_table"}
         drawn.append(
@@ -199,7 +202,8 @@ def _planes(logged: _Logged, panels: Any) -> list[Any]:
         )
         ends = [f"rewards/{name}/mean" if name in objectives else name for name in (x, y)]
         first, second = (panels.SummaryMetric(f"evaluation/test/{end}") for end in ends)
-        title = f"Reward on the test prompts: {y} against {x}"
+        what = "Accuracy on the test pairs" if is_of_pairs else "Reward on the test prompts"
+        title = f"{what}: {y} against {x}"
         drawn.append(panels.ScatterPlot(title=title, x=first, y=second))
     return drawn
 

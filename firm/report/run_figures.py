@@ -52,9 +52,17 @@ REWARDS = Quantity(
     lines="clients and mean",
     evaluated="rewards",
 )
-"""Rewards mapped to [0, 1]. A run's page draws them only against the bounds of constraints."""
+"""Rewards mapped to [0, 1]; `reward_unit` has the unit of others. A run's page draws them only
+against the bounds of constraints."""
 
 Lines = dict[LegendEntry, Trace]
+
+
+def reward_unit(record: Record, *objectives: str) -> str:
+    """Returns the unit of objectives' rewards, which may be raw, or of accuracies on pairs."""
+    if record.learns_from_pairs:
+        return ACCURACY
+    return REWARDS.unit if all(map(record.is_bounded, objectives)) else "mean reward"
 
 
 def objective_color(record: Record, objective: str) -> str:
@@ -171,7 +179,7 @@ def constraint_panels(run: Setting) -> tuple[list[Panel], list[LegendEntry]]:
     panels: list[Panel] = []
     keys: dict[LegendEntry, None] = {}
     for name, bound in run.records[0].min_rewards.items():
-        unit = REWARDS.unit if run.records[0].is_bounded(name) else "mean reward"
+        unit = reward_unit(run.records[0], name)
         lines = {key: line for key, line in _client_lines(run, REWARDS, name).items() if line["x"]}
         made = rounds_figure(lines.values(), unit, reference=float(bound))
         panels += nonempty([Panel(f"constraint-{name}", f"{name}, at least {bound:g}", made)])

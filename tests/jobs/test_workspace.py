@@ -101,13 +101,17 @@ def study_path(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def asked(run_path, study_path, tmp_path_factory) -> list[dict[str, Any]]:
-    """What W&B is asked to save for the run, and for the study."""
+    """What W&B is asked to save for the run, for the study, and for one on pairs."""
+    on_pairs = write_run(tmp_path_factory.mktemp("runs") / "pairs", FakeRun(OBJECTIVES))
+    with (on_pairs / "config.yaml").open("a") as file:
+        file.write("pairs:\n  helpful:\n    source: helpful.jsonl\n")
     pytest.importorskip("wandb_workspaces")
     with server() as (address, asked):
         done = subprocess.run(
             [
                 *(sys.executable, "-c", SAVE, f"--run {run_path}"),
                 f"--run {study_path} --entity team --project mine --name Seeds",
+                f"--run {on_pairs}",
             ],
             env=environment(
                 tmp_path_factory.mktemp("home"), WANDB_BASE_URL=address, WANDB_API_KEY="k" * 40
@@ -120,6 +124,7 @@ def asked(run_path, study_path, tmp_path_factory) -> list[dict[str, Any]]:
     assert done.stdout.splitlines() == [
         f"workspace {address}/me/firm?nw=mine",
         f"workspace {address}/team/mine?nw=mine",
+        f"workspace {address}/me/firm?nw=mine",
     ]
     return asked
 
@@ -191,7 +196,7 @@ def test_every_series_and_table_of_the_workspace_is_one_that_the_run_sends(
 
 
 def test_of_a_study_it_draws_means_over_the_seeds_and_their_errors(asked):
-    one, several = (json.loads(view["spec"])["section"]["runSets"][0] for view in asked)
+    one, several = (json.loads(view["spec"])["section"]["runSets"][0] for view in asked[:2])
     assert one["grouping"] == []
     assert [key["name"] for key in several["grouping"]] == ["group", "jobType"]
     assert asked[1]["displayName"] == "Seeds"
@@ -201,6 +206,15 @@ def test_of_a_study_it_draws_means_over_the_seeds_and_their_errors(asked):
     for panel in sections(asked[1])["Rewards by round"]:
         assert (panel["groupAgg"], panel["groupArea"]) == ("mean", "stderr")
     assert "groupAgg" not in sections(asked[0])["Rewards by round"][0]
+
+
+def test_rewards_have_their_unit_and_accuracies_on_pairs_theirs(asked):
+    units = {"Rewards by round": "mean reward in [0, 1]"}
+    units |= {"Accuracies by round": "share of pairs ranked as by people"}
+    for view, (title, unit) in zip((asked[0], asked[2]), units.items(), strict=True):
+        assert {panel["yAxisTitle"] for panel in sections(view)[title]} == {unit}
+    *_, ends = sections(asked[2])["The trade-off"]
+    assert ends["chartTitle"] == "Accuracy on the test pairs: harmless against helpful"
 
 
 @pytest.mark.slow
