@@ -358,6 +358,8 @@ def progress_section(settings: Sequence[Setting], criterion: Criterion) -> Secti
         unit = "loss reduction"
         panels.append(series_panel(name, title, lines, y_title=unit, rangemode="tozero"))
     title, text = prose("progress", smoothing=_smoothing(half_life))
+    if later := [setting.name for setting in settings if panels and setting.name not in legend]:
+        text += f" Not trained from these models, since added later: {', '.join(later)}."
     return Section("progress", title, text, panels, list(legend.values()))
 
 

@@ -334,6 +334,10 @@ def test_progress_is_a_line_for_each_algorithm_trained_from_the_same_models():
     assert by_name["FSMGDA"] == second.key
     assert by_name["new"].color not in (first.key.color, second.key.color)
     assert progress_of([second]) is None
+    assert "added later" not in section.text
+    third = algorithm(rows([1, 1]), name="AFL", color=2)
+    added = progress_of([first, second, third])
+    assert added.text.endswith("since added later: AFL.")
 
 
 def test_figures_are_what_plotly_accepts_and_names_are_escaped(recorded):
