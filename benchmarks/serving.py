@@ -34,6 +34,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from benchmarks.measure import peak_resident
 from firm.alignment.adapter_files import load_adapters, read_settings, refold_adapter_
 from firm.alignment.policy_config import PolicyConfig
+from firm.alignment.rollout_config import max_lora_rank
 from firm.base.extras import install_command
 from firm.base.preferences import FRONT_NAME, preference_folder
 from firm.cli.main import COMMANDS
@@ -182,7 +183,7 @@ def start_vllm(folder: Path, dtype: str, *, has_adapters: bool = True) -> tuple[
         max_num_seqs=8,
         enable_lora=has_adapters,
         max_loras=len(places),
-        max_lora_rank=max(8, 1 << (settings.r - 1).bit_length()),
+        max_lora_rank=max_lora_rank(settings.r),
         kv_cache_memory_bytes=2**28,
         enforce_eager=True,  # compiling takes minutes on a CPU
     )
