@@ -239,6 +239,26 @@ def test_gradients_that_are_not_finite_are_their_client_s_alone(
     assert largest_difference(*(state.adapter for state in states.values())) < 1e-5
 
 
+@pytest.mark.parametrize("estimator", ["ppo", "critic_free"])
+def test_an_adapter_that_is_not_finite_is_its_client_s_alone(federation, monkeypatch, estimator):
+    states = {}
+    for engine in ("local", "stacked"):
+        state, runs, names = federation(engine, estimator=estimator)
+        client = runs._clients["client_1"]
+
+        def spoilt(adapter, round, load=client.load):
+            load({name: torch.full_like(own, torch.nan) for name, own in adapter.items()}, round)
+
+        monkeypatch.setattr(client, "load", spoilt)
+        states[engine], row = firm_round(state, names, runs, FirmConfig())
+        assert _names(row) == ["client_0", "client_2"]
+        (failure,) = row["round"]["failures"]
+        assert "lower the learning rate" in failure["reason"]
+        if engine == "stacked":  # before a server samples for all clients of the batch
+            assert failure["reason"].startswith("DivergedError")
+    assert largest_difference(*(state.adapter for state in states.values())) < 1e-5
+
+
 def test_a_reward_model_that_all_ask_gets_all_replies_at_once_and_each_its_own_share(federation):
     class Long:
         calls = 0

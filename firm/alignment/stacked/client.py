@@ -13,6 +13,7 @@ from firm.alignment.sequences import Expand, Queries, Sequences, TokenScores
 from firm.alignment.stacked.model import Losses, StackedModel, Weighted
 from firm.alignment.stacked.passes import ClientPart, Output, PassPosition
 from firm.base.devices import copy_of_generator, set_generator
+from firm.base.errors import DivergedError
 from firm.federation.lockstep import together
 from firm.gradients.per_sequence import taken_rows
 
@@ -134,6 +135,8 @@ class StackedSampler(Sampler):
     def _together(
         self, work: Callable[[list[SampleRequest]], Sequence[Any]], queries: Queries
     ) -> Any:
+        if not all(own.isfinite().all() for own in self.policy.adapter.values()):
+            raise DivergedError("the adapter's parameters")  # of this client, not of the batch
         generator = copy_of_generator(self.model.device)
         request = SampleRequest(
             queries, self.config, self.end_ids, adapter=self.policy.adapter, generator=generator
