@@ -1,6 +1,6 @@
 """Errors that end a round or the work of a client; they need no library to be caught."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 
 class RoundFailed(RuntimeError):
@@ -10,7 +10,7 @@ class RoundFailed(RuntimeError):
         reason: Why.
         number: The round's number.
         asked: Names of the clients that received a request.
-        failed: Names of those that did not answer, or whose answers were refused.
+        failed: Reasons of those that did not answer, or whose answers were refused, by name.
         is_of_machine: Whether the machine or rollout engine that the clients share failed, so that
             another try would fail, too.
     """
@@ -21,12 +21,12 @@ class RoundFailed(RuntimeError):
         *,
         number: int,
         asked: Sequence[str] = (),
-        failed: Sequence[str] = (),
+        failed: Mapping[str, str] | None = None,
         is_of_machine: bool = False,
     ) -> None:
         super().__init__(f"{reason}; repair the cause, then resume from round {number - 1}.")
         self.reason = reason
-        self.asked, self.failed = tuple(asked), tuple(failed)
+        self.asked, self.failed = tuple(asked), dict(failed or {})
         self.is_of_machine = is_of_machine
         self.spent: tuple[int, int, float] = (0, 0, 0.0)
         """Bytes to and from the clients, and seconds."""

@@ -53,6 +53,11 @@ class Round:
         """Entries of the round's row so far, JSON-able."""
         if state.attempts:
             self.entries["retries"] = len(state.attempts)
+            self.entries["earlier_failures"] = [
+                {"client": name, "reason": reason}
+                for attempt in state.attempts
+                for name, reason in attempt.failed.items()
+            ]
 
     @property
     def adapter(self) -> Adapter:

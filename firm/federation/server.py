@@ -1,7 +1,7 @@
 """The server's side of a round: its state, the validation of answers, and the rows of the log."""
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from math import inf, isfinite
 from statistics import median
@@ -39,8 +39,8 @@ class FailedAttempt(NamedTuple):
 
     asked: tuple[str, ...]
     """Names of the clients that received a request."""
-    failed: tuple[str, ...]
-    """Names of those that did not answer, or whose answers were refused."""
+    failed: Mapping[str, str]
+    """Reasons of those that did not answer, or whose answers were refused, by name."""
     spent: tuple[int, int, float] = (0, 0, 0.0)
     """Bytes to and from the clients, and seconds."""
 
@@ -155,7 +155,7 @@ def accept(
             f"{request.round}{limit} ({reasons or 'no failures'})",
             number=request.round,
             asked=sorted({each.client for each in (*replies, *all_failures)}),
-            failed=sorted({each.client for each in all_failures}),
+            failed={each.client: each.reason for each in all_failures},
             is_of_machine=bool(of_machine),
         ) from (causes[0] if causes else None)
     return accepted, all_failures

@@ -373,9 +373,10 @@ def _cost(run: Setting) -> Section:
 
 def _failures(run: Setting) -> Table:
     rows = [
-        [str(row["round"]), failure["client"], failure["reason"]]
+        [f"{row['round']}{when}", failure["client"], failure["reason"]]
         for row in run.records[0].rounds
-        for failure in row.get("failures") or ()
+        for key, when in (("earlier_failures", ", earlier attempt"), ("failures", ""))
+        for failure in row.get(key) or ()
     ]
     headings = ["Round", "Client", "Reason"]
     return Table(*prose("failures"), headings, rows, words=frozenset({1, 2}))

@@ -79,6 +79,7 @@ FIELDS: dict[str, dict[str, Any]] = {
     "round": {
         "clients": Items[str],
         "failures": Items[_Failure],
+        "earlier_failures": Items[_Failure],
         "alarms": Items[str],
         "zero_updates": Items[str],
         "bytes_down": Count,

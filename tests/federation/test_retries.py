@@ -47,10 +47,14 @@ def test_a_round_without_its_quorum_is_tried_again(engine, start):
     assert silent.asked == [NAMES, NAMES]
     assert rows["round"]["clients"] == NAMES
     assert rows["round"]["retries"] == 1
+    assert rows["round"]["failures"] == []
+    assert rows["round"]["earlier_failures"] == [
+        {"client": name, "reason": "no answer"} for name in NAMES[:2]
+    ]
     assert state.attempts == ()
     plain, plain_rows = fedavg(start, NAMES, engine, cfg)
     assert all(torch.equal(plain.adapter[n], state.adapter[n]) for n in plain.adapter)
-    assert "retries" not in plain_rows["round"]
+    assert not {"retries", "earlier_failures"} & plain_rows["round"].keys()
     up, plain_up = rows["round"]["bytes_up"], plain_rows["round"]["bytes_up"]
     assert up == plain_up * (6 + 8) // 8  # the first attempt's answers, too
 

@@ -329,6 +329,15 @@ def test_failures_are_listed_with_client_and_reason(make_run):
     text = Tags(write(run_path)).text
     assert "1 failed update left out of the average" in " ".join(text.split())
     assert "norm 1e9 over the limit of 10" in text
+    earlier = [{"client": "client_1", "reason": "no answer"}]
+    is_second = {"kind": "round", "round": 2}.items()
+    edit_rows(
+        run_path,
+        lambda row: row | ({"earlier_failures": earlier} if is_second <= row.items() else {}),
+    )
+    text = " ".join(Tags(write(run_path)).text.split())
+    assert "1 failed update left out of the average" in text  # the next attempt had it
+    assert "2, earlier attempt client_1 no answer" in text
 
 
 def test_what_the_run_warned_of_stands_above_the_figures(make_run):

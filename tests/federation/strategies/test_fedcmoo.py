@@ -318,7 +318,7 @@ def test_a_second_attempt_of_the_theory_asks_others(new_client, start):
     for _ in range(2):
         with pytest.raises(RoundFailed) as failed:
             fedcmoo(state, ["a", "b", "c", "d"], Lost(_clients(new_client)), cfg)
-        attempt = FailedAttempt(asked=tuple(failed.value.asked), failed=tuple(failed.value.failed))
+        attempt = FailedAttempt(asked=failed.value.asked, failed=failed.value.failed)
         state = replace(state, attempts=(*state.attempts, attempt))
     assert len(asked) == 2
     assert not set(asked[0]) & set(asked[1])

@@ -226,7 +226,7 @@ def _round_failure(this_round: Round, problem: str) -> RoundFailed:
         f"the sum of round {number} could not be opened: {problem} ({reasons or 'no failures'})",
         number=number,
         asked=this_round.sampled,
-        failed=sorted({failure.client for failure in this_round.failures}),
+        failed={failure.client: failure.reason for failure in this_round.failures},
     )
     error.spent = this_round.spent
     return error
