@@ -20,6 +20,7 @@ from firm.jobs.alignment_config import DEFAULT_SPLITS, GIVEN, NO_PROMPTS
 from firm.jobs.configs import CompareConfig
 from firm.jobs.fetch import fetch_policy
 from firm.jobs.finished_runs import (
+    TEST_PROMPTS_NAME,
     adapter_folder,
     check_code,
     checked_record,
@@ -91,6 +92,8 @@ def compare(cfg: CompareConfig) -> ComparisonResult:
     check_comparable(cfg.runs, records, calibrated=cfg.calibrated)
     if cfg.held_out and records:
         _check_held_out(cfg, records)
+    for note in _notes_on_lists(cfg):
+        print(f"note: {printable(note)}")
     folder_by_name = named_folders([*cfg.runs, *cfg.adapters])
     calibrations = {}
     if cfg.calibrated and records:
@@ -209,7 +212,7 @@ def check_comparable(runs: Sequence[Path], records: Sequence[Record], *, calibra
 
 def _check_held_out(cfg: CompareConfig, records: Sequence[Record]) -> None:
     """Raises `UserError` if a run was trained on prompts that the first one held out."""
-    others = [run for path in cfg.adapters for run in (path, *path.parents[:2]) if _is_run(run)]
+    others = _runs_of(cfg.adapters)
     records = [*records[1:], *map(checked_record, others)]
     # filters decide what is drawn
     asked = {"held_out": cfg.held_out, "held_out_seed": cfg.held_out_seed, **to_dict(cfg.prompts)}
@@ -226,6 +229,27 @@ def _check_held_out(cfg: CompareConfig, records: Sequence[Record]) -> None:
                 "may have been trained on some of them; pass --prompts.source FILE, with prompts "
                 "that no run was trained on."
             )
+
+
+def _notes_on_lists(cfg: CompareConfig) -> list[str]:
+    """Returns notes on runs of `firm.align` that held out other objects than the first one did."""
+    kept = [run / TEST_PROMPTS_NAME for run in (*cfg.runs, *_runs_of(cfg.adapters))]
+    if not kept or cfg.prompts.source != str(kept[0]):
+        return []
+    own, *others = (
+        set(file.read_bytes().splitlines()) if file.is_file() else set() for file in kept
+    )
+    return [
+        f"{file.parent} held out other prompts than {kept[0].parent}; if firm.align was given the "
+        "same list, it was trained on some of these: set data.hold_out_seed in both runs, or pass "
+        "--prompts.source FILE."
+        for file, other in zip(kept[1:], others, strict=True)
+        if not (other <= own or own <= other)
+    ]
+
+
+def _runs_of(adapters: Sequence[Path]) -> list[Path]:
+    return [run for path in adapters for run in (path, *path.parents[:2]) if _is_run(run)]
 
 
 def _is_run(path: Path) -> bool:

@@ -291,6 +291,20 @@ def test_a_run_that_held_out_other_prompts_of_the_same_is_refused(run, copied, r
     assert message in refusal(cli, given)
 
 
+def test_runs_on_lists_that_held_out_other_prompts_are_noted(copied, tmp_path, capsys):
+    prompts = [{"prompt": f"Name {number} colours.", "kind": "instruction"} for number in range(6)]
+    runs = {name: copied(name) for name in ("first", "unlike", "fewer", "unknown")}
+    for own, run in zip((prompts[:4], prompts[2:], prompts[:2]), runs.values(), strict=False):
+        lines = [json.dumps(prompt) for prompt in own]
+        (run / "test_prompts.jsonl").write_text("\n".join(lines))
+    config = yaml.safe_load((runs["first"] / "config.yaml").read_text())
+    config["data"]["test"]["source"] = "given to firm.align"
+    (runs["first"] / "config.yaml").write_text(yaml.safe_dump(config))
+    evaluate("--runs", f"[{', '.join(map(str, runs.values()))}]", "--out", tmp_path / "out")
+    (note,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("note: ")]
+    assert f"{runs['unlike']} held out other prompts than {runs['first']}" in note
+
+
 def test_results_do_not_replace_the_current_folder(run, refusal, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     run = str(Path(run).absolute())
