@@ -102,8 +102,9 @@ def study_to_resume(path: Path) -> Any:
 def continued_later(path: Path) -> Iterator[None]:
     """Adds a note with the command that resumes a run or study to what ends it early.
 
-    That is a `KeyboardInterrupt`, a `RoundFailed`, a `RolloutError` or, in the first process, a
-    `ProcessLost`. The command starts as many processes as the launcher has.
+    That is a `KeyboardInterrupt`, a `RoundFailed`, a `RolloutError`, a `ValueError` of a reward
+    function or, in the first process, a `ProcessLost`. The command starts as many processes as the
+    launcher has.
 
     No note is added if the folder contains neither.
 
@@ -113,21 +114,25 @@ def continued_later(path: Path) -> Iterator[None]:
     launcher = _launcher()  # before the processes join, which removes its variables
     try:
         yield
-    except (KeyboardInterrupt, RoundFailed, RolloutError, ProcessLost) as end:
-        if isinstance(end, ProcessLost) and os.environ.get("RANK", "0") != "0":
-            raise
-        files = [path / name for name in BEGUN]
-        if file := next((file for file in files if file.exists()), None):
-            allowed = ["--allow_code"] if code_in({"base": str(file)}) else []
-            line = shlex.join([*launcher, "firm", "resume", str(path), *allowed])
-            end.add_note(f"continue with: {line}")
+    except (KeyboardInterrupt, RoundFailed, RolloutError, ProcessLost, ValueError) as end:
+        is_told = isinstance(end, UserError)  # which says itself what to do
+        is_told |= isinstance(end, ProcessLost) and os.environ.get("RANK", "0") != "0"
+        if not is_told and any((path / name).exists() for name in BEGUN):
+            end.add_note(f"continue with: {launcher}{resume_command(path)}")
         raise
 
 
-def _launcher() -> list[str]:
-    """Returns the words that start this program's processes; none without a launcher."""
+def resume_command(path: Path) -> str:
+    """Returns the command that resumes the run, study or sweep in a folder."""
+    begun = [str(file) for name in BEGUN if (file := path / name).exists()]
+    allowed = ["--allow_code"] if any(code_in({"base": file}) for file in begun) else []
+    return shlex.join(["firm", "resume", str(path), *allowed])
+
+
+def _launcher() -> str:
+    """Returns the words before a command that start its processes; none without a launcher."""
     size, num_local = (int(os.environ.get(f"{own}WORLD_SIZE", 1)) for own in ("", "LOCAL_"))
     if size == 1:
-        return []
-    nodes = ["--nnodes", str(size // num_local)] if size > num_local else []
-    return ["torchrun", *nodes, "--nproc_per_node", str(num_local), "-m"]
+        return ""
+    nodes = f"--nnodes {size // num_local} " if size > num_local else ""
+    return f"torchrun {nodes}--nproc_per_node {num_local} -m "

@@ -13,7 +13,6 @@ lock of each run ensures that only one process works on a point.
 import copy
 import multiprocessing
 import os
-import shlex
 import threading
 import time
 import traceback
@@ -43,7 +42,7 @@ from firm.run.files import (
 )
 from firm.run.lock import check_not_held
 from firm.run.names import check_folder_name
-from firm.run.resuming import STUDY_NAME, Resume, is_resumed
+from firm.run.resuming import STUDY_NAME, Resume, is_resumed, resume_command
 
 SWEEP_NAME = "sweep.json"
 START_METHOD = "spawn"
@@ -110,7 +109,7 @@ class Sweep:
             if not resume:
                 raise UserError(
                     f"there is already a {kind} at {path}; continue it with "
-                    f"`{shlex.join(['firm', 'resume', str(path)])}` or choose another path."
+                    f"`{resume_command(path)}` or choose another path."
                 )
             fixed = [
                 {
@@ -264,7 +263,7 @@ def summarise(outcomes: Sequence[Outcome], path: Path) -> None:
         raise UserError(
             f"{len(failed)} of {len(outcomes)} runs did not finish; the others are kept. Correct "
             f"the settings in {path / STUDY_NAME}, or remove another cause, and continue with "
-            f"`{shlex.join(['firm', 'resume', str(path)])}`:\n{reasons}"
+            f"`{resume_command(path)}`:\n{reasons}"
         )
 
 

@@ -4,6 +4,7 @@ import pytest
 
 from firm.base.errors import ProcessLost, RolloutError, RoundFailed
 from firm.run import Run, Sweep, UserError, continued_later, exit_on_user_error
+from firm.run.sweep import Outcome, summarise
 from firm.run.resuming import is_resumed
 
 CONFIG = {"seed": 1}
@@ -90,3 +91,18 @@ def test_the_line_of_an_interrupt_allows_the_code_that_the_run_had(tmp_path, cap
     with pytest.raises(SystemExit), exit_on_user_error(), continued_later(folder):
         raise KeyboardInterrupt
     assert f"continue with: firm resume {folder} --allow_code\n" in capsys.readouterr().err
+
+
+def test_what_a_reward_function_ends_tells_how_the_run_continues(tmp_path, capsys):
+    Run.create(tmp_path / "run", CONFIG).close()
+    for error, is_told in ((ValueError("the judge is down."), True), (UserError("no."), False)):
+        with pytest.raises(SystemExit), exit_on_user_error(), continued_later(tmp_path / "run"):
+            raise error
+        told = capsys.readouterr().err
+        assert ("; continue with: firm resume" in told) == is_told
+
+
+def test_the_line_of_a_study_allows_the_code_that_it_had(tmp_path):
+    (tmp_path / "study.yaml").write_text("overrides: { rewards: { mine: { file: mine.py } } }")
+    with pytest.raises(UserError, match=f"`firm resume {tmp_path} --allow_code`"):
+        summarise([Outcome("first", 1.0, "the judge is down")], tmp_path)
