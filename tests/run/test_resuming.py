@@ -4,8 +4,8 @@ import pytest
 
 from firm.base.errors import ProcessLost, RolloutError, RoundFailed
 from firm.run import Run, Sweep, UserError, continued_later, exit_on_user_error
-from firm.run.sweep import Outcome, summarise
 from firm.run.resuming import is_resumed
+from firm.run.sweep import Outcome, summarise
 
 CONFIG = {"seed": 1}
 
