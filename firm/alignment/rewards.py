@@ -272,9 +272,9 @@ def _check_values(name: str, values: Any, num_completions: int) -> torch.Tensor:
     broken = [at for at, value in enumerate(values) if value is not None and not finite[at]]
     if broken:
         raise ValueError(
-            f"reward {name!r} returned {row[broken[0]].item()} at index {broken[0]} ({len(broken)} "
-            f"of {num_completions} values are not finite): {expected}, even for unusual replies, "
-            f"{or_none}."
+            f"reward {name!r} returned {numbers[broken[0]]} at index {broken[0]} ({len(broken)} of "
+            f"{num_completions} values are not finite in float32): {expected}, even for unusual "
+            f"replies, {or_none}."
         )
     return row
 
@@ -311,6 +311,7 @@ def calibrate(method: Method, scores: torch.Tensor, *, name: str = "reward") -> 
     """
     num_replies = scores.numel()
     scores = scores[~scores.isnan()]  # without replies to which it does not apply
+    eps = torch.finfo(scores.dtype).eps
     scores = scores.double()  # spreads of large, nearly equal scores lose digits in float32
     num_samples = scores.numel()
     if method == "none":
@@ -335,7 +336,14 @@ def calibrate(method: Method, scores: torch.Tensor, *, name: str = "reward") -> 
         low, high = torch.quantile(scores, quantiles).tolist()
         figures = {"low": low, "high": high}
         spread, what = high - low, "distance of the 5 % and 95 % quantiles"
-    if not spread > math.ulp(1.0) * scores.abs().max().item():
+    largest = scores.abs().max().item()
+    if math.ulp(1.0) * largest < spread <= 16 * eps * largest:  # mostly of rounding
+        raise ValueError(
+            f"the scores of {name!r} differ too little for their size ({what} {spread:.3g}, "
+            f"largest {largest:.3g}), of which float32 keeps seven digits: subtract a constant in "
+            "the reward function."
+        )
+    if not spread > math.ulp(1.0) * largest:
         raise ValueError(
             f"the scores of {name!r} do not vary on {num_samples} calibration replies ({what} "
             f"{spread:.3g}): choose normalization 'none', use more replies, or repair the reward."
