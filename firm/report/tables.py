@@ -43,7 +43,8 @@ def measured(rows: Iterable[Row], objectives: Sequence[str]) -> dict[SeriesKey, 
 
     The client is empty for numbers of the server or the global model. The name of an evaluated
     quantity starts with its split: "test/scores". Nested entries have their path as name and their
-    last key as objective. Rows without a round are skipped.
+    last key as objective; the number of prompts that an objective's mean is over is a quantity, too:
+    "test/scores/num_prompts". Rows without a round are skipped.
     """
     numbers: dict[SeriesKey, list[float | None]] = {}
     # rows are grouped by kind; after sorting, the last value of a round overrides earlier ones
@@ -56,6 +57,8 @@ def measured(rows: Iterable[Row], objectives: Sequence[str]) -> dict[SeriesKey, 
             )
             if last in ("mean", "se") and len(path) > 1:
                 *names, last = names
+            elif last == "num_prompts" and len(path) > 2:  # of an objective's entry
+                *names, last = *names[:-1], "num_prompts", names[-1]
             if is_error and len(path) == 1:
                 last = last.removesuffix("_se")
             name, objective = ("/".join(names), last) if names else (last, "")

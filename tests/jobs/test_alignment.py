@@ -90,6 +90,11 @@ def test_its_metrics_are_the_logs_as_a_table(result, tmp_path):
         (kl,) = own[own["quantity"] == "kl"]["value"]
         assert kl == pytest.approx(row["kl"])
     assert set(table["round"]) == {0, 1, 2}
+    objectives = read_rows(result.path, "run")[0]["objectives"]
+    own = table[table["quantity"] == "test/scores/num_prompts"]
+    assert set(own["objective"]) == {*objectives}
+    assert set(table["objective"]) >= {"", *objectives}
+    assert "num_prompts" not in set(table["objective"])
     place = shutil.copytree(result.path, tmp_path / "run")
     settings = place / "config.yaml"
     settings.write_text(settings.read_text().replace("\nseed: 0\n", "\nseed: 7\n"))
