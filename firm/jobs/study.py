@@ -6,7 +6,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from firm.base.sanitize import legible
+from firm.base.sanitize import legible, printable
 from firm.jobs.alignment_config import AlignmentConfig
 from firm.jobs.configs import StudyConfig
 from firm.jobs.plan.tables import print_plans
@@ -16,7 +16,12 @@ from firm.report.criteria import criteria_of
 from firm.report.ledger import total_bytes
 from firm.report.page import PAGE_NAME, Table
 from firm.report.record import Record, final_row, score, study_records
-from firm.report.settings_page import study_figures, write_settings_page
+from firm.report.settings_page import (
+    scale_name,
+    scales_text,
+    study_figures,
+    write_settings_page,
+)
 from firm.report.settings_tables import difference_table, summary_table
 from firm.report.static import save_figure
 from firm.report.tables import scales, settings_of
@@ -38,6 +43,8 @@ class StudyResult:
 
     path: Path
     """The study's folder."""
+    groups: list[str]
+    """Names of the groups of settings with equal calibrations."""
     values: list[tuple[list[str], list[list[str]]]]
     """Headings and rows of the settings' final values, mean ± standard deviation over the seeds,
     for each group of settings with equal calibrations."""
@@ -85,8 +92,9 @@ def study(cfg: StudyConfig) -> StudyResult | None:
     settings = settings_of(by_setting)
     groups = scales(settings)
     values = [summary_table(g, criteria_of(g)[0], {}, has_spread=True) for g in groups]
+    names = [scale_name(g, at) for at, g in enumerate(groups, start=1)]
     differences = [difference_table(g, criteria_of(g)[0]) for g in groups if len(g) > 1]
-    return StudyResult(out, values, differences, page)
+    return StudyResult(out, names, values, differences, page)
 
 
 def _show_finished(cfg: StudyConfig, sweep: Sweep, note: str) -> None:
@@ -177,8 +185,11 @@ def main(cfg: StudyConfig) -> Path | None:
     if result is None:
         return None
     title = "aligned model on the test prompts, mean ± standard deviation over"
-    for header, rows in result.values:
-        print_table(f"{cfg.name}: {title} {len(cfg.seeds)} seeds", header, rows)
+    for group, (header, rows) in zip(result.groups, result.values, strict=True):
+        own = f", {printable(group)}" if len(result.groups) > 1 else ""
+        print_table(f"{cfg.name}{own}: {title} {len(cfg.seeds)} seeds", header, rows)
+    if len(result.groups) > 1:
+        print(scales_text(len(result.groups)))
     for table in result.differences:
         print_table(f"{table.title}: {table.text}", table.headings, table.rows)
     print(legible(f"report   {result.report}"))

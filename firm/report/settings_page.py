@@ -136,7 +136,7 @@ def _blocks(
     for place, group in enumerate(groups, start=1):
         own = draw_blocks(_sections(group, folder))
         if len(groups) > 1:
-            own = [_renamed(block, place, _scale_name(group, place)) for block in own]
+            own = [_renamed(block, place, scale_name(group, place)) for block in own]
         blocks += own
     objectives = criteria_of(settings)[0].objectives
     rest = sections.training_sections(settings, objectives, sampled=groups[0])
@@ -346,7 +346,7 @@ def alarms_of(settings: Sequence[Setting]) -> list[tuple[str, str]]:
     ]
 
 
-def _scale_name(group: Sequence[Setting], place: int) -> str:
+def scale_name(group: Sequence[Setting], place: int) -> str:
     """Returns the name of a group: the common prefix before a colon, or a number."""
     heads = {setting.name.partition(":")[0] for setting in group if ":" in setting.name}
     if len(heads) == 1 and all(":" in setting.name for setting in group):
@@ -354,16 +354,21 @@ def _scale_name(group: Sequence[Setting], place: int) -> str:
     return f"calibration {place}"
 
 
+def scales_text(num_groups: int) -> str:
+    """Returns a sentence on groups of settings that cannot be compared."""
+    return (
+        f"Values of {num_groups} groups of settings cannot be compared with each other, since "
+        "their reward models or calibrations differ; each group has its own figures and tables."
+    )
+
+
 def _summary(groups: Sequence[Sequence[Setting]]) -> list[str]:
     sentences = []
     for place, group in enumerate(groups, start=1):
-        opening = f"{_scale_name(group, place)}: " if len(groups) > 1 else ""
+        opening = f"{scale_name(group, place)}: " if len(groups) > 1 else ""
         sentences += [f"{opening}{text}" for text in tables.headlines(group, criteria_of(group)[0])]
     if len(groups) > 1:
-        sentences.append(
-            f"Values of {len(groups)} groups of settings cannot be compared with each other, since "
-            "their rewards were calibrated differently; each group has its own figures and tables."
-        )
+        sentences.append(scales_text(len(groups)))
     settings = [setting for group in groups for setting in group]
     main = criteria_of(settings)[0]
     unfinished = [s.name for s in settings if not len(main.finals(s))]

@@ -43,7 +43,7 @@ def measured(rows: Iterable[Row], objectives: Sequence[str]) -> dict[SeriesKey, 
 
     The client is empty for numbers of the server or the global model. The name of an evaluated
     quantity starts with its split: "test/scores". Nested entries have their path as name and their
-    last key as objective; the number of prompts that an objective's mean is over is a quantity, too:
+    last key as objective; the number of prompts of an objective's mean is a quantity of its own,
     "test/scores/num_prompts". Rows without a round are skipped.
     """
     numbers: dict[SeriesKey, list[float | None]] = {}

@@ -310,6 +310,19 @@ def test_a_study_keeps_the_figures_of_every_seed(studied):
     assert 0 < sent[0] < sent[1]
 
 
+def test_settings_of_unlike_calibrations_are_apart_in_the_terminal_too(studied, tmp_path, capsys):
+    out = tmp_path / "study"
+    shutil.copytree(studied[0], out)
+    log = out / "points/server-seed_0/metrics.jsonl"
+    log.write_text(re.sub(r'"scale": [.\de]+', '"scale": 9.5', log.read_text()))
+    cli(["--resume", str(out)])
+    printed = capsys.readouterr().out
+    for place in (1, 2):
+        assert f", calibration {place}: aligned model on the test prompts" in printed
+    assert "Values of 2 groups of settings cannot be compared with each other" in printed
+    assert "calibration" not in studied[1].partition("aligned model on the test prompts")[0][-40:]
+
+
 def test_a_run_whose_log_is_poisoned_hides_no_other_from_table_and_page(
     arguments, studied, tmp_path, capsys
 ):
