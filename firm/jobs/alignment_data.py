@@ -204,12 +204,17 @@ class PromptData(Data):
         default = PromptsConfig(split=None)
         if (cfg.data.validation, cfg.data.test) != (default, default):
             on_note("data.hold_out takes the place of data.validation and data.test.")
-        for use, own in parts.items():
-            if use in USES and len(own) < FEW_PROMPTS:
-                on_note(
-                    f"data.hold_out: {len(own)} prompts are held out for {use}, too few to measure "
-                    "most changes: add prompts, or hold out a larger share."
-                )
+        for use in [use for use in USES if use in parts]:
+            key, held_out = f"num_{use}_prompts", len(parts[use])
+            limit = getattr(cfg.evaluation, key)
+            if min(held_out, limit) >= FEW_PROMPTS:
+                continue
+            more = ["add prompts, or hold out a larger share"] if held_out < FEW_PROMPTS else []
+            more += [f"raise evaluation.{key} ({limit})"] if limit < FEW_PROMPTS else []
+            on_note(
+                f"data.hold_out: {min(held_out, limit)} prompts are held out for {use}, too few to "
+                f"measure most changes: {', and '.join(more)}."
+            )
 
     def _divide(
         self,

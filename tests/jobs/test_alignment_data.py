@@ -109,6 +109,10 @@ def test_few_held_out_prompts_are_noted(load):
     _, notes = load("--data.hold_out", "0.05")
     assert len(notes) == 2
     assert "15 prompts are held out for validation, too few to measure" in notes[0]
+    assert notes[0].endswith("most changes: add prompts, or hold out a larger share.")
+    _, (note,) = load("--evaluation.num_test_prompts", "8")
+    assert "8 prompts are held out for test, too few to measure" in note
+    assert note.endswith("most changes: raise evaluation.num_test_prompts (8).")
 
 
 def test_other_held_out_prompts_give_way_with_a_note(load):
