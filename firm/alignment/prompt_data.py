@@ -356,7 +356,7 @@ def _read_file(path: Path) -> _Table:
                 return _Table(rows, f"{path}, row")
             for number, line in enumerate(file, start=1):
                 if line.strip():
-                    lines.append((number, json.loads(line)))
+                    lines.append((number, json.loads(line.rstrip("\r\n"))))
             return _Table([row for _, row in lines], f"{path}, line", [n for n, _ in lines])
     except json.JSONDecodeError as error:
         line = error.lineno if is_whole else number

@@ -228,7 +228,8 @@ def as_prompt(row: Any, *, place: str, kind: str = "", reader: Reader = "text") 
         raise ValueError(f"{place}: {error}") from None
     if not (messages if text is None else text.strip()):
         names = (f"{name}{' (null)' * (own is None)}" for name, own in row.items())
-        got = "an empty text" if value is not None else f"fields {', '.join(names)}"
+        is_empty = value is not None and source != "chosen"  # which holds a reply, too
+        got = "an empty text" if is_empty else f"fields {', '.join(names)}"
         raise ValueError(f"{place}: no prompt in {got}: {expected}")
     is_implicit = source == "chosen"
     return Prompt(

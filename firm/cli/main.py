@@ -332,8 +332,11 @@ def _with_prefix(arguments: Sequence[str], config: type, below: type) -> list[st
     """Prepends `overrides.` to keys that `config` lacks and `below` has.
 
     Raises:
-        UserError: `--config` is given the configuration of a run, which belongs to `--base`.
+        UserError: `--config` is given the configuration of a run, which belongs to `--base`, or a
+            key resembles one that only `below` has.
     """
+    import difflib
+
     from firm.run.command_line import read_arguments, switches_of
     from firm.run.config import read_config
     from firm.run.errors import UserError
@@ -352,6 +355,9 @@ def _with_prefix(arguments: Sequence[str], config: type, below: type) -> list[st
         if before in ("-h", "--help") and key in others - own:
             word = word.removeprefix("--")
             raise UserError(f"{word} is a key of the runs: see `firm align --help {word}`.")
+        near = difflib.get_close_matches(key, own | others, n=1)
+        if word.startswith("--") and near and near[0] in others - own and key != near[0]:
+            raise UserError(f"unknown key {key}; did you mean {near[0]}?")
         is_below = word.startswith("--") and key in others - own
         result.append(f"--overrides.{word[2:]}" if is_below else word)
     return result

@@ -246,6 +246,7 @@ def test_limits_leave_out_what_is_too_short_or_too_long(tmp_path):
         ('{"prompt": "secret"', r"line 2: not valid JSON"),
         ('["secret"]', r"line 2: got a JSON list"),
         ('{"text": "secret"}', r"line 2: no prompt in fields text"),
+        ('{"prompt": "a"', r"line 2: not valid JSON \(Expecting .* at column 15\)"),
         ('{"prompt": " "}', r"line 2: no prompt in an empty text"),
         (
             '{"prompt": 3}',

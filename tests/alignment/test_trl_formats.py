@@ -95,6 +95,7 @@ def test_a_row_gives_the_prompt_that_trl_sees(name, source, tokenizer, tmp_path)
     ("row", "message"),
     [
         ({"text": "The sky is blue."}, "no prompt in fields text"),
+        ({"question": "?", "chosen": "b", "rejected": "c"}, "no prompt in fields question, chosen"),
         ({"prompt": None, "answer": "4"}, r"no prompt in fields prompt \(null\), answer"),
         ({"completion": " Blue.", "label": True}, "no prompt in fields completion, label"),
         ({"messages": [BLUE]}, "must end with a message of the user or a tool"),

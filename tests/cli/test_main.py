@@ -76,7 +76,8 @@ def test_keys_of_a_sweeps_runs_need_no_prefix(refusal):
     assert cfg.overrides == {"rounds": 3, "strategy.beta": 0.5}
     assert (cfg.seeds, str(cfg.out)) == ([1], "x")
     line = refusal(main, ["sweep", "--roundz", "3"])
-    assert "unknown key roundz" in line
+    assert line.endswith("unknown key roundz; did you mean rounds?")
+    assert "unknown key number; " in refusal(main, ["sweep", "--number", "3"])
     for asked in (["--help", "guard.max_kl"], ["-h", "--guard.max_kl"]):
         line = refusal(main, ["study", *asked])
         assert "guard.max_kl is a key of the runs: see `firm align --help guard.max_kl`" in line
