@@ -173,6 +173,18 @@ class Record:
             )
         return found
 
+    def of_own_model(self, name: str) -> dict[str, list[str]]:
+        """Returns the clients that score an objective by their group's own reward model, by group.
+
+        Its scores have other units than those of the run's model.
+        """
+        maps, groups = self.header.get("calibration") or {}, self.settings.get("groups") or {}
+        return {
+            group: [self.clients[at] for at in own.get("clients") or () if at < len(self.clients)]
+            for group, own in groups.items()
+            if f"{group}/{name}" in maps
+        }
+
     def is_bounded(self, name: str) -> bool:
         """Returns whether an objective's rewards are calibrated to [0, 1]."""
         own = (self.header.get("calibration") or {}).get(name) or {}

@@ -5,7 +5,7 @@ An objective or a client has the same colour in every figure.
 
 from collections.abc import Iterator, Sequence
 from html import escape
-from itertools import combinations
+from itertools import chain, combinations
 
 from firm.base.quantities import Quantity, shown
 from firm.report import formats
@@ -24,7 +24,7 @@ from firm.report.plane import ACCURACY, KL, Cloud, Spot, planes
 from firm.report.record import Record, is_base, main_error, score
 from firm.report.tables import DASHES, Setting, drawn_objectives, reference_of
 from firm.run.comparison import score_label
-from firm.run.rows import mean_over_clients
+from firm.run.rows import Points, mean_over_clients
 
 FIELDS = ("scores", "rewards")
 """Evaluated fields of objectives: scores and rewards of replies, or margins and accuracies."""
@@ -54,6 +54,9 @@ REWARDS = Quantity(
 )
 """Rewards mapped to [0, 1]; `reward_unit` has the unit of others. A run's page draws them only
 against the bounds of constraints."""
+
+RAW = ("scores", "scores_std")
+"""Quantities of clients in the units of their reward models."""
 
 Lines = dict[LegendEntry, Trace]
 
@@ -114,7 +117,7 @@ def _figures(run: Setting, quantity: Quantity) -> Iterator[tuple[str, str, Lines
     entries = _entries(run.records[0], quantity)
     if quantity.kind == "round" or quantity.lines == "means":
         means = {
-            key: curve(key, mean_over_clients(run.lines(quantity.name, name)).items())
+            key: curve(key, mean_over_clients(_points(run, quantity, name)).items())
             for name, key in entries.items()
         }
         yield quantity.name, quantity.title.removesuffix(", {}"), means
@@ -138,9 +141,17 @@ def _entries(record: Record, quantity: Quantity) -> dict[str, LegendEntry]:
     return {name: LegendEntry(name, objective_color(record, name)) for name in names}
 
 
+def _points(run: Setting, quantity: Quantity, name: str) -> dict[str, Points]:
+    """Returns points by client, without clients whose scores have units of their own."""
+    own = run.records[0].of_own_model(name) if quantity.name in RAW else {}
+    left_out = {*chain.from_iterable(own.values())}
+    lines = run.lines(quantity.name, name)
+    return {client: points for client, points in lines.items() if client not in left_out}
+
+
 def _client_lines(run: Setting, quantity: Quantity, name: str) -> Lines:
     """Returns thin lines for the clients, and bold ones for mean, server and global model."""
-    record, lines = run.records[0], run.lines(quantity.name, name)
+    record, lines = run.records[0], _points(run, quantity, name)
     of_clients = {client: points for client, points in lines.items() if client}
     size = 4 if record.last_round <= 20 else 2
     drawn = {}

@@ -347,7 +347,11 @@ def _quantities(run: Setting, name: str) -> Section:
     if not varying:
         return Section(name, title, note, [], is_text=bool(note))
     server = prose("server-weights")[1] if figures.SERVER in keys else ""
-    texts = [text, *dict.fromkeys(helps), server, note]
+    record = run.records[0]
+    own = {name: record.of_own_model(name) for name in record.objectives if drawn & {*figures.RAW}}
+    models = ", ".join(f"{name} of {group}" for name, groups in own.items() for group in groups)
+    left_out = prose("own-models", models=models)[1] if models else ""
+    texts = [text, *dict.fromkeys(helps), server, left_out, note]
     return Section(name, title, " ".join(filter(None, texts)), varying, keys)
 
 

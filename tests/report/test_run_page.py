@@ -132,6 +132,31 @@ def test_the_page_carries_the_figures_as_they_were_drawn(make_run):
     assert drawn[plane.name] == {"title": plane.title, "figure": plane.figure}
 
 
+def test_scores_of_a_groups_own_reward_model_are_left_out_where_units_count(make_run):
+    run_path = make_run()
+    both, helpful = "scores-helpful", {"client_0", "client_1", "client_2", "client_3"}
+    drawn = figures_in(write(run_path))[both]["figure"]["data"]
+    assert {line["name"] for line in drawn} >= helpful
+    with (run_path / "config.yaml").open("a") as file:
+        file.write("groups: { clinic: { clients: [0, 2] } }\n")
+    own = {"method": "sigmoid", "mean": 31.0, "scale": 4.9}
+    edit_rows(
+        run_path,
+        lambda row: (
+            {**row, "calibration": {**row["calibration"], "clinic/helpful": own}}
+            if row["kind"] == "run"
+            else row
+        ),
+    )
+    html = write(run_path)
+    drawn = figures_in(html)[both]["figure"]["data"]
+    assert {line["name"] for line in drawn} & helpful == {"client_1", "client_3"}
+    harmless = figures_in(html)["scores-harmless"]["figure"]["data"]
+    assert {line["name"] for line in harmless} >= helpful
+    text = "a group's own reward model has other units: helpful of clinic."
+    assert text in " ".join(Tags(html).text.split())
+
+
 def test_the_headline_is_the_paired_change_on_the_test_split(make_run):
     run_path = make_run()
     change = read_rows(run_path)[-1]["change"]["helpful"]
