@@ -47,7 +47,7 @@ def test_a_runs_peak_is_the_plans(tmp_path, name):
     assert result.peak == pytest.approx(result.planned, rel=0.1)
 
 
-REAL = ("49k, PPO", "128k, critic-free, bfloat16, M = 4", "layers, value network, stacked")
+REAL = ("49k, PPO", "layers, value network, stacked")
 """Shapes that differ in kind, of those that benchmarks/plan_memory.py measures."""
 
 
