@@ -14,6 +14,7 @@ from firm.federation.client import Adapter, Client, Gradients
 from firm.fmoo import linear
 from firm.fmoo.attacks import attacked_gradients, attacked_losses
 from firm.fmoo.config import LossAttackConfig
+from firm.fmoo.task_data import check_finite
 from firm.fmoo.workspace import Workspace, rotate
 
 register(Quantity("losses", type=ByObjective[Items[Finite]]))
@@ -193,12 +194,7 @@ class SupervisedClient(Client):
                 head.bias.copy_(row_biases)
         by_row = torch.from_numpy(losses).split(widths.tolist(), dim=1)
         by_objective = torch.stack([rows.mean(dim=1) for rows in by_row], dim=1)  # [K, M]
-        is_finite = by_objective.isfinite().all(dim=0).tolist()
-        if not all(is_finite):
-            raise ValueError(
-                f"The loss of objective {is_finite.index(False)} is not finite; look for very "
-                "large values in the data, or lower lr."
-            )
+        check_finite(by_objective.sum(dim=0), self.objectives)
         reported = attacked_losses(by_objective, client=self.name, attack=self._attack)
         self._losses.extend(reported.tolist())
         self._memo = None

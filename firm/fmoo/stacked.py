@@ -4,7 +4,7 @@ For small matrices the overhead per call exceeds the arithmetic, so batching all
 Convolutions with separate weights per client are slower than running clients sequentially.
 """
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -13,7 +13,7 @@ from torch.func import functional_call, vmap
 
 from firm.federation.lockstep import outcome_of
 from firm.fmoo.modules import Dropout, MultiTaskModel
-from firm.fmoo.task_data import SHIPPED_LOSSES
+from firm.fmoo.task_data import SHIPPED_LOSSES, check_finite
 from firm.gradients.jacobian import check_finite_rows, check_losses
 
 Losses = Callable[[list[torch.Tensor], torch.Tensor], torch.Tensor]
@@ -33,6 +33,13 @@ class GradientRequest:
     select: Callable[[torch.Tensor], torch.Tensor]
     """Maps all losses [M] to the losses, or sums of losses, to differentiate, [k]."""
 
+    def check_losses(self, losses: torch.Tensor, objectives: Sequence[str]) -> None:
+        """Raises ``ValueError`` with the first selected loss of [M] that is not finite."""
+        if not self.select(losses).isfinite().all():
+            # alone, each shows whether it is selected: others may be NaN
+            is_lost = [not self.select(own).isfinite().all() for own in losses.diag()]
+            check_finite(losses.where(torch.tensor(is_lost, device=losses.device), 0), objectives)
+
 
 def is_stackable(model: nn.Module, losses: Collection[str]) -> bool:
     """Returns whether a batched pass is faster for a model: dense layers without dropout.
@@ -47,7 +54,11 @@ def is_stackable(model: nn.Module, losses: Collection[str]) -> bool:
 
 
 def gradients_together(
-    asked: list[GradientRequest], *, model: nn.Module, losses: Losses
+    asked: list[GradientRequest],
+    *,
+    model: nn.Module,
+    losses: Losses,
+    objectives: Sequence[str],
 ) -> list[tuple[torch.Tensor, torch.Tensor] | ValueError]:
     """Returns each client's losses [M] and gradients [k, d], or the error it raised.
 
@@ -55,6 +66,7 @@ def gradients_together(
         asked: Requests with batches of the same shape and the same number k of selected losses.
         model: Model to call with the clients' parameters.
         losses: Loss function of the outputs.
+        objectives: Names of the M losses.
     """
     leaves = {
         name: torch.stack([each.parameters[name].detach() for each in asked]).requires_grad_()
@@ -83,8 +95,12 @@ def gradients_together(
         )
         torch.cat([gradient.flatten(1) for gradient in gradients], dim=1, out=rows[:, k])
     checked = [
-        outcome_of(check_losses, own) or outcome_of(check_finite_rows, own_rows)
-        for own, own_rows in zip(selected, rows, strict=True)
+        outcome_of(each.check_losses, own, objectives)
+        or outcome_of(check_losses, own_selected)
+        or outcome_of(check_finite_rows, own_rows)
+        for each, own, own_selected, own_rows in zip(
+            asked, all_losses.detach(), selected, rows, strict=True
+        )
     ]
     results = zip(checked, all_losses.detach(), rows, strict=True)
     return [error or (own, own_rows) for error, own, own_rows in results]

@@ -1,6 +1,7 @@
 """Data sets in memory: inputs, with one target and one loss per objective."""
 
-from collections.abc import Callable, Mapping
+import math
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -50,6 +51,16 @@ CLASS_LOSSES = frozenset({"cross_entropy", "l2"})
 """Losses with class labels as targets."""
 SHIPPED_LOSSES = frozenset(LOSSES)
 """Losses of this package; targets of user-defined losses are not checked."""
+
+
+def check_finite(losses: torch.Tensor, objectives: Sequence[str]) -> None:
+    """Raises ``ValueError`` with the first objective whose loss, of shape [M], is not finite."""
+    for name, value in zip(objectives, losses.tolist(), strict=True):
+        if not math.isfinite(value):
+            raise ValueError(
+                f"the loss of {name!r} is {value}: look for NaN, infinity or very large values in "
+                "the data, or lower lr."
+            )
 
 
 def loss(name: str) -> Callable[[CallableT], CallableT]:

@@ -1,7 +1,6 @@
 """The model shared by the clients of a process, with input preparation and evaluation."""
 
 import copy
-import math
 import weakref
 from collections.abc import Callable, Sequence
 from contextvars import ContextVar
@@ -22,7 +21,7 @@ from firm.federation.lockstep import outcome_of, together
 from firm.fmoo.config import LocalConfig
 from firm.fmoo.modules import Dropout, MultiTaskModel
 from firm.fmoo.stacked import GradientRequest, gradients_together, is_stackable
-from firm.fmoo.task_data import CLASS_LOSSES, LOSSES, TaskData
+from firm.fmoo.task_data import CLASS_LOSSES, LOSSES, TaskData, check_finite
 from firm.gradients.jacobian import jacobian
 
 EVALUATION_BATCH = 2048
@@ -203,11 +202,15 @@ class Workspace:
     def _gradients(self, asked: list[GradientRequest]) -> Sequence[Any]:
         if len(asked) == 1:
             return [outcome_of(self._own_gradients, asked[0])]
-        return gradients_together(asked, model=self.model, losses=self._losses)
+        objectives = self.data.objectives
+        return gradients_together(
+            asked, model=self.model, losses=self._losses, objectives=objectives
+        )
 
     def _own_gradients(self, asked: GradientRequest) -> tuple[torch.Tensor, torch.Tensor]:
         outputs = functional_call(self.model, dict(asked.parameters), (asked.inputs,))
         losses = self._losses(outputs, asked.targets)
+        asked.check_losses(losses.detach(), self.data.objectives)
         return losses.detach(), jacobian(asked.select(losses), asked.parameters)
 
     @torch.no_grad()
@@ -273,12 +276,7 @@ class Workspace:
                     "test samples, at least one known target of every objective."
                 )
         losses /= counts
-        for name, loss in zip(data.objectives, losses.tolist(), strict=True):
-            if not math.isfinite(loss):
-                raise ValueError(
-                    f"the loss of {name!r} is {loss}: look for NaN, infinity or very large values "
-                    "in the data, or lower lr."
-                )
+        check_finite(losses, data.objectives)
         return ObjectiveMetrics(losses, hits / len(chosen) if data.has_accuracies else None)
 
 

@@ -17,9 +17,10 @@ from torch import nn
 
 from firm.base.console import accept_any_text
 from firm.base.devices import generator_note, named_device, threads_restored
+from firm.base.errors import RoundFailed
 from firm.base.inside import replace_text
 from firm.base.preferences import in_order
-from firm.base.sanitize import legible, printable
+from firm.base.sanitize import by_reason, legible, printable
 from firm.base.state import State
 from firm.federation.diagnostics import failure_alarms
 from firm.federation.engine_registry import ENGINES
@@ -44,7 +45,8 @@ from firm.report.settings_page import alarms_of, settings_page
 from firm.report.settings_tables import NUM_TABLE_USERS, further_texts, summary_table
 from firm.report.tables import Frame, Setting, span_text
 from firm.run.config import to_dict, to_yaml
-from firm.run.directory import Run, check_free
+from firm.run.differences import differences
+from firm.run.directory import Run, check_free, set_aside
 from firm.run.errors import UserError
 from firm.run.files import file_errors, make_private_folder, refuse_links
 from firm.run.guard import drawing
@@ -53,6 +55,7 @@ from firm.run.pace import Paced
 from firm.run.progress import print_table
 from firm.run.resuming import STUDY_NAME, continued_later, is_resumed
 from firm.run.rows import Row
+from firm.run.sweep import Outcome, summarise
 from firm.run.tracking import open_tracker
 
 PAGE_NAME, TABLE_NAME = "comparison.html", "summary.csv"
@@ -126,13 +129,20 @@ class ClassicResult:
         return module.state_dict()
 
 
+class RunFailed(RuntimeError):
+    """Raised when a run of a study cannot continue, such as one that diverged; others can."""
+
+
 @threads_restored()
 def run_classic(cfg: ClassicConfig) -> ClassicResult:
     """Runs the unfinished runs of a study, and writes the comparison as algorithms finish.
 
+    A run that fails, such as one that diverges, does not stop the others.
+
     Raises:
         UserError: The data do not match the configuration, the study's directory is in use, a run
-            has completed more rounds than configured, or there is no study to continue.
+            has completed more rounds than configured, there is no study to continue, or, after all
+            others have ended, some runs failed; the message names them.
     """
     accept_any_text()  # names of algorithms and objectives are printed
     if cfg.num_threads is not None:
@@ -163,19 +173,41 @@ def run_classic(cfg: ClassicConfig) -> ClassicResult:
             raise UserError(f"algorithms.{name}: {error}") from error
         for note in (note for option in own.strategy.options for note in option.notes()):
             print(f"note: {name}: {printable(note)}", flush=True)
-    cfg, runs = replace(cfg, algorithms=named), list[Setting]()
+    cfg, runs, outcomes = replace(cfg, algorithms=named), list[Setting](), list[Outcome]()
+    folders = {(n, seed): out / n / f"seed_{seed}" for n in cfg.algorithms for seed in cfg.seeds}
+    pending = {each: f for each, f in folders.items() if not is_finished(cfg, *each, f)}
+    for (name, seed), folder in pending.items():  # once all are checked
+        if cfg.resume and (folder / "run.json").exists() and changes(cfg, name, seed, folder):
+            aside = set_aside(folder, out / "replaced" / name / folder.name)
+            line = f"{name}, seed {seed} starts again; its unfinished run is now {aside}"
+            print(printable(line), flush=True)
 
     def compare() -> None:
-        write_comparison(cfg, runs, splits, out)
+        problems = [(each.name, each.problem) for each in outcomes if each.problem]
+        lines = "; ".join(by_reason(problems))
+        notes = [f"Runs that are not finished, and not shown: {lines}"] if problems else []
+        write_comparison(cfg, runs, splits, out, notes=notes)
 
     with continued_later(out), Paced(compare) as page:
         for color, name in enumerate(cfg.algorithms):
-            folders = {seed: out / name / f"seed_{seed}" for seed in cfg.seeds}
-            for seed, folder in folders.items():
-                run_seed(cfg, name, splits, folder, seed)
-            records = [read_record(folder) for folder in folders.values()]
-            runs.append(Setting.of(name, color, records))
-            page() if len(runs) < len(cfg.algorithms) else compare()
+            finished = []
+            for seed in cfg.seeds:
+                folder, start, problem = folders[name, seed], time.perf_counter(), None
+                try:
+                    if (name, seed) in pending:
+                        run_seed(cfg, name, splits, folder, seed)
+                    finished.append(read_record(folder))
+                except RunFailed as error:
+                    problem = str(error)
+                    line = f"{name}, seed {seed}: {problem}"
+                    print(printable(line, max_length=5_000), flush=True)
+                seconds = time.perf_counter() - start
+                outcomes.append(Outcome(f"{name}, seed {seed}", seconds, problem))
+            if finished:
+                runs.append(Setting.of(name, color, finished))
+            if runs:
+                page() if color + 1 < len(cfg.algorithms) else compare()
+    summarise(outcomes, out)
 
     def new_model(seed: int) -> nn.Module:
         return build_model(cfg.model, splits.train, seed=seed)
@@ -183,31 +215,60 @@ def run_classic(cfg: ClassicConfig) -> ClassicResult:
     return ClassicResult(out, cfg.seeds, runs, new_model)
 
 
+def run_settings(cfg: ClassicConfig, name: str, seed: int) -> dict[str, Any]:
+    """Returns the configuration of one run, as plain data."""
+    algorithms, source = {name: cfg.algorithms[name]}, name if name == cfg.progress_from else None
+    return to_dict(replace(cfg, algorithms=algorithms, seeds=(seed,), progress_from=source))
+
+
+def free_keys(name: str) -> list[str]:
+    """Returns the keys of an algorithm's run that may differ on resume."""
+    return [*FREE_KEYS, f"algorithms.{name}.rounds", "rounds"]
+
+
+def changes(cfg: ClassicConfig, name: str, seed: int, path: Path) -> list[str]:
+    """Returns the differences of a run's settings from those that it is to have now."""
+    return differences(Run(path).settings(), run_settings(cfg, name, seed), free_keys(name))
+
+
+def is_finished(cfg: ClassicConfig, name: str, seed: int, path: Path) -> bool:
+    """Returns whether a run has completed its rounds or reached the target loss.
+
+    Raises:
+        UserError: A finished run had other settings, or has completed more rounds than configured.
+    """
+    if not cfg.resume or not (path / "run.json").exists():
+        return False
+    run, rounds = Run(path), cfg.algorithms[name].rounds or cfg.rounds
+    measured, kept = last_evaluation(run.rows()), run.latest_checkpoint()
+    is_kept = measured is not None and kept is not None and kept[0] == measured["round"]
+    has_ended = is_kept and is_done(measured, rounds, cfg.target_loss)
+    if has_ended or run.record().get("status") == "finished":
+        run.check_same(run_settings(cfg, name, seed), ignore=free_keys(name))
+    elif changes(cfg, name, seed, path):
+        return False  # it starts again
+    if not has_ended and measured is not None and measured["round"] > rounds:
+        raise UserError(
+            f"rounds must be at least {measured['round']}, the rounds that the run at {path} "
+            f"has completed, got {rounds}; increase it, or start a new study."
+        )
+    return has_ended
+
+
 def run_seed(cfg: ClassicConfig, name: str, splits: Splits, path: Path, seed: int) -> None:
-    """Trains one run, from its last checkpoint if there is one."""
-    algorithm = cfg.algorithms[name]
-    source = name if name == cfg.progress_from else None
-    settings = to_dict(
-        replace(cfg, algorithms={name: algorithm}, seeds=(seed,), progress_from=source)
-    )
-    rounds, free = algorithm.rounds or cfg.rounds, [*FREE_KEYS, f"algorithms.{name}.rounds"]
-    if is_there := bool(cfg.resume) and (path / "run.json").exists():
-        measured, kept = last_evaluation(Run(path).rows()), Run(path).latest_checkpoint()
-        is_kept = measured is not None and kept is not None and kept[0] == measured["round"]
-        if is_kept and is_done(measured, rounds, cfg.target_loss):
-            Run(path).check_same(settings, ignore=[*free, "rounds"])
-            return
-        if measured is not None and measured["round"] > rounds:
-            raise UserError(
-                f"rounds must be at least {measured['round']}, the rounds that the run at {path} "
-                f"has completed, got {rounds}; increase it, or start a new study."
-            )
-    federation = federate(cfg, algorithm, splits, seed)
+    """Trains one run, from its last checkpoint if there is one.
+
+    Raises:
+        RunFailed: Too few clients finished a round, or a loss is not finite; names the round.
+    """
+    is_there = bool(cfg.resume) and (path / "run.json").exists()
+    settings = run_settings(cfg, name, seed)
+    federation = federate(cfg, cfg.algorithms[name], splits, seed)
     study = path.parent.parent
     with file_errors(f"the study {study}"):
         make_private_folder(study)
     with (
-        Run.open(path, settings, resume=is_there, ignore=free, renew=["rounds"]) as run,
+        Run.open(path, settings, resume=is_there, ignore=free_keys(name), renew=["rounds"]) as run,
         open_tracker(
             cfg.tracking,
             run.path,
@@ -224,7 +285,15 @@ def run_seed(cfg: ClassicConfig, name: str, splits: Splits, path: Path, seed: in
         passes = "of all clients in one pass" if federation.has_joint_passes else "client by client"
         print(printable(f"{name}, seed {seed}: {cfg.model.name}, gradients {passes}"), flush=True)
         task = _ClassicTask(Logbook(run, tracker), cfg, name, splits, seed, federation)
-        train(task, engine, federation.names, federation.cfg)
+        try:
+            train(task, engine, federation.names, federation.cfg)
+        except (RoundFailed, ValueError) as error:
+            if isinstance(error, UserError):  # of the folder, which all runs share
+                raise
+            # neither a round that failed nor one whose evaluation did has been logged
+            number = max((row["round"] for row in task.book.rows), default=-1) + 1
+            reason = error.reason if isinstance(error, RoundFailed) else str(error)
+            raise RunFailed(f"ended in round {number}: {reason.rstrip('.')}.") from error
 
 
 def federate(
@@ -371,11 +440,17 @@ def progress_line(path: Path, row: dict[str, Any]) -> str:
 
 
 def write_comparison(
-    cfg: ClassicConfig, runs: Sequence[Setting], splits: Splits, out: Path
+    cfg: ClassicConfig,
+    runs: Sequence[Setting],
+    splits: Splits,
+    out: Path,
+    *,
+    notes: Sequence[str] = (),
 ) -> None:
     """Writes the page and the table of the runs so far.
 
-    If the page cannot be written, warns and lets the study continue.
+    If the page cannot be written, warns and lets the study continue. `notes` are sentences on what
+    the page does not show.
     """
     with drawing(f"The table {TABLE_NAME}"):
         header, lines = summary(runs)
@@ -399,6 +474,7 @@ def write_comparison(
             facts=facts,
             method=METHOD.format(measured=MEASURED[cfg.split]),
             config=to_yaml(cfg),
+            notes=notes,
         )
         write_page(out / PAGE_NAME, page)
 

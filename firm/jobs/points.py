@@ -1,13 +1,12 @@
 """Composes, executes and resumes several runs, the points of one folder."""
 
-import itertools
 import shlex
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from firm.base.inside import move, replace_text
+from firm.base.inside import replace_text
 from firm.base.sanitize import by_reason, printable
 from firm.jobs.alignment import FREE_KEYS as RUN_FREE_KEYS
 from firm.jobs.alignment import align
@@ -18,11 +17,9 @@ from firm.report.page import untrained_notes
 from firm.report.record import read_record
 from firm.run.config import compose, to_dict, to_yaml
 from firm.run.differences import differences
-from firm.run.directory import Run
+from firm.run.directory import Run, set_aside
 from firm.run.errors import UserError
-from firm.run.files import make_private_folder
 from firm.run.guard import drawing
-from firm.run.lock import check_not_held
 from firm.run.resuming import STUDY_NAME, continued_later
 from firm.run.sweep import Outcome, Sweep, summarise
 
@@ -198,11 +195,7 @@ def _set_aside_changed(out: Path, name: str, run: AlignmentConfig) -> None:
     is_longer = run.rounds >= Run(place).settings().get("rounds", run.rounds)
     is_extended = is_longer and run.estimator.learning_rate_schedule == "constant"
     if _changes(place, run, ("rounds",) if is_extended else ()):
-        check_not_held(place)
-        numbers = itertools.count(1)
-        aside = next(p for n in numbers if not (p := out / "replaced" / f"{name}-{n}").exists())
-        make_private_folder(aside.parent)
-        move(place, aside)
+        aside = set_aside(place, out / "replaced" / name)
         print(printable(f"{name} starts again; its unfinished run is now {aside}"), flush=True)
 
 

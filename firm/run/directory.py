@@ -15,6 +15,7 @@ data of clients.
 """
 
 import importlib.metadata
+import itertools
 import logging
 import math
 import os
@@ -89,6 +90,20 @@ def check_free(path: str | Path, config: Mapping[str, Any]) -> None:
         raise UserError(
             f"the run directory {path} exists and is not empty; {again}choose another path."
         )
+
+
+def set_aside(path: Path, target: Path) -> Path:
+    """Moves an unfinished run, which is to start again, to `target` with a number; returns where.
+
+    Raises:
+        UserError: Another process is executing the run.
+    """
+    check_not_held(path)
+    numbers = itertools.count(1)
+    aside = next(p for n in numbers if not (p := target.with_name(f"{target.name}-{n}")).exists())
+    make_private_folder(aside.parent)
+    move(path, aside)
+    return aside
 
 
 class Run:

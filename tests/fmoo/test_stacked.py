@@ -115,7 +115,10 @@ def test_every_optimizer_ends_as_with_clients_in_turn(num_joined, options):
     assert max(num_joined) > 1
 
 
-@pytest.mark.parametrize(("slope", "what"), [(1.0, "loss"), (1e-20, "gradient")])
+@pytest.mark.parametrize(
+    ("slope", "what"),
+    [(1.0, "the loss of 'a' is inf"), (1e-20, "The gradient of objective 0 is not finite")],
+)
 def test_what_is_not_finite_is_its_client_s_alone(slope, what):
     cfg = FedAvgConfig(num_local_steps=1)
     ends = _ends(lambda: _workspace(size=1e30, slope=slope), STRATEGIES["fedavg"], cfg, rounds=1)
@@ -123,7 +126,7 @@ def test_what_is_not_finite_is_its_client_s_alone(slope, what):
     failures = [row["failures"] for _, row in ends]
     assert failures[0] == failures[1]
     assert [failure["client"] for failure in failures[0]] == ["client_1"]
-    assert f"{what} of objective 0 is not finite" in failures[0][0]["reason"]
+    assert what in failures[0][0]["reason"]
 
 
 @pytest.mark.parametrize(

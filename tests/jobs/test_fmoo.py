@@ -87,6 +87,47 @@ def test_an_interrupted_study_has_a_page_of_the_algorithms_that_are_finished(tmp
     assert "firm" in (tmp_path / "study/comparison.html").read_text()
 
 
+def test_a_run_that_diverges_stops_no_other_and_starts_again_when_corrected(tmp_path, capsys):
+    out = tmp_path / "study"
+    text = "{{strategy: {{name: fedavg, num_local_steps: 1}}, local: {{lr: {}}}}}"
+
+    def study(high: float, low: float = 0.1, resume: str = "false") -> None:
+        own = {"'fedavg, high'": text.format(high), "fedavg": text.format(low)}
+        few = ["--evaluate_every", "1", "--seeds", "[0]", "--model.name", "mlp"]
+        main(_config(out, *few, "--resume", resume, **own))
+
+    # the losses of the first local step are finite, those of the evaluation are not
+    with pytest.raises(UserError) as failed:
+        study(1e15)
+    for part in (
+        "1 of 2 runs did not finish; the others are kept",
+        f"Correct the settings in {out / 'study.yaml'}",
+        f"`firm resume {out}`",
+        "fedavg, high, seed 0: ended in round 1: the loss of 'left' is nan",
+    ):
+        assert part in str(failed.value)
+    assert "fedavg, high, seed 0: ended in round 1: the loss" in capsys.readouterr().out
+    page = (out / "comparison.html").read_text()
+    assert "and not shown: fedavg, high, seed 0: ended in round 1: " in page
+    with (out / "summary.csv").open() as file:
+        assert [own[0] for own in csv.reader(file)][1:] == ["fedavg"]
+    # nothing is moved if a finished run would have other settings
+    with pytest.raises(UserError, match=r"algorithms\.fedavg\.local\.lr was 0\.1, is 0\.2"):
+        study(0.2, 0.2, resume="true")
+    assert not (out / "replaced").exists()
+    before = (out / "fedavg/seed_0/metrics.jsonl").read_bytes()
+    study(0.2, resume="true")
+    aside = out / "replaced/fedavg, high/seed_0-1"
+    assert f"fedavg, high, seed 0 starts again; its unfinished run is now {aside}" in (
+        capsys.readouterr().out
+    )
+    assert Run(aside).record()["status"] == "failed"
+    assert (out / "fedavg/seed_0/metrics.jsonl").read_bytes() == before
+    with (out / "summary.csv").open() as file:
+        assert [own[0] for own in csv.reader(file)][1:] == ["fedavg, high", "fedavg"]
+    assert "and not shown" not in (out / "comparison.html").read_text()
+
+
 def test_the_seeds_of_an_algorithm_are_one_job_type_in_wandb(tmp_path):
     arguments = ["--rounds", "1", "--tracking.mode", "offline", "--tracking.tags", "[mine]"]
     out = main(_config(tmp_path / "study", *arguments, ours=SMALL["firm"]))
