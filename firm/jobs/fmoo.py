@@ -36,7 +36,7 @@ from firm.fmoo.models import build_model, num_parameters
 from firm.fmoo.partition import partition
 from firm.fmoo.task_data import TaskData
 from firm.fmoo.workspace import Workspace
-from firm.jobs.fmoo_config import FREE_KEYS, ClassicConfig, attack_on
+from firm.jobs.fmoo_config import FREE_KEYS, ClassicConfig, attack_on, check_participation
 from firm.jobs.loop import Logbook, RoundResult, Task, train
 from firm.report.criteria import comparable, criteria_of
 from firm.report.page import write_page
@@ -173,6 +173,10 @@ def run_classic(cfg: ClassicConfig) -> ClassicResult:
             raise UserError(f"algorithms.{name}: {error}") from error
         for note in (note for option in own.strategy.options for note in option.notes()):
             print(f"note: {name}: {printable(note)}", flush=True)
+    if cfg.partition.kind == "natural":  # the number of users is known only now
+        num_users = len(_shards(cfg, splits.train, cfg.num_clients, cfg.seeds[0]))
+        for name, own in named.items():
+            check_participation(cfg, name, own, num_users=num_users)
     cfg, runs, outcomes = replace(cfg, algorithms=named), list[Setting](), list[Outcome]()
     folders = {(n, seed): out / n / f"seed_{seed}" for n in cfg.algorithms for seed in cfg.seeds}
     pending = {each: f for each, f in folders.items() if not is_finished(cfg, *each, f)}

@@ -120,7 +120,7 @@ class ClassicConfig:
                     f"strategy.secure {algorithm.strategy.secure} of {name}; leave one of them out."
                 )
             check_folder_name(name, "algorithms: an algorithm's name")
-            _check_participation(self, name, algorithm)
+            check_participation(self, name, algorithm, num_users=self.partition.num_users)
             attack_on(algorithm, self)  # raises on an invalid amount
 
 
@@ -128,16 +128,21 @@ def _clients(algorithm: AlgorithmConfig) -> tuple[int | None, bool]:
     return algorithm.num_clients, algorithm.is_centralised
 
 
-def _check_participation(cfg: ClassicConfig, name: str, algorithm: AlgorithmConfig) -> None:
-    """Raises ``ValueError`` if a strategy requires more clients than the study has."""
+def check_participation(
+    cfg: ClassicConfig, name: str, algorithm: AlgorithmConfig, *, num_users: int | None
+) -> None:
+    """Raises ``ValueError`` if a strategy requires more clients than the study has.
+
+    `num_users` is the number of clients of a natural partition; null: not known before loading.
+    """
     count = algorithm.num_clients or cfg.num_clients
-    if cfg.partition.kind == "natural":  # null: all users, whose number is known after loading
+    if cfg.partition.kind == "natural":
         if algorithm.num_clients is not None:
             raise ValueError(
                 f"algorithms.{name}.num_clients must be null with partition.kind natural, which "
                 f"has a client per user, got {algorithm.num_clients}; set partition.num_users."
             )
-        count = cfg.partition.num_users
+        count = num_users
     if algorithm.is_centralised:
         count = 1
     for key in ("quorum", "clients_per_round", "gram_clients"):

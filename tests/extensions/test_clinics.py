@@ -234,3 +234,16 @@ def test_a_cell_of_a_notebook_may_run_twice():
 
     with pytest.raises(ValueError, match="a model 'mine' is already registered; choose another"):
         model("mine")(TaskData)
+
+
+@pytest.mark.usefixtures("new_plugins")
+def test_more_clients_per_round_than_users_are_refused_before_anything_is_trained(
+    tmp_path, monkeypatch, refusal
+):
+    monkeypatch.chdir(FOLDER)
+    fedavg = "{good: {strategy: {name: fedavg}}, bad: {strategy: {name: fedavg, %s: 9}}}"
+    for key in ("clients_per_round", "quorum"):
+        own = ["--algorithms", fedavg % key, "--out", tmp_path / "study"]
+        line = refusal(cli, ["--config", "clinics.yaml", *own])
+        assert f"algorithms.bad.strategy.{key} must be at most the number of clients, 3" in line
+        assert not (tmp_path / "study").exists()
