@@ -248,7 +248,10 @@ def _rounds(settings: Sequence[Setting], losses: Criterion) -> Texts:
             ]
             known = [count for count in reached if count is not None]
             rounds = setting.method.get("rounds") or config.get("rounds")
-            text = f"{fmean(known):.0f}" if len(known) == len(reached) else f"> {rounds}"
+            text = f"> {rounds}"
+            if len(known) == len(reached):
+                mean = fmean(known)
+                text = f"{mean:.0f}" if mean.is_integer() else f"{mean:.1f}"
             columns.setdefault(f"rounds to {target:g}, {objective}", {})[setting.name] = text
     return columns
 

@@ -279,6 +279,8 @@ def test_losses_that_approach_a_target_have_a_log_axis_and_their_rounds_a_column
     made = study(recorded(tmp_path, "A", rows, target_loss=0.5, rounds=7))
     assert made.block("losses").panels[0].figure["layout"]["yaxis"]["type"] == "log"
     assert cells(made.block("final"))["A"]["rounds to 0.5, a"] == "2"
+    early = study(recorded(tmp_path, "D", rows, evaluations([2.0], [0.4]), target_loss=0.5))
+    assert cells(early.block("final"))["D"]["rounds to 0.5, a"] == "1.5"
     late = study(recorded(tmp_path, "B", rows[:2], target_loss=0.5, rounds=7))
     assert cells(late.block("final"))["B"]["rounds to 0.5, a"] == "> 7"
     plain = study(recorded(tmp_path, "C", rows))
