@@ -19,6 +19,9 @@ from firm.base.schema import ByObjective, ByPair, Finite, PerEach
 Kind = Literal["client", "round", "evaluation"]
 Lines = Literal["clients", "clients and mean", "means"]
 
+SHARES = ("parse", "end_share")
+"""Scores and side metrics that are shares of replies, however many replies a prompt has."""
+
 RESERVED = ("kind", "round", "client", "num_examples", "bytes_down", "bytes_up")
 """Fields of a client's row in the log that the server writes itself."""
 

@@ -6,6 +6,7 @@ and tested on others. A certificate that passes is wrong with a probability of a
 (Bonferroni), so that the choice among them does not matter.
 """
 
+import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, Self
@@ -27,6 +28,11 @@ class Bound:
     mean: float
     num_prompts: int
     passes: bool
+
+    @property
+    def is_known(self) -> bool:
+        """Whether the prompts give a bound."""
+        return math.isfinite(self.bound)
 
 
 @dataclass(frozen=True)
@@ -62,7 +68,11 @@ class Certificate:
 
     def describe(self) -> str:
         """Returns the certificate in one line."""
-        parts = ", ".join(f"{own.requirement} (bound {own.bound:.3f})" for own in self.bounds)
+        parts = ", ".join(
+            f"{own.requirement} "
+            f"({f'bound {own.bound:.3f}' if own.is_known else 'no bound: too few values differ'})"
+            for own in self.bounds
+        )
         num = min(own.num_prompts for own in self.bounds)
         chosen = (
             "that chose nothing"

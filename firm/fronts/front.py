@@ -4,11 +4,13 @@ import math
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from pathlib import Path, PurePosixPath
 from typing import Any, Self
 
 import numpy as np
 
+from firm.base.quantities import SHARES
 from firm.fronts.hypervolume import as_reference, hypervolume
 from firm.fronts.json_record import read_record, write_record
 from firm.solvers.checks import as_shares
@@ -159,8 +161,23 @@ class Front:
         name = f"the preference of {point.name!r}"
         return as_shares(point.preference or (), len(self.objectives), name=name)
 
+    @cached_property
+    def _bounded_scores(self) -> set[str]:
+        """Names of the scores that are shares of replies."""
+        splits = (self.test_values, self.validation_values)
+        rows = [own for values in splits for own in values.values()]
+        rows += [{n: (mean,) for n, mean in point.scores.items()} for point in self.points]
+        # a user's own score of the name may be on another scale
+        others = {n for n in SHARES for row in rows for v in row.get(n, ()) if v < 0 or v > 1}
+        return {*SHARES} - others
+
     def is_bounded(self, name: str) -> bool:
-        """Returns whether a quantity is an objective's reward in [0, 1], or accuracy on pairs."""
+        """Returns whether a quantity is in [0, 1].
+
+        That is an objective's calibrated reward, accuracy on pairs, or a share of replies.
+        """
+        if name in self._bounded_scores:
+            return True
         return self.calibrations.get(name, {"method": "none"}).get("method", "pairs") != "none"
 
     @property

@@ -5,14 +5,12 @@ from dataclasses import dataclass, replace
 from math import isclose
 from typing import Any
 
-from firm.base.quantities import QUANTITIES, drawn
+from firm.base.quantities import QUANTITIES, SHARES, drawn
 
 CLEAR_Z = 2.0
 """Number of standard errors from which a change counts as clear."""
 CLEAR_ALIKE = 6
 """Number of prompts from which equal changes count as clear: 2 · 0.5⁶ < 0.05 (sign test)."""
-SHARES = ("parse", "end_share")
-"""Scores and side metrics that are shares of replies, however many replies a prompt has."""
 CHANCE = 0.5
 """Accuracy of the base model on pairs: it is its own reference, so that every margin is 0."""
 FEW_PROMPTS = 20

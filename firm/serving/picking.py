@@ -69,7 +69,12 @@ class PickedModel:
         """Returns a table row per requirement: mean, bound and prompts."""
         rows = self.certificate.bounds if self.certificate else ()
         return [
-            [own.requirement, f"{own.mean:.3f}", f"{own.bound:.3f}", str(own.num_prompts)]
+            [
+                own.requirement,
+                f"{own.mean:.3f}",
+                f"{own.bound:.3f}" if own.is_known else "none",
+                str(own.num_prompts),
+            ]
             for own in rows
         ]
 

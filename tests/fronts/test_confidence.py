@@ -70,6 +70,19 @@ def test_a_paired_interval_covers_the_change_in_95_percent_of_samples():
         assert odds[(low <= up - down) & (up - down <= high)].sum() >= 0.95, (up, down)
 
 
+def test_bounds_of_shares_of_two_replies_are_wrong_in_at_most_5_percent_of_samples():
+    """Samples of 0 and 1 alone have another kind of bound than those with a 1/2."""
+    counts = np.array([(low, half, 8 - low - half) for low in range(9) for half in range(9 - low)])
+    samples = [np.repeat([0.0, 0.5, 1.0], own) for own in counts]
+    lows = np.array([lower_bound(own, 0.95, is_bounded=True) for own in samples])
+    highs = np.array([upper_bound(own, 0.95, is_bounded=True) for own in samples])
+    for low, half in [(0, 0.01), (0, 0.6), (0.6, 0), (0.8, 0.005), (0.1, 0.1), (0.9, 0)]:
+        odds = multinomial.pmf(counts, 8, [low, half, 1 - low - half])
+        mean = half / 2 + 1 - low - half
+        assert odds[lows > mean + 1e-9].sum() <= 0.05, (low, half)
+        assert odds[highs < mean - 1e-9].sum() <= 0.05, (low, half)
+
+
 @given(shares)
 def test_bounds_enclose_the_mean_and_widen_with_the_confidence(values):
     lows = [lower_bound(values, c, is_bounded=True) for c in (0.6, 0.9, 0.99)]

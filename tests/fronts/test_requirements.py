@@ -185,6 +185,25 @@ def test_a_model_is_chosen_on_validation_prompts_and_certified_on_test_prompts()
     assert "fail: a >= 0.6 (bound 0." in certificate(other, "a>=0.6", parts).describe()
 
 
+def test_shares_of_several_replies_have_a_bound_and_other_scores_say_that_they_have_none():
+    front = measured(np.random.default_rng(0), [0.5])
+    (point,) = front.points
+    point = replace(point, scores={"parse": 59.5 / 60, "worst": 59.5 / 60})
+    splits = {}
+    for split, own in (("validation", (1.0,) * 60), ("test", (1.0,) * 59 + (0.5,))):
+        known = getattr(front, f"{split}_values")["p0"]
+        splits[f"{split}_values"] = {"p0": {**known, "parse": own, "worst": own}}
+    front = replace(front, points=(point,), **splits)
+    found = certificate(front, "parse>=0.9", alone(front))
+    assert found.passes
+    assert 0.9 < found.bounds[0].bound < 0.95  # Clopper and Pearson's of 60 successes is 0.951
+    unknown = certificate(front, "worst>=0.9", alone(front))
+    assert "fail: worst >= 0.9 (no bound: too few values differ)," in unknown.describe()
+    # a score of the user's under the name of a share
+    scaled = replace(front, points=(replace(point, scores={"parse": 7.0}),))
+    assert not scaled.is_bounded("parse")
+
+
 @pytest.mark.slow
 def test_rewards_of_a_conditioned_model_are_not_interpolated_across_one_that_was_measured():
     front = replace(measured(np.random.default_rng(0), [0.9, 0.05, 0.1]), is_conditioned=True)
