@@ -92,14 +92,20 @@ class PickedModel:
         if all(math.isclose(chosen, given, abs_tol=1e-6) for chosen, given in pairs):
             nearby = ""
         elif (nearer := self._nearer()) is not None:
-            why = nearer.collapse or "another model has larger rewards"
+            split = "validation" if self.front.has_validation else "test"
+            why = nearer.collapse or (
+                f"on the {split} prompts another model is at least as good in every reward"
+            )
             nearby = f" The model nearer to the target, {nearer.name}, is left out: {why}."
         elif self.front.is_conditioned:
             nearby = " This is the nearest measured preference."
         else:
             nearby = " It was trained for the nearest available preference."
         if nearby and self.front.is_conditioned:
-            nearby += " --merge writes the adapter at the exact one."
+            nearby += (
+                f" The target is reached at {self.in_words(self.preference)}: --merge writes that "
+                "adapter, and firm chat takes it as --preference."
+            )
         is_apart = self.front.has_validation
         if self.certificate is not None:
             is_apart = self.certificate.num_models == 1
@@ -136,7 +142,8 @@ class PickedModel:
         """
         if self.run is not None:
             chosen = ["--adapter", str(self.merged)] if self.merged else []
-            shares = zip(self.front.objectives, self.preference, strict=True)
+            # that of the expected rewards
+            shares = zip(self.front.objectives, _scale(self.parts[0][0].preference), strict=True)
             preference = ",".join(f"{name}={round(share, 6)}" for name, share in shares)
             asked = chosen or ["--preference", preference]
             return {"chat": ["firm", "chat", str(self.run), *asked]}

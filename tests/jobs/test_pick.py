@@ -100,6 +100,14 @@ def test_the_nearest_adapter_is_named_with_what_it_earned(front, capsys):
     replace(whole, points=tuple(points)).save(front)
     pick(front, "positivity=4,brevity=6")
     assert "nearer to the target, middle, is left out: one reply." in capsys.readouterr().out
+    # as good as another in one reward, on prompts whose rewards are not printed
+    means["middle"] = {"brevity": 0.5, "positivity": means["high"]["positivity"]}
+    replace(whole, validation=means).save(front)
+    assert pick(front, "positivity=4,brevity=6").parent.name == "high"
+    assert (
+        "middle, is left out: on the validation prompts another model is at least as good in every "
+        "reward." in capsys.readouterr().out
+    )
 
 
 def require(front, text, *arguments):
