@@ -14,6 +14,7 @@ from firm.jobs.export import export
 from firm.jobs.pick import conditioned_front
 from firm.run.errors import UserError
 from firm.run.files import read_text
+from firm.run.progress import say
 from firm.serving.llama import LlamaEngine, import_llama
 from firm.serving.local import check_host, family_of
 from firm.serving.requests import model_at
@@ -45,6 +46,11 @@ def endpoint(cfg: ServeConfig) -> Iterator["Endpoint"]:
                 context=cfg.context,
                 num_threads=cfg.num_threads or os.cpu_count() or 1,
             )
+            if engine.context < cfg.context:
+                say(
+                    f"note: the context is {engine.context} tokens, since the model has no longer "
+                    f"one (--context {cfg.context})"
+                )
             base = Path(engine.served.base_model).name.removesuffix(".gguf")
             name = cfg.name or served_name(base)
             options = {"host": cfg.host, "port": cfg.port, "max_waiting": cfg.max_waiting}

@@ -186,10 +186,12 @@ class Endpoint:
     async def _chat(self, own: Connection) -> None:
         check_places({}, own.request.query_params)
         text = await own.read()
-        limits = {"num_slots": self.engine.num_slots, "context": self.engine.context}
+        engine = self.engine
+        limits = {"num_slots": engine.num_slots, "context": engine.context}
+        limits["max_context"] = engine.max_context
         request = await asyncio.get_running_loop().run_in_executor(
             self._reader,
-            lambda: translate(parse_body(text), self.engine.served, self.name, **limits),
+            lambda: translate(parse_body(text), engine.served, self.name, **limits),
         )
         await own.while_connected(self._reply(own, request))
 
@@ -216,7 +218,7 @@ class Endpoint:
         async with aclosing(self._chunks(request)) as chunks:
             async for chunk in chunks:
                 if "error" in chunk:
-                    raise refusal(chunk["error"])
+                    raise refusal(chunk["error"], max_context=self.engine.max_context)
                 if "prompt_progress" in chunk:
                     continue
                 if not chunk["choices"]:
@@ -257,7 +259,7 @@ class Endpoint:
         try:
             while (chunk := await chunks.get()) is not None:
                 if isinstance(chunk, ValueError):
-                    raise refusal(chunk)
+                    raise refusal(chunk, max_context=self.engine.max_context)
                 if isinstance(chunk, Exception):
                     raise chunk
                 yield chunk

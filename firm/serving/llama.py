@@ -6,6 +6,8 @@ from pathlib import Path
 from secrets import token_hex
 from typing import Any
 
+import httpx
+
 from firm.base.extras import install_command
 from firm.serving.front import ServedFront
 
@@ -37,7 +39,7 @@ class LlamaEngine:
         folder: Folder of `firm export --to gguf`.
         base: GGUF file of the base model; by default the one in the folder.
         num_slots: Number of requests that are answered at once.
-        context: Tokens of a prompt with its reply.
+        context: Tokens of a prompt with its reply; at most the model's own length.
         num_threads: CPU threads.
 
     Raises:
@@ -67,7 +69,7 @@ class LlamaEngine:
             raise ValueError(f"there is no GGUF file {missing[0]}: export with --to gguf.")
         params = xllamacpp.CommonParams()
         params.model.path = str(model)
-        self.num_slots, self.context = num_slots, context
+        self.num_slots = num_slots
         params.n_parallel, params.n_ctx = num_slots, num_slots * context
         params.n_batch = params.n_ubatch  # a reply can be stopped between batches of its prompt
         params.cpuparams.n_threads = params.cpuparams_batch.n_threads = num_threads
@@ -76,7 +78,8 @@ class LlamaEngine:
         # the cache across slots ignores scales: https://github.com/ggml-org/llama.cpp/issues/26207
         params.cache_ram_mib = 0
         # its own web server, which cannot be left out, then refuses everyone
-        params.api_keys, params.ui, params.endpoint_slots = [token_hex(32)], False, False
+        key = token_hex(32)
+        params.api_keys, params.ui, params.endpoint_slots = [key], False, False
         adapters = []
         for place in places.values():
             adapter = xllamacpp.CommonAdapterLoraInfo()
@@ -87,6 +90,14 @@ class LlamaEngine:
             self._server = xllamacpp.Server(params)
         except RuntimeError as error:
             raise ValueError(f"llama.cpp cannot load {model} ({error}).") from error
+        # only its web server tells, and a file's metadata may take half a minute to read
+        known = httpx.get(
+            f"{self._server.listening_address}/v1/models",
+            headers={"Authorization": f"Bearer {key}"},
+            trust_env=False,
+        ).json()
+        self.max_context: int = known["data"][0]["meta"]["n_ctx_train"]
+        self.context = min(context, self.max_context)  # as llama.cpp does, silently
 
     def reply(
         self, body: Mapping[str, Any], scales: Mapping[str, float], on_chunk: OnChunk | None = None

@@ -9,18 +9,22 @@ _MOST = 300
 """Characters of the engine's error message that a response repeats."""
 
 
-def refusal(error: Mapping[str, Any] | Exception) -> RequestRefused:
+def refusal(error: Mapping[str, Any] | Exception, *, max_context: int) -> RequestRefused:
     """Returns the answer to a request that llama.cpp refused.
 
     Args:
         error: Its object `error`, or the exception that it raised.
+        max_context: The model's own context.
     """
     if isinstance(error, Exception):
         return RequestRefused(_sentence(str(error)))
     if error.get("type") == "exceed_context_size_error":
+        remedy = ", or serve with a larger --context"
+        if error.get("n_ctx", 0) >= max_context:
+            remedy = "; the model has no longer one"
         return RequestRefused(
             f"the prompt has {error.get('n_prompt_tokens')} tokens, and the context is "
-            f"{error.get('n_ctx')}: shorten the messages, or serve with a larger --context.",
+            f"{error.get('n_ctx')}: shorten the messages{remedy}.",
             param="messages",
             code="context_length_exceeded",
         )

@@ -372,6 +372,7 @@ def translate(
     *,
     num_slots: int = 1,
     context: int = 2**31 - 1,
+    max_context: int = 2**31 - 1,
 ) -> EngineRequest:
     """Returns a chat request with the scales of its trade-off.
 
@@ -384,6 +385,7 @@ def translate(
         name: The served model's name.
         num_slots: Largest number of replies to a request.
         context: Largest number of tokens of a reply.
+        max_context: The model's own context.
 
     Raises:
         RequestRefused: When a field is wrong, or the model or the trade-off does not exist, or is
@@ -404,7 +406,8 @@ def translate(
             f"state the trade-off once, got {next(iter(stated))} in the body and {words[:80]} in "
             "the model's name."
         )
-    body = _engine_body(check_fields(given), served, num_slots=num_slots, context=context)
+    limits = {"num_slots": num_slots, "context": context, "max_context": max_context}
+    body = _engine_body(check_fields(given), served, **limits)
     options = body.pop("stream_options", {})
     has_usage = options.get("include_usage", False) is True
     has_likely = not body.get("logprobs") or bool(body.get("top_logprobs"))
@@ -445,7 +448,7 @@ def defaults(served: ServedFront) -> dict[str, Any]:
 
 
 def _engine_body(
-    given: dict[str, Any], served: ServedFront, *, num_slots: int, context: int
+    given: dict[str, Any], served: ServedFront, *, num_slots: int, context: int, max_context: int
 ) -> dict[str, Any]:
     """Returns the engine's request: the fields that are given, on top of the front's."""
     own = defaults(served)
@@ -469,11 +472,11 @@ def _engine_body(
         body["max_tokens"] = body.pop("max_completion_tokens")
     for key, limit, option in (("n", num_slots, "num_slots"), ("max_tokens", context, "context")):
         if body.get(key, 1) > limit:
-            raise RequestRefused(
-                f"{key} must be at most {limit}, got {body[key]}; `firm serve --{option}` sets the "
-                "limit.",
-                param=key,
-            )
+            source = f"`firm serve --{option}` sets the limit"
+            if key == "max_tokens" and context >= max_context:
+                source = "the model has no longer context"
+            message = f"{key} must be at most {limit}, got {body[key]}; {source}."
+            raise RequestRefused(message, param=key)
     if not body.get("logprobs") and body.pop("top_logprobs", 0):
         raise RequestRefused("top_logprobs must come with logprobs: true.", param="top_logprobs")
     if body.get("logprobs") and body.get("tools"):  # llama.cpp gives none in parts

@@ -36,10 +36,10 @@ def free_port():
 
 
 @contextmanager
-def asking(folder, *more):
+def asking(folder, *more, context=CONTEXT):
     """Yields a function that asks an endpoint through OpenAI's client."""
     options = ["--export", str(folder), "--name", "tiny", "--port", str(free_port())]
-    options += ["--num_slots", "3", "--context", str(CONTEXT), "--num_threads", "1", *more]
+    options += ["--num_slots", "3", "--context", str(context), "--num_threads", "1", *more]
     with endpoint(COMMANDS["serve"].parse(options)) as server:
         thread = Thread(target=server.serve_forever)
         thread.start()
@@ -83,7 +83,7 @@ TOOL = {"type": "function", "function": {"name": "add", "parameters": {"type": "
 ERRORS = {
     "a prompt beyond the context": (
         {"messages": [{"role": "user", "content": "Where? " * CONTEXT}]},
-        r"the prompt has \d+ tokens, and the context is 256",
+        r"the prompt has \d+ tokens, and the context is 256: .*, or serve with a larger --con",
     ),
     "a million replies": ({"n": 10**6}, "n must be at most 3, got 1000000"),
     "a temperature in words": ({"temperature": "hot"}, "temperature must be a finite number"),
@@ -134,6 +134,16 @@ def test_a_prompt_beyond_the_context_has_openai_s_code(ask):
     with pytest.raises(openai.NotFoundError) as refusal:
         ask(model="large")
     assert (refusal.value.code, refusal.value.param) == ("model_not_found", "model")
+
+
+def test_a_context_is_no_longer_than_the_model_s_own(folder, capsys):
+    with asking(folder, context=4096) as ask:
+        line = "note: the context is 512 tokens, since the model has no longer one (--context 4096)"
+        assert line in capsys.readouterr().err.splitlines()
+        with pytest.raises(openai.BadRequestError, match="at most 512, got 513; the model has no"):
+            ask(max_tokens=513)
+        with pytest.raises(openai.BadRequestError, match="is 512: shorten the messages; the mod"):
+            ask(messages=[{"role": "user", "content": "Where? " * 512}])
 
 
 def test_a_stream_says_as_much_as_a_reply(ask):

@@ -16,7 +16,7 @@ HEAD = {"id": "chat-1", "object": "chat.completion.chunk", "created": 1, "model"
 class Echo:
     """An engine whose reply is a space and the request, in three parts; "bad" is refused."""
 
-    num_slots, context = 3, 256
+    num_slots, context, max_context = 3, 256, 512
 
     def __init__(self, served):
         self.served = served
