@@ -49,7 +49,8 @@ class StudyResult:
     """Headings and rows of the settings' final values, mean ± standard deviation over the seeds,
     for each group of settings with equal calibrations."""
     differences: list[Table]
-    """Differences from the first setting, for each group of settings with equal calibrations."""
+    """Differences from the first setting, for each group of settings with equal calibrations in
+    which another setting shares two seeds with it."""
     report: Path
     """HTML page of the study."""
 
@@ -93,8 +94,8 @@ def study(cfg: StudyConfig) -> StudyResult | None:
     groups = scales(settings)
     values = [summary_table(g, criteria_of(g)[0], {}, has_spread=True) for g in groups]
     names = [scale_name(g, at) for at, g in enumerate(groups, start=1)]
-    differences = [difference_table(g, criteria_of(g)[0]) for g in groups if len(g) > 1]
-    return StudyResult(out, names, values, differences, page)
+    tables = [difference_table(g, criteria_of(g)[0]) for g in groups]
+    return StudyResult(out, names, values, [table for table in tables if table.rows], page)
 
 
 def _show_finished(cfg: StudyConfig, sweep: Sweep, note: str) -> None:

@@ -126,11 +126,16 @@ def summary_table(
 
 
 def difference_table(settings: Sequence[Setting], criterion: Criterion) -> Table:
-    """Returns the differences of final values from the first setting, paired by seed."""
+    """Returns the differences of final values from the first setting, paired by seed.
+
+    Without two seeds that it shares with another setting, the table has no rows.
+    """
     first, *others = settings
     columns = final_columns(settings, criterion)
     rows = [[s.name, *(_difference(column, s, first) for column in columns)] for s in others]
     headings = ["setting", *(column.name for column in columns)]
+    if all(set(cells) == {formats.MISSING} for _, *cells in rows):
+        rows = []
     return Table(*prose("differences", first=first.name), headings, rows)
 
 

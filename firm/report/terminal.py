@@ -1,7 +1,7 @@
 """Prints the values that a study's settings reached, and their differences by seed."""
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
 
@@ -13,6 +13,7 @@ from firm.report.settings_tables import difference_table
 from firm.report.tables import Frame, Setting, scales, settings_of
 from firm.run.errors import UserError
 from firm.run.progress import print_table
+from firm.run.resuming import STUDY_NAME, study_to_resume
 from firm.run.sweep import SWEEP_NAME, Sweep
 
 
@@ -36,7 +37,7 @@ def settings_in(study: Path, *, are_finished: bool = False) -> list[Setting]:
             )
         runs = study_records(sweep)
     else:  # a classic study has SETTING/seed_NUMBER and no manifest
-        for folder in sorted(path.parent for path in study.glob("*/seed_[0-9]*/run.json")):
+        for folder in classic_folders(study):
             record = read_record(folder)
             if record.is_finished or not are_finished:
                 runs.setdefault(folder.parent.name, []).append(record)
@@ -47,6 +48,18 @@ def settings_in(study: Path, *, are_finished: bool = False) -> list[Setting]:
         raise UserError(f"{study} contains no evaluated runs of a study; pass a study's folder.")
     groups, _ = comparable_groups(settings_of(runs))
     return [setting for group in groups for setting in group]
+
+
+def classic_folders(study: Path) -> list[Path]:
+    """Returns the folders of a classic study's runs, in the order of its algorithms."""
+    folders = sorted(path.parent for path in study.glob("*/seed_[0-9]*/run.json"))
+    if not folders or not (study / STUDY_NAME).is_file():
+        return folders
+    saved = study_to_resume(study)
+    order = saved.get("algorithms") if isinstance(saved, Mapping) else None
+    # a study that was resumed may have left some out
+    places: dict[str, int] = {name: place for place, name in enumerate(order or ())}
+    return sorted(folders, key=lambda folder: places.get(folder.parent.name, len(places)))
 
 
 def print_differences(study: Path, against: str) -> None:
@@ -67,7 +80,13 @@ def print_differences(study: Path, against: str) -> None:
             main = criteria_of(group)[0]
             table = difference_table(ordered, main)
             title = f"{table.title} on the {main.split} split, by seed, with 90 % intervals"
-            print_table(title, table.headings, table.rows)
+            if table.rows:
+                print_table(title, table.headings, table.rows)
+            else:
+                sys.stdout.write(
+                    f"no differences from {against}: they need two seeds that it shares with "
+                    "another setting; run the study with more --seeds.\n"
+                )
         elif others:
             names = ", ".join(dict.fromkeys(setting.name for setting in others))
             sys.stdout.write(f"not compared, since objectives or calibrations differ: {names}\n")

@@ -210,6 +210,9 @@ def test_differences_are_paired_by_seed_with_the_interval_of_student_s_t(make_st
     assert "Differences from first" in text
     only = {"first": runs["first"]}
     assert "Differences from" not in write_settings_page(tmp_path / "one.html", only).read_text()
+    one_each = {name: records[:1] for name, records in runs.items()}
+    text = write_settings_page(tmp_path / "seed.html", one_each).read_text(encoding="utf-8")
+    assert "Differences from" not in text
 
 
 def test_the_plane_holds_every_run_and_its_setting_seed_adapter_and_kl(make_study, tmp_path):

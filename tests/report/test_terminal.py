@@ -1,5 +1,7 @@
 """A classic study's figures at given rounds, and their differences by seed."""
 
+import shutil
+
 import pytest
 
 from firm.cli.main import COMMANDS
@@ -75,6 +77,24 @@ def test_differences_at_the_end_are_paired_by_seed_with_intervals(study, capsys)
     assert printed.startswith("Differences from theirs on the test split, by seed")
     (ours,) = [" ".join(line.split()) for line in printed.splitlines() if "ours" in line]
     assert ours == "ours +0.300 [-0.331, +0.931]"  # 0.2 and 0.4: 6.314 standard errors of 0.1
+
+
+def test_differences_without_two_common_seeds_are_said_to_need_them(study, capsys):
+    shutil.rmtree(study / "ours/seed_1")
+    cli([str(study), "--against", "theirs"])
+    printed = capsys.readouterr().out
+    assert printed == (
+        "no differences from theirs: they need two seeds that it shares with another setting; run "
+        "the study with more --seeds.\n"
+    )
+
+
+def test_settings_are_in_the_order_of_the_study(study, capsys):
+    # a resumed study may have left out `ours`
+    (study / "study.yaml").write_text("algorithms: {theirs: {}, a: {}}")
+    cli([str(study), "--rounds", "5"])
+    printed = capsys.readouterr().out
+    assert printed.index("theirs, left") < printed.index("ours, left")
 
 
 def test_a_sweep_has_no_settings_to_compare(tmp_path, refusal):
