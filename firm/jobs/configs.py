@@ -432,7 +432,8 @@ class ReportConfig:
     """A page as a single file, or a study's values in the terminal."""
 
     run: Path
-    """Run, sweep or study whose report.html is rewritten as one file that needs no network."""
+    """Run, sweep or study whose report.html, or comparison.html of a classic study, is rewritten as
+    one file that needs no network."""
     rounds: list[NonNegativeInt] = field(default_factory=list)
     """Evaluated rounds of a study, whose values are printed instead."""
     against: str | None = None
@@ -444,8 +445,8 @@ class WorkspaceConfig:
     """A workspace in W&B."""
 
     run: Path
-    """Run with at least one round, or folder of a study or sweep. Its logs determine the panels;
-    only the names of series are sent."""
+    """Run with at least one round, or folder of a sweep or of a study of language models. Its logs
+    determine the panels; only the names of series are sent."""
     entity: str | None = None
     """W&B user or team; null: the run's, or the owner of the API key."""
     project: str | None = None

@@ -39,7 +39,7 @@ from firm.fmoo.workspace import Workspace
 from firm.jobs.fmoo_config import FREE_KEYS, ClassicConfig, attack_on, check_participation
 from firm.jobs.loop import Logbook, RoundResult, Task, train
 from firm.report.criteria import comparable, criteria_of
-from firm.report.page import write_page
+from firm.report.page import COMPARISON_NAME, write_page
 from firm.report.record import read_record
 from firm.report.settings_page import alarms_of, settings_page
 from firm.report.settings_tables import NUM_TABLE_USERS, further_texts, summary_table
@@ -58,7 +58,7 @@ from firm.run.rows import Row
 from firm.run.sweep import Outcome, summarise
 from firm.run.tracking import open_tracker
 
-PAGE_NAME, TABLE_NAME = "comparison.html", "summary.csv"
+TABLE_NAME = "summary.csv"
 METHOD = (
     "With the same seed, all algorithms start from the same model and have the same clients and "
     "samples in the same order; learning rates are chosen per algorithm. {measured} A run's "
@@ -461,7 +461,7 @@ def write_comparison(
         table = io.StringIO(newline="")
         csv.writer(table).writerows([["algorithm", *header[1:]], *lines])
         replace_text(out / TABLE_NAME, table.getvalue())
-    with drawing(f"The page {PAGE_NAME}"):
+    with drawing(f"The page {COMPARISON_NAME}"):
         model = build_model(cfg.model, splits.train, seed=0)
         asked = {own.num_clients or cfg.num_clients for own in cfg.algorithms.values()}
         counts = [len(_shards(cfg, splits.train, each, cfg.seeds[0])) for each in asked]
@@ -480,7 +480,7 @@ def write_comparison(
             config=to_yaml(cfg),
             notes=notes,
         )
-        write_page(out / PAGE_NAME, page)
+        write_page(out / COMPARISON_NAME, page)
 
 
 def summary(runs: Sequence[Setting]) -> tuple[list[str], list[list[str]]]:
@@ -500,6 +500,6 @@ def main(cfg: ClassicConfig) -> Path:
         print_table(title, *summary(result.runs))
     for where, text in alarms_of(result.runs):
         print(f"note: {printable(f'{where}: {text}', max_length=5_000)}")
-    page = result.path / PAGE_NAME
+    page = result.path / COMPARISON_NAME
     print(legible(f"page     {page}\n{time.perf_counter() - start:.0f} s"))
     return result.path

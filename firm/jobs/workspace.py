@@ -26,6 +26,7 @@ from firm.report.record import Record, read_record
 from firm.report.run_figures import NEED_TWO, REWARDS, quantity_title, reward_unit
 from firm.report.run_page import TEXTS
 from firm.report.tables import drawn_objectives
+from firm.report.terminal import classic_folders
 from firm.run.errors import UserError
 from firm.run.sweep import SWEEP_NAME, Sweep
 from firm.run.tracking import SENT, TrackingConfig, flatten, mean_name, means
@@ -143,6 +144,11 @@ def _read_logged(path: Path) -> _Logged:
         sweep = Sweep(path)
         runs = map(sweep.run_path, sweep.manifest["points"])
         paths = [run for run in runs if (run / "run.json").exists()]
+    elif classic_folders(path):
+        raise UserError(
+            f"{path} is a classic study, for which there is no workspace; see its page with `firm "
+            "report`, or W&B's own panels of its runs."
+        )
     records = [record for run in paths if (record := read_record(run)).rounds]
     if not records:
         raise UserError(f"{path} has no completed round to draw; rerun after the first round.")

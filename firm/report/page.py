@@ -29,6 +29,8 @@ from firm.run.guard import drawn
 from firm.run.rows import Row
 
 PAGE_NAME = "report.html"
+COMPARISON_NAME = "comparison.html"
+"""Name of the page of a classic study."""
 PLOTLY_NAME = "plotly.min.js"
 FOOTER = "One file, no network needed."
 UNFINISHED = "Rewritten during the run: reload to see the latest."

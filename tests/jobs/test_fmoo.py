@@ -72,6 +72,14 @@ def test_every_algorithm_and_seed_has_a_run_and_the_study_a_page_and_a_table(stu
     assert "FedCMOO".lower() in (study / "comparison.html").read_text()
 
 
+def test_the_page_of_a_study_is_one_file_and_there_is_no_workspace(study, capsys, refusal):
+    COMMANDS["report"].run([str(study)])
+    assert capsys.readouterr().out.strip() == str(study / "comparison.html")
+    assert "is a classic study, for which there is no workspace" in refusal(
+        COMMANDS["workspace"].run, ["--run", study]
+    )
+
+
 def test_an_interrupted_study_has_a_page_of_the_algorithms_that_are_finished(tmp_path, monkeypatch):
     def interrupts(state, *others):
         raise KeyboardInterrupt
