@@ -37,6 +37,7 @@ from firm.serving.requests import (
     RequestRefused,
     check_places,
     defaults,
+    model_entry,
     models,
     parse_body,
     translate,
@@ -49,7 +50,7 @@ BACKLOG = 2048
 
 
 class Endpoint:
-    """An HTTP server of `/v1/chat/completions`, `/v1/models` and `/health`.
+    """An HTTP server of `/v1/chat/completions`, `/v1/models`, its entries and `/health`.
 
     Args:
         engine: The engine with its front.
@@ -161,14 +162,19 @@ class Endpoint:
         match own.request.method, own.request.scope["path"]:
             case "GET", "/health":
                 await own.send_json({"status": "ok"})
-            case "GET", "/v1/models":
+            case "GET", "/v1/models" | "/v1/models/":
                 await own.send_json(models(self.engine.served, self.name))
+            case "GET", path if path.startswith("/v1/models/"):
+                model_id = path.removeprefix("/v1/models/")
+                await own.send_json(model_entry(self.engine.served, self.name, model_id))
             case "POST", "/v1/chat/completions":
                 with self._slots.admit():
                     await self._chat(own)
             case method, path:
                 raise RequestRefused(
-                    f"there is no {method} {path[:80]!r}: use POST /v1/chat/completions.", 404
+                    f"there is no {method} {path[:80]!r}: use POST /v1/chat/completions or GET "
+                    "/v1/models.",
+                    404,
                 )
 
     def _check_allowed(self, request: Request) -> None:

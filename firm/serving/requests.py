@@ -396,7 +396,8 @@ def translate(
     stated = {key: given.pop(key) for key in TRADE_OFFS if key in given}
     confidence, model = given.pop("confidence", 0.95), given.pop("model", name)
     if "lora" in given:
-        raise RequestRefused("lora is set from the preference: pass preference, target or require.")
+        message = "lora is set from the preference: pass preference, target or require."
+        raise RequestRefused(message, param="lora")
     known, at, words = model.partition("@") if isinstance(model, str) else ("", "", "")
     if known != name:
         message = f"there is no model {_short(model)}: use {name} or {name}@TRADE-OFF."
@@ -404,7 +405,8 @@ def translate(
     if at and stated:
         raise RequestRefused(
             f"state the trade-off once, got {next(iter(stated))} in the body and {words[:80]} in "
-            "the model's name."
+            "the model's name.",
+            param=next(iter(stated)),
         )
     limits = {"num_slots": num_slots, "context": context, "max_context": max_context}
     body = _engine_body(check_fields(given), served, **limits)
@@ -423,17 +425,18 @@ def translate(
             message = f"there is no trade-off {key[:80]!r}{did_you_mean(key, TRADE_OFFS)}"
             raise RequestRefused(message, param="model")
         stated = {key: value} if is_named else {"preference": words}
+    param = "model" if at else next(iter(stated), None)
     for key, value in stated.items():
         if len(json.dumps(value)) > MAX_TRADE_OFF:
             message = f"{key} must have at most {MAX_TRADE_OFF} characters, got {_short(value)}."
-            raise RequestRefused(message, param=key)
+            raise RequestRefused(message, param="model" if at else key)
     if not isinstance(confidence, int | float) or not 0.5 < confidence < 1:
         message = f"confidence must be between 0.5 and 1, got {_short(confidence)}."
         raise RequestRefused(message, param="confidence")
     try:
         scales = served.scales(confidence=float(confidence), **stated)
     except ValueError as error:
-        raise RequestRefused(str(error)) from error
+        raise RequestRefused(str(error), param=param) from error
     return EngineRequest(body, scales, model_at(name, scales), has_usage, has_likely)
 
 
@@ -532,3 +535,16 @@ def models(served: ServedFront, name: str) -> dict[str, Any]:
         "object": "list",
         "data": [{"object": "model", "created": 0, "owned_by": "firm", **own} for own in entries],
     }
+
+
+def model_entry(served: ServedFront, name: str, model_id: str) -> dict[str, Any]:
+    """Returns the entry of OpenAI's list of models with an id.
+
+    Raises:
+        RequestRefused: When there is none.
+    """
+    for entry in models(served, name)["data"]:
+        if entry["id"] == model_id:
+            return entry
+    message = f"there is no model {_short(model_id)}: GET /v1/models lists them."
+    raise RequestRefused(message, 404, param="model", code="model_not_found")

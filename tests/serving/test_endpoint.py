@@ -122,6 +122,13 @@ def test_the_models_are_the_measured_points(server, served):
     assert entries[2]["rewards"] == {"helpful": 0.0, "harmless": 1.0}
     for name in names:
         translate({"messages": MESSAGES, "model": name}, served, "tiny")
+    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client:
+        assert [client.models.retrieve(name).id for name in names] == names
+        with pytest.raises(openai.NotFoundError, match="there is no model 'other': GET") as refusal:
+            client.models.retrieve("other")
+    assert (refusal.value.code, refusal.value.param) == ("model_not_found", "model")
+    assert json.loads(ask(server, "/v1/models/")[1])["data"] == entries
+    assert "use POST /v1/chat/completions or GET /v1/models." in ask(server, "/v1/elsewhere")[1]
 
 
 @pytest.mark.parametrize(

@@ -172,6 +172,24 @@ def test_a_field_that_is_wrong_is_refused_with_its_name(served, name):
 
 
 @pytest.mark.parametrize(
+    ("request_", "param"),
+    [
+        ({"preference": {"helpfull": 1}}, "preference"),
+        ({"target": {"helpfull": 1}}, "target"),
+        ({"require": "kl<"}, "require"),
+        ({"model": "tiny@helpfull=1"}, "model"),
+        ({"model": "tiny@require:" + "kl<=1," * 1000}, "model"),
+        ({"model": "tiny@helpful=1", "target": [1, 1]}, "target"),
+        ({"lora": []}, "lora"),
+    ],
+)
+def test_a_trade_off_that_is_wrong_is_named_as_the_parameter(served, request_, param):
+    with pytest.raises(RequestRefused) as refusal:
+        translate({"messages": MESSAGES, **request_}, served, "tiny")
+    assert refusal.value.param == param
+
+
+@pytest.mark.parametrize(
     ("text", "words"),
     [
         (b"{", "must be valid JSON"),
