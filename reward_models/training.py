@@ -84,9 +84,9 @@ def new_reward(cfg: RewardConfig) -> SequenceClassifierReward:
     """Returns the base with a new head and adapter, as the reward model that it will be."""
     device = named_device(cfg.device)
     prepare_attention(device)
-    tokenizer = read_tokenizer(cfg.base)
+    tokenizer = read_tokenizer(cfg.base, key="base: ")
     with (
-        checkpoint_errors("language model", cfg.base),
+        checkpoint_errors("language model", cfg.base, key="base: "),
         quiet_transformers(),
         without_needless_warnings(),
         RandomStream(cfg.seed, "reward"),

@@ -90,13 +90,13 @@ def take_device(name: str, *, num_processes: int = 1) -> torch.device:
     return device
 
 
-def read_tokenizer(path: str) -> PreTrainedTokenizerBase:
+def read_tokenizer(path: str, *, key: str = "policy.path: ") -> PreTrainedTokenizerBase:
     """Returns the tokenizer of a checkpoint, unchanged.
 
     Raises:
-        ValueError: When there is no tokenizer at the path.
+        ValueError: When there is no tokenizer at the path; begins with the key.
     """
-    with checkpoint_errors("tokenizer", path):
+    with checkpoint_errors("tokenizer", path, key=key):
         return AutoTokenizer.from_pretrained(**checkpoint_source(path))
 
 

@@ -106,7 +106,7 @@ def train_reward(cfg: RewardConfig) -> TrainedReward:
         seconds=seconds,
     )
     settings = RewardModelConfig(
-        path=str(out),
+        path=str(out.absolute()),  # a relative one would depend on the folder of the next command
         format=reward.format,
         append_eos=reward.append_eos,
         max_length=reward.max_length,

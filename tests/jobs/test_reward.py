@@ -190,6 +190,7 @@ def test_held_out_pairs_share_no_prompt_with_training(base, pairs, tmp_path, mon
     [
         ({"pairs": "missing.jsonl"}, "pairs: there is no file missing.jsonl"),
         ({"base": "./missing"}, "base: there is no folder ./missing"),
+        ({"base": "nowhere/x"}, "^base: there is no folder nowhere/x, and no such tokenizer"),
         ({"others": {"kind": "polliteness"}}, "others.kind: there is no reward model"),
         ({"held_out": 0.01}, "held_out 0.01 of 60 prompts leaves too few pairs on one side"),
         ({"rank": 100_000}, "rank must be at most the hidden size of .*, got 100000"),
@@ -256,12 +257,14 @@ def test_an_adapter_that_is_a_pickle_is_refused(trained, tmp_path) -> None:
         load_reward_model(RewardModelConfig(path=str(folder), format="chat_template"), "r")
 
 
-def test_the_report_is_strict_json_where_nothing_is_known(base, tmp_path) -> None:
+def test_the_report_is_strict_json_where_nothing_is_known(base, tmp_path, monkeypatch) -> None:
     """Of replies of one length, how often the longer one is chosen is unknown."""
+    monkeypatch.chdir(tmp_path)
     path = tmp_path / "pairs.jsonl"
     rows = [{"prompt": f"Question {n}?", "chosen": "Yes", "rejected": "No!"} for n in range(10)]
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    done = train_reward(config(base, path, tmp_path / "out", num_epochs=1))
+    done = train_reward(config(base, path, Path("out"), num_epochs=1))
+    assert done.settings.path == str(tmp_path / "out")  # for commands in any folder
 
     def refuse(name: str) -> None:
         raise AssertionError(f"{name} is no JSON")
