@@ -42,7 +42,12 @@ from firm.report.criteria import comparable, criteria_of
 from firm.report.page import COMPARISON_NAME, write_page
 from firm.report.record import read_record
 from firm.report.settings_page import alarms_of, settings_page
-from firm.report.settings_tables import NUM_TABLE_USERS, further_texts, summary_table
+from firm.report.settings_tables import (
+    NUM_TABLE_USERS,
+    further_texts,
+    summary_table,
+    users_left_out,
+)
 from firm.report.tables import Frame, Setting, span_text
 from firm.run.config import to_dict, to_yaml
 from firm.run.differences import differences
@@ -498,6 +503,9 @@ def main(cfg: ClassicConfig) -> Path:
     title = f"{cfg.split.capitalize()} samples at the end, mean over seeds"
     with drawing("The table"):
         print_table(title, *summary(result.runs))
+        settings, _ = comparable(result.runs)
+        if note := users_left_out(settings, criteria_of(settings)[0]):
+            print(f"note: {printable(note)}")
     for where, text in alarms_of(result.runs):
         print(f"note: {printable(f'{where}: {text}', max_length=5_000)}")
     page = result.path / COMPARISON_NAME

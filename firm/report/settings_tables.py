@@ -8,6 +8,7 @@ import numpy as np
 import pandas as pd
 from scipy import stats
 
+from firm.base.sanitize import by_reason
 from firm.fronts.measures import delta_m, rounds_to_loss, user_summary
 from firm.report import formats
 from firm.report.criteria import Column, Criterion, final_columns, further_scores
@@ -42,7 +43,8 @@ def final_table(settings: Sequence[Setting], criterion: Criterion, texts: Texts)
     starts = [formats.number(column.start(settings)) for column in columns]
     if set(starts) != {formats.MISSING}:
         name = initial_name(settings, criterion)
-        table.append([name, *starts, *[formats.MISSING] * (len(texts) + 2), ""])
+        further = [own.get(name, formats.MISSING) for own in texts.values()]
+        table.append([name, *starts, *further, *[formats.MISSING] * 2, ""])
     for setting in settings:
         cells = [spread(column.ends(setting)) for column in columns]
         cells += [own.get(setting.name, formats.MISSING) for own in texts.values()]
@@ -65,14 +67,18 @@ def initial_name(settings: Sequence[Setting], criterion: Criterion) -> str:
 def _final_text(settings: Sequence[Setting], criterion: Criterion) -> tuple[str, str]:
     has_seeds = max(len(setting.runs) for setting in settings) > 1
     has_worst, has_kl = len(criterion.objectives) > 1, criterion.has_kl(settings)
-    notes = f"{criterion.quantity.help} {score_notes(further_scores(settings, criterion))}"
+    scores = score_notes(further_scores(settings, criterion))
+    left_out = drawn(
+        "The note on users", lambda: users_left_out(settings, criterion), instead=lambda note: ""
+    )
+    notes = " ".join(filter(None, [criterion.quantity.help, scores, left_out]))
     title, text = prose(
         "final",
         measured=f"{criterion.split} {criterion.quantity.title}".strip().capitalize(),
         deviation=prose("final-deviation")[1] if has_seeds else "",
         worst=prose("final-worst", how=criterion.worst_how)[1] if has_worst else "",
         further=prose("final-further")[1] if has_kl else "",
-        notes=notes.strip(),
+        notes=notes,
     )
     return title, text.strip()
 
@@ -198,26 +204,32 @@ def _relative_loss(settings: Sequence[Setting], criterion: Criterion) -> Texts:
     }
 
 
-def user_values(setting: Setting, criterion: Criterion) -> Frame:
-    """Returns the users' final accuracies, [S, C]; empty unless all runs have some.
+def user_values(
+    setting: Setting,
+    criterion: Criterion,
+    values_of: Callable[[Setting, str, Sequence[str]], Frame] = Setting.ends,
+) -> Frame:
+    """Returns the users' accuracies, [S, C], by default final; empty unless all runs have some.
 
     NaN marks users that got no sample in a seed's partition.
     """
     name = criterion.beside("users")
-    columns = {user: setting.ends(name, [user])[user] for user in setting.objectives_with(name)}
+    users = setting.objectives_with(name)
+    columns = {user: values_of(setting, name, [user])[user] for user in users}
     users = pd.DataFrame(columns)
     is_whole = len(users) == len(setting.runs) and users.notna().any(axis=1).all()
     return users if is_whole else pd.DataFrame(index=setting.seeds)
 
 
 def _users(settings: Sequence[Setting], criterion: Criterion) -> Texts:
-    """Returns the users' final accuracies or their spread if there are many users."""
-    users = {s.name: own for s in settings if len((own := user_values(s, criterion)).columns)}
+    """Returns the users' accuracies or their spread if there are many users, also at the start."""
+    users = _users_by_setting(settings, criterion)
     if not users:
         return {}
-    # a seed's partition may leave a user without a sample
-    everyone = pd.concat(users)
-    shared = everyone.columns[everyone.notna().all()]
+    shared = _shared_users(users)
+    starts = pd.concat([user_values(s, criterion, Setting.starts) for s in settings])
+    if set(shared) <= set(starts.columns) and not starts[shared].isna().to_numpy().any():
+        users = {initial_name(settings, criterion): starts, **users}
     if len(shared) <= NUM_TABLE_USERS:
         means = {name: own[shared].mean() for name, own in users.items()}
         return {user: {name: f"{own[user]:.3f}" for name, own in means.items()} for user in shared}
@@ -233,6 +245,32 @@ def _users(settings: Sequence[Setting], criterion: Criterion) -> Texts:
         }
         for heading, attribute in headings.items()
     }
+
+
+def users_left_out(settings: Sequence[Setting], criterion: Criterion) -> str:
+    """Returns a sentence that names the users without a column; empty if all have one.
+
+    Where there are many users, the columns are their spread, which leaves out none.
+    """
+    users = _users_by_setting(settings, criterion)
+    shared = _shared_users(users) if users else []
+    if not users or len(shared) > NUM_TABLE_USERS:
+        return ""
+    reason = "not shown, since not all runs have them."
+    others = [(user, reason) for user in pd.concat(users).columns if user not in shared]
+    return f"Users {by_reason(others)[0]}" if others else ""
+
+
+def _users_by_setting(settings: Sequence[Setting], criterion: Criterion) -> dict[str, Frame]:
+    """Returns the users' final accuracies of each setting that has some."""
+    users = {setting.name: user_values(setting, criterion) for setting in settings}
+    return {name: own for name, own in users.items() if len(own.columns)}
+
+
+def _shared_users(users: Mapping[str, Frame]) -> Sequence[str]:
+    """Returns the users of all runs: a seed may draw others, or leave one without a sample."""
+    everyone = pd.concat(users)
+    return list(everyone.columns[everyone.notna().all()])
 
 
 def _rounds(settings: Sequence[Setting], losses: Criterion) -> Texts:
@@ -322,6 +360,8 @@ def _ranking(subject: str, finals: Mapping[str, pd.Series], criterion: Criterion
         return f"{subject} is not known: every setting diverged."
     ranked = sorted(ends, key=lambda name: -criterion.sign * ends[name])
     quotes = [f"{name} ({spread(known[name].to_numpy())})" for name in ranked[:2]]
+    if len(finals) == 1:
+        return f"{subject} ends at {spread(known[ranked[0]].to_numpy())} with {ranked[0]}."
     if len({ends[name] for name in ranked[:2]}) < len(quotes):
         return f"{subject} ends equal with {' and '.join(quotes)}."
     best = "highest" if criterion.sign > 0 else "lowest"

@@ -2,8 +2,10 @@
 
 import csv
 import json
+import re
 import shutil
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from statistics import fmean
 
@@ -388,6 +390,27 @@ def test_the_table_knows_each_algorithms_rounds_and_the_users_of_all_seeds(tmp_p
     assert lines["firm"]["rounds to 0.5, left"] == "> 2"
     assert lines["fedcmoo"]["b"] == "0.500"
     assert lines["fedcmoo"].get("a", "") == ""
+
+
+def test_the_initial_model_has_its_users_accuracies_and_users_of_some_seeds_are_named(
+    study, tmp_path, capsys
+):
+    out = tmp_path / "study"
+    shutil.copytree(study, out)
+
+    def with_users(row: dict, other: str) -> dict:
+        users = {"a": 0.25 if row["round"] == 0 else 0.75, other: 0.5}
+        return {**row, "users": users} if row["kind"] == "evaluation" else row
+
+    for path in out.glob("*/seed_*"):
+        edit_rows(path, partial(with_users, other="b" if path.name == "seed_0" else "c"))
+    main(_config(out, "--resume", "true"))
+    note = "Users b, c: not shown, since not all runs have them."
+    assert f"note: {note}" in capsys.readouterr().out
+    page = (out / "comparison.html").read_text()
+    assert note in page
+    cells = re.findall(r"<t[dh][^>]*>\s*([^<]*?)\s*</t[dh]>", page[page.index(">initial model<") :])
+    assert "0.250" in cells[:6]  # two objectives, their mean and worst, and the user
 
 
 def test_an_algorithm_may_be_centralised_and_have_its_own_clients_and_rounds(tmp_path):

@@ -148,6 +148,12 @@ def test_a_difference_within_the_noise_of_the_seeds_is_said_to_be_none(gap, is_c
     assert "highest with B" in sentence
 
 
+def test_one_setting_alone_is_not_ranked():
+    mean, worst, _ = (text.replace("\xa0", " ") for text in study(runs("A", [0.5, 0.7])).summary)
+    assert mean == "The mean accuracy over 2 objectives ends at 0.600 with A."
+    assert worst == "The worst objective's accuracy ends at 0.500 with A."
+
+
 def test_settings_that_each_seed_tells_apart_are_so_however_far_the_seeds_are():
     first, second = runs("A", [0.1], [0.5], [0.9]), runs("B", [0.12], [0.521], [0.919])
     assert "not significant" not in study(first, second).summary[0]
