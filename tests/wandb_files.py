@@ -16,7 +16,7 @@ from wandb.proto.wandb_internal_pb2 import Record
 def records_of(run_path: Path) -> list[Record]:
     """Everything that W&B first noted of a run; its service ends the file shortly after that."""
     file = min(run_path.glob("wandb/offline-run-*/run-*.wandb"))
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 120
     while True:
         records = parse(file.read_bytes())
         if any(record.HasField("exit") for record in records):

@@ -362,7 +362,7 @@ run.close()
 
 def opened(path: Path) -> Run:
     """The run, once its lock is free: a child that it was forking outlives it until its exec."""
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 120
     while True:
         try:
             return Run.open(path, {"seed": 1}, resume="auto")

@@ -93,8 +93,8 @@ def test_the_thread_that_receives_has_freed_its_tensors_when_the_message_is_ther
     message = Processes(0, 2).expect(1)
     message.add_done_callback(look)
     asked.set()
-    assert message.result(timeout=10) == {"do": "stop"}
-    assert looked.result(timeout=10) == []
+    assert message.result(timeout=60) == {"do": "stop"}
+    assert looked.result(timeout=60) == []
 
 
 def test_two_members_sum_gather_and_fail_together(two_processes):
