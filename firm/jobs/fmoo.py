@@ -421,7 +421,7 @@ class _ClassicTask(Task):
             for alarm in row.get("alarms", ()):
                 print(printable(f"{self._name}, seed {self._seed}: {alarm}"))
             if row["kind"] == "evaluation":
-                line = progress_line(self.book.run.path, row)
+                line = progress_line(f"{self._name}, seed {self._seed}", row)
                 print(printable(line, max_length=5_000), flush=True)
 
 
@@ -439,13 +439,13 @@ def is_done(measured: Row | None, rounds: int, target: float | None) -> bool:
     return measured["round"] == rounds or (is_reached and len(losses) > 0)
 
 
-def progress_line(path: Path, row: dict[str, Any]) -> str:
-    """Returns a line that reports a run's progress."""
+def progress_line(run: str, row: dict[str, Any]) -> str:
+    """Returns a line that reports the progress of a run with this name."""
     figures = row.get("accuracies") or row["losses"]
     if len(users := row.get("users") or {}) <= NUM_TABLE_USERS:
         figures = figures | users
     text = ", ".join(f"{name} {value:.3f}" for name, value in figures.items())
-    return f"{path.parent.name}, {path.name}, round {row['round']}: {text}"
+    return f"{run}, round {row['round']}: {text}"
 
 
 def write_comparison(
