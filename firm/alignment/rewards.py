@@ -307,11 +307,12 @@ def calibrate(method: Method, scores: torch.Tensor, *, name: str = "reward") -> 
     """Fits a calibration to the scores [n] of base-model replies, ignoring NaN.
 
     Raises:
-        ValueError: When the method is unknown, or there are too few scores or they do not vary.
+        ValueError: When the method is unknown, or there are too few scores, or they do not vary, or
+            so little that rounding is most of it.
     """
     num_replies = scores.numel()
     scores = scores[~scores.isnan()]  # without replies to which it does not apply
-    eps = torch.finfo(scores.dtype).eps
+    eps = torch.finfo(scores.dtype).eps if scores.is_floating_point() else 0.0
     scores = scores.double()  # spreads of large, nearly equal scores lose digits in float32
     num_samples = scores.numel()
     if method == "none":

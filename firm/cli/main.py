@@ -355,9 +355,10 @@ def _with_prefix(arguments: Sequence[str], config: type, below: type) -> list[st
         if before in ("-h", "--help") and key in others - own:
             word = word.removeprefix("--")
             raise UserError(f"{word} is a key of the runs: see `firm align --help {word}`.")
-        near = difflib.get_close_matches(key, own | others, n=1)
-        if word.startswith("--") and near and near[0] in others - own and key != near[0]:
-            raise UserError(f"unknown key {key}; did you mean {near[0]}?")
+        if word.startswith("--") and key not in own | others:
+            near = difflib.get_close_matches(key, own | others, n=1)
+            if near and near[0] in others:
+                raise UserError(f"unknown key {key}; did you mean {near[0]}?")
         is_below = word.startswith("--") and key in others - own
         result.append(f"--overrides.{word[2:]}" if is_below else word)
     return result

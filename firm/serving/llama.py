@@ -94,6 +94,7 @@ class LlamaEngine:
         known = httpx.get(
             f"{self._server.listening_address}/v1/models",
             headers={"Authorization": f"Bearer {key}"},
+            timeout=60.0,  # of a busy machine
             trust_env=False,
         ).json()
         self.max_context: int = known["data"][0]["meta"]["n_ctx_train"]

@@ -343,6 +343,7 @@ def test_minmax_maps_its_quantiles_to_0_and_1_and_clips():
     assert (calibration.low, calibration.high) == (5.0, 95.0)
     rewards = calibration(torch.tensor([-9.0, 5.0, 50.0, 95.0, 200.0]))
     assert rewards.tolist() == [0.0, 0.0, 0.5, 1.0, 1.0]
+    assert calibrate("minmax", torch.arange(101)) == calibration
 
 
 scores = st.lists(st.floats(-1e6, 1e6, width=32), min_size=2, max_size=40)

@@ -135,9 +135,11 @@ class StackedSampler(Sampler):
     def _together(
         self, work: Callable[[list[SampleRequest]], Sequence[Any]], queries: Queries
     ) -> Any:
-        if not all(own.isfinite().all() for own in self.policy.adapter.values()):
+        device = self.model.device
+        sums = [own.detach().sum().to(device) for own in self.policy.adapter.values()]
+        if not torch.stack(sums).isfinite().all():  # one wait for the device
             raise DivergedError("the adapter's parameters")  # of this client, not of the batch
-        generator = copy_of_generator(self.model.device)
+        generator = copy_of_generator(device)
         request = SampleRequest(
             queries, self.config, self.end_ids, adapter=self.policy.adapter, generator=generator
         )
