@@ -135,11 +135,11 @@ class StackedSampler(Sampler):
     def _together(
         self, work: Callable[[list[SampleRequest]], Sequence[Any]], queries: Queries
     ) -> Any:
-        device = self.model.device
-        sums = [own.detach().sum().to(device) for own in self.policy.adapter.values()]
+        adapter = self.policy.adapter.values()
+        sums = [own.detach().sum().to(self.model.device) for own in adapter]
         if not torch.stack(sums).isfinite().all():  # one wait for the device
             raise DivergedError("the adapter's parameters")  # of this client, not of the batch
-        generator = copy_of_generator(device)
+        generator = copy_of_generator(self.model.device)
         request = SampleRequest(
             queries, self.config, self.end_ids, adapter=self.policy.adapter, generator=generator
         )
